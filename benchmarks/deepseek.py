@@ -1,0 +1,145 @@
+"""An index and the headers of DeepSeek-V3's size, without its 690 GB.
+
+This module imports the standard library alone, so that tests can load it from its path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+INDEX_NAME = "model.safetensors.index.json"
+FILES = 163
+
+_HIDDEN = 7168
+_VOCABULARY = 129_280
+_LAYERS = 61  # and one more, the multi-token prediction module
+_DENSE_LAYERS = 3
+_DENSE_INTER = 18_432
+_EXPERTS = 256
+_EXPERT_INTER = 2048
+_HEADS = 128
+_QUERY_RANK, _KEY_VALUE_RANK = 1536, 512
+_NOPE, _ROPE, _VALUE = 128, 64, 128
+_BLOCK = 128
+_ITEMSIZE = MappingProxyType({"F8_E4M3": 1, "BF16": 2, "F32": 4})
+
+
+class Tensor(NamedTuple):
+    """A tensor's name, shape and dtype code."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a file."""
+        return math.prod(self.shape) * _ITEMSIZE[self.dtype]
+
+
+def make_deepseek_index(folder: str | os.PathLike[str], *, files: int = FILES) -> list[Tensor]:
+    """Writes an index and `files` sparse files with real headers and full lengths.
+
+    Args:
+        folder: Where to; it is made if it is missing.
+        files: Over how many files the tensors are spread.
+
+    Returns:
+        The tensors, about 92,000, in file order.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = list(deepseek_tensors())
+    total = sum(tensor.nbytes for tensor in tensors)
+    groups: list[list[Tensor]] = [[] for _ in range(files)]
+    done = 0
+    for tensor in tensors:
+        groups[min(files - 1, done * files // total)].append(tensor)
+        done += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        name = f"model-{number:05}-of-{files:06}.safetensors"
+        _write_sparse(folder / name, group)
+        weight_map |= dict.fromkeys((tensor.name for tensor in group), name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    return tensors
+
+
+def _write_sparse(path: Path, tensors: list[Tensor]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + start)
+
+
+def deepseek_tensors() -> Iterator[Tensor]:
+    """Every tensor of the published checkpoint's index."""
+    yield Tensor("model.embed_tokens.weight", (_VOCABULARY, _HIDDEN), "BF16")
+    for layer in range(_LAYERS + 1):
+        yield from _layer(layer)
+    yield Tensor("model.norm.weight", (_HIDDEN,), "BF16")
+    yield Tensor("lm_head.weight", (_VOCABULARY, _HIDDEN), "BF16")
+
+
+def _layer(layer: int) -> Iterator[Tensor]:
+    prefix = f"model.layers.{layer}."
+    if layer == _LAYERS:
+        yield Tensor(prefix + "embed_tokens.weight", (_VOCABULARY, _HIDDEN), "BF16")
+        yield Tensor(prefix + "enorm.weight", (_HIDDEN,), "BF16")
+        yield Tensor(prefix + "hnorm.weight", (_HIDDEN,), "BF16")
+        yield Tensor(prefix + "eh_proj.weight", (_HIDDEN, 2 * _HIDDEN), "BF16")
+        yield Tensor(prefix + "shared_head.norm.weight", (_HIDDEN,), "BF16")
+        yield Tensor(prefix + "shared_head.head.weight", (_VOCABULARY, _HIDDEN), "BF16")
+    yield from _attention(prefix + "self_attn.")
+    if layer < _DENSE_LAYERS:
+        yield from _gated(prefix + "mlp.", _DENSE_INTER)
+    else:
+        for expert in range(_EXPERTS):
+            yield from _gated(f"{prefix}mlp.experts.{expert}.", _EXPERT_INTER)
+        yield Tensor(prefix + "mlp.gate.weight", (_EXPERTS, _HIDDEN), "BF16")
+        yield Tensor(prefix + "mlp.gate.e_score_correction_bias", (_EXPERTS,), "F32")
+        yield from _gated(prefix + "mlp.shared_experts.", _EXPERT_INTER)
+    yield Tensor(prefix + "input_layernorm.weight", (_HIDDEN,), "BF16")
+    yield Tensor(prefix + "post_attention_layernorm.weight", (_HIDDEN,), "BF16")
+
+
+def _attention(prefix: str) -> Iterator[Tensor]:
+    """Multi-head latent attention."""
+    yield from _fp8(prefix + "q_a_proj", _QUERY_RANK, _HIDDEN)
+    yield Tensor(prefix + "q_a_layernorm.weight", (_QUERY_RANK,), "BF16")
+    yield from _fp8(prefix + "q_b_proj", _HEADS * (_NOPE + _ROPE), _QUERY_RANK)
+    yield from _fp8(prefix + "kv_a_proj_with_mqa", _KEY_VALUE_RANK + _ROPE, _HIDDEN)
+    yield Tensor(prefix + "kv_a_layernorm.weight", (_KEY_VALUE_RANK,), "BF16")
+    yield from _fp8(prefix + "kv_b_proj", _HEADS * (_NOPE + _VALUE), _KEY_VALUE_RANK)
+    yield from _fp8(prefix + "o_proj", _HIDDEN, _HEADS * _VALUE)
+
+
+def _gated(prefix: str, inter: int) -> Iterator[Tensor]:
+    yield from _fp8(prefix + "gate_proj", inter, _HIDDEN)
+    yield from _fp8(prefix + "up_proj", inter, _HIDDEN)
+    yield from _fp8(prefix + "down_proj", _HIDDEN, inter)
+
+
+def _fp8(name: str, rows: int, columns: int) -> Iterator[Tensor]:
+    """A weight of shape `[rows, columns]` and a scale for each of its 128 x 128 blocks."""
+    yield Tensor(name + ".weight", (rows, columns), "F8_E4M3")
+    blocks = (-(-rows // _BLOCK), -(-columns // _BLOCK))
+    yield Tensor(name + ".weight_scale_inv", blocks, "F32")

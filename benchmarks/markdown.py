@@ -1,0 +1,115 @@
+"""The report as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from cases import CASES
+from floors import verdicts
+from results import Cell, Report, Row, ratio
+
+_ORDER = ("ours", "ours-mmap", "builtin", "load_file", "ocdbt", "odirect")
+
+
+def render(report: Report) -> str:
+    """All tables and the promises."""
+    described = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    lines = [described, ""]
+    if report.scale != 1.0:
+        lines += [f"**Sizes scaled by {report.scale:g}: not the promised ones.**", ""]
+    lines += [f"**{warning}**\n" for warning in _page_warnings(report)]
+    for case in dict.fromkeys(row.case for row in report.rows):
+        rows = {row: cells for row, cells in report.rows.items() if row.case == case}
+        lines += [f"### {case}: {CASES[case].about}", "", *_seconds(rows), "", *_details(rows), ""]
+    lines += ["### Floors", "", *_floors(report)]
+    return "\n".join(lines) + "\n"
+
+
+def _page_warnings(report: Report) -> Iterator[str]:
+    """Runs whose files were not in the page cache, or not out of it, as they should have been."""
+    for row, cells in report.rows.items():
+        for who, cell in cells.items():
+            for run in cell.runs:
+                share = run["resident_fraction"]
+                if (share > 0.01) if row.page_state == "cold" else (share < 0.99):
+                    yield f"{row} {who}: a run began with {share:.0%} of its files in the cache."
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _seconds(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
+    """Median seconds of all contenders side by side."""
+    whos = [who for who in _ORDER if any(who in cells for cells in rows.values())]
+    head = ["sharding, pages", *(f"{who} s" for who in whos), "builtin / ours", "load_file / ours"]
+    body = []
+    for row, cells in rows.items():
+        times = [_time(cells.get(who)) for who in whos]
+        ratios = [_times(ratio(cells, slow, "ours")) for slow in ("builtin", "load_file")]
+        body.append([f"{row.split}, {row.page_state}", *times, *ratios])
+    return _table(head, body)
+
+
+def _details(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
+    """Everything else, a line for each contender."""
+    head = [
+        "sharding, pages",
+        "contender",
+        "runs",
+        "wall s, least-most",
+        "CPU s",
+        "peak RSS MB",
+        "growth / tensors",
+        "bytes told / tensors",
+        "read calls / files",
+        "from disk / files",
+    ]
+    body = []
+    for row, cells in rows.items():
+        for who in _ORDER:
+            if who in cells and cells[who].runs:
+                body.append([f"{row.split}, {row.page_state}", who, *_figures(cells[who])])
+    return _table(head, body)
+
+
+def _figures(cell: Cell) -> list[str]:
+    walls = [run["wall_seconds"] for run in cell.runs]
+    tensors, files = cell.runs[0]["tensor_bytes"], cell.runs[0]["file_bytes"]
+    return [
+        str(len(walls)),
+        f"{min(walls):.3g}-{max(walls):.3g}",
+        f"{cell.median('cpu_seconds'):.3g}",
+        f"{max(run['peak_bytes'] for run in cell.runs) / 1e6:,.0f}",
+        _share(cell.growth_bytes, tensors),
+        _share(cell.scalar("bytes_read"), tensors),
+        _share(cell.median("passed_bytes"), files),
+        _share(cell.median("device_bytes"), files),
+    ]
+
+
+def _share(part: float | None, whole: float) -> str:
+    return "" if part is None else f"{part / whole:.3f}"
+
+
+def _time(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    if cell.seconds is None:
+        return cell.problem
+    return f"{cell.seconds:.3g}" + (f" ({cell.problem})" if cell.problem else "")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}x"
+
+
+def _floors(report: Report) -> Iterator[str]:
+    words = {True: "PASS", False: "**FAIL**", None: "?"}
+    return _table(
+        ["", "promise", "found"],
+        ([words[verdict.passed], verdict.promise, verdict.found] for verdict in verdicts(report)),
+    )

@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Times the planning alone of a DeepSeek-V3-sized load, for one process of 128.
+
+    python benchmarks/plan.py
+
+The checkpoint is an index, 163 real headers and holes, so it takes no disk; the mesh is abstract,
+so it takes no devices: 1,024 of them, (128, 8) over "fsdp" and "tensor". Matrices are split along
+their inner dimension over as many of the mesh axes as divide it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pages
+from deepseek import FILES, INDEX_NAME, Tensor, deepseek_tensors, make_deepseek_index
+
+if TYPE_CHECKING:
+    import jax
+
+BENCHMARKS = Path(__file__).resolve().parent
+MESH = (("fsdp", 128), ("tensor", 8))
+PROCESS_INDEX, PROCESS_COUNT = 5, 128
+MOST_SECONDS = 3.0
+MOST_BYTES = 300_000_000
+
+
+def abstract_tree(tensors: Iterable[Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The flat tree of the whole model; leaves of equal spec share a sharding."""
+    import jax
+    import ml_dtypes
+    import numpy as np
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
+    names, sizes = zip(*MESH, strict=True)
+    mesh = AbstractMesh(sizes, names)
+    by_shape: dict[tuple[int, ...], NamedSharding] = {}
+
+    def sharding(shape: tuple[int, ...]) -> NamedSharding:
+        if shape not in by_shape:
+            outer = (None,) * (len(shape) - 1)
+            by_shape[shape] = NamedSharding(mesh, PartitionSpec(*outer, dividing_axes(shape[-1])))
+        return by_shape[shape]
+
+    return {
+        tensor.name: jax.ShapeDtypeStruct(
+            tensor.shape, dtypes[tensor.dtype], sharding=sharding(tensor.shape)
+        )
+        for tensor in tensors
+    }
+
+
+def dividing_axes(dim: int) -> tuple[str, ...] | None:
+    """The mesh axes with the most devices that divide a dimension evenly."""
+    for axes in (MESH, MESH[:1], MESH[1:]):
+        devices = 1
+        for _, size in axes:
+            devices *= size
+        if dim % devices == 0:
+            return tuple(name for name, _ in axes)
+    return None
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Plans once in this process."""
+    import orbax_safetensors_layout as osl
+
+    # The first plan's imports are not its memory: an empty one loads the modules.
+    osl.plan_load(folder, {}, process_index=PROCESS_INDEX, process_count=PROCESS_COUNT)
+    imported = pages.resident_bytes()
+    abstract = abstract_tree(deepseek_tensors())
+    pages.reset_peak()
+    baseline = pages.resident_bytes()
+    before = os.times()
+    start = time.perf_counter()
+    plan = osl.plan_load(folder, abstract, process_index=PROCESS_INDEX, process_count=PROCESS_COUNT)
+    seconds = time.perf_counter() - start
+    after = os.times()
+    return {
+        "seconds": seconds,
+        "cpu_seconds": after.user + after.system - before.user - before.system,
+        "imported_bytes": imported,
+        "baseline_bytes": baseline,
+        "peak_bytes": pages.peak_bytes(),
+        "cost": str(plan.cost()),
+    }
+
+
+def main() -> None:
+    """Makes the checkpoint and reports the median of several processes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", type=Path, help="where the sparse checkpoint is made, and kept")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="save the figures here")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(options.child)))
+        return
+    root = options.dir or Path(tempfile.gettempdir()) / "osl-benchmark"
+    folder = root / f"deepseek-{FILES}"
+    if not (folder / INDEX_NAME).exists():  # the index is written last
+        make_deepseek_index(folder)
+    runs = [_child(folder) for _ in range(options.repeat)]
+    if options.json:
+        options.json.write_text(json.dumps(runs, indent=1))
+    _report(runs)
+
+
+def _child(folder: Path) -> dict[str, Any]:
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(BENCHMARKS / "plan.py"), "--child", str(folder)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _report(runs: Sequence[dict[str, Any]]) -> None:
+    seconds = statistics.median(run["seconds"] for run in runs)
+    peak = max(run["peak_bytes"] for run in runs)
+    grown = max(run["peak_bytes"] - run["baseline_bytes"] for run in runs)
+    print(runs[0]["cost"])
+    imported = max(run["imported_bytes"] for run in runs)
+    print(
+        f"\nCPU {statistics.median(run['cpu_seconds'] for run in runs):.2f} s;"
+        f" resident with jax and the package imported {imported / 1e6:.0f} MB,"
+        f" with the abstract tree too {(peak - grown) / 1e6:.0f} MB"
+    )
+    for what, found, limit, unit in (
+        ("planning", seconds, MOST_SECONDS, "s"),
+        (
+            "peak RSS above what jax, the package and the abstract tree hold",
+            grown / 1e6,
+            MOST_BYTES / 1e6,
+            "MB",
+        ),
+        ("peak RSS of the whole process", peak / 1e6, MOST_BYTES / 1e6, "MB"),
+    ):
+        verdict = "PASS" if found < limit else "FAIL"
+        print(f"{verdict} {what}: {found:.3g} {unit}, limit {limit:g} {unit}")
+
+
+if __name__ == "__main__":
+    main()

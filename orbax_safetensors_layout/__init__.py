@@ -1,0 +1,138 @@
+"""Hugging Face safetensors checkpoints as sharded `jax.Array`s, through the standard Orbax APIs.
+
+    import orbax_safetensors_layout as osl
+
+    state = osl.load(path, abstract_state)
+
+Every public name is loaded on first use, so that a program which only reads headers or prints a
+plan imports neither jax nor Orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orbax_safetensors_layout.adapters.settings import using
+    from orbax_safetensors_layout.adapters.v0 import (
+        SafetensorsCheckpointHandler,
+        SafetensorsRestore,
+        handler_registry,
+    )
+    from orbax_safetensors_layout.adapters.v1 import (
+        SafetensorsHandler,
+        SafetensorsLayout,
+        context,
+        install,
+        uninstall,
+    )
+    from orbax_safetensors_layout.errors import (
+        CheckpointNotFoundError,
+        DtypeMismatchError,
+        FormatError,
+        InvalidHeaderError,
+        InvalidIndexError,
+        MismatchError,
+        MissingTensorError,
+        SafetensorsLayoutError,
+        ShapeMismatchError,
+        StorageError,
+        TruncatedFileError,
+        UnexpectedTensorError,
+        UnsupportedDtypeError,
+    )
+    from orbax_safetensors_layout.format.catalog import is_safetensors_checkpoint
+    from orbax_safetensors_layout.load import TensorMetadata, load, metadata, plan_load
+    from orbax_safetensors_layout.options import Progress, ReadOptions
+    from orbax_safetensors_layout.plan.cost import Cost
+    from orbax_safetensors_layout.plan.reads import ReadPlan
+
+__version__ = "0.1.0.dev0"
+
+_NAMES_BY_MODULE = {
+    "adapters.settings": ("using",),
+    "adapters.v0": ("SafetensorsCheckpointHandler", "SafetensorsRestore", "handler_registry"),
+    "adapters.v1": ("SafetensorsHandler", "SafetensorsLayout", "context", "install", "uninstall"),
+    "errors": (
+        "CheckpointNotFoundError",
+        "DtypeMismatchError",
+        "FormatError",
+        "InvalidHeaderError",
+        "InvalidIndexError",
+        "MismatchError",
+        "MissingTensorError",
+        "SafetensorsLayoutError",
+        "ShapeMismatchError",
+        "StorageError",
+        "TruncatedFileError",
+        "UnexpectedTensorError",
+        "UnsupportedDtypeError",
+    ),
+    "format.catalog": ("is_safetensors_checkpoint",),
+    "load": ("TensorMetadata", "load", "metadata", "plan_load"),
+    "options": ("Progress", "ReadOptions"),
+    "plan.cost": ("Cost",),
+    "plan.reads": ("ReadPlan",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+__all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equal to the table
+    "CheckpointNotFoundError",
+    "Cost",
+    "DtypeMismatchError",
+    "FormatError",
+    "InvalidHeaderError",
+    "InvalidIndexError",
+    "MismatchError",
+    "MissingTensorError",
+    "Progress",
+    "ReadOptions",
+    "ReadPlan",
+    "SafetensorsCheckpointHandler",
+    "SafetensorsHandler",
+    "SafetensorsLayout",
+    "SafetensorsLayoutError",
+    "SafetensorsRestore",
+    "ShapeMismatchError",
+    "StorageError",
+    "TensorMetadata",
+    "TruncatedFileError",
+    "UnexpectedTensorError",
+    "UnsupportedDtypeError",
+    "__version__",
+    "context",
+    "handler_registry",
+    "install",
+    "is_safetensors_checkpoint",
+    "load",
+    "metadata",
+    "plan_load",
+    "uninstall",
+    "using",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `load` the function: importing the submodule `load` would bind that name to it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

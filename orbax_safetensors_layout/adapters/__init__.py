@@ -1,0 +1,1 @@
+"""Orbax's extension points; the only folder that imports orbax."""

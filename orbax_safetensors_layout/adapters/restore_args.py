@@ -1,0 +1,134 @@
+"""The abstract tree that Orbax v0's restore arguments ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+
+from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
+from orbax_safetensors_layout.mapping.keys import dotted_name
+
+_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
+_UNSUPPORTED = ("transforms", "legacy_transform_fn")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostArray:
+    """An abstract leaf that is wanted as a numpy array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def abstract_tree(args: Any) -> Any:
+    """The tree to load; None asks for everything.
+
+    Arguments are read by attribute, so that every registered class works: `item` gives the
+    structure and each leaf's shape, dtype and sharding; `restore_args`, where it says something
+    about a leaf, overrides the item; `fallback_sharding` places arrays that name no sharding.
+
+    Args:
+        args: `SafetensorsRestore`, `StandardRestore`, `PyTreeRestore` or their like, or None.
+
+    Raises:
+        SafetensorsLayoutError: The arguments ask for a transformation.
+        MismatchError: `restore_args` has leaves that the item has not.
+    """
+    for name in _UNSUPPORTED:
+        if getattr(args, name, None) is not None:
+            raise SafetensorsLayoutError(
+                f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
+                hint="Restore under the checkpoint's own names, then change the tree.",
+            )
+    item = _plain(getattr(args, "item", None))
+    overrides = _plain(getattr(args, "restore_args", None))
+    if overrides is not None:
+        item = _override(item, overrides, partial=getattr(args, "partial_restore", False))
+    if item is None:
+        return None
+    fallback = getattr(args, "fallback_sharding", None)
+    layouts = getattr(args, "support_layout", False)
+    return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)
+
+
+def _plain(tree: Any) -> Any:
+    """Orbax's `TreeMetadata` is a pytree of its own; its `tree` has the checkpoint's structure."""
+    return tree.tree if hasattr(tree, "custom_metadata") and hasattr(tree, "tree") else tree
+
+
+def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
+    if item is None:
+        return jax.tree.map(lambda args: _merge(args, args), overrides)
+    pairs = jax.tree_util.tree_flatten_with_path(overrides)[0]
+    by_name = {dotted_name(path): args for path, args in pairs}
+    merged = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _merge(leaf, by_name.pop(dotted_name(path), None)), item
+    )
+    if by_name and not partial:
+        raise MismatchError(
+            "restore_args has leaves that the item has not",
+            expected="a tree of the item's structure",
+            found=", ".join(sorted(by_name)),
+        )
+    return merged
+
+
+def _merge(leaf: Any, args: Any) -> Any:
+    """One leaf with its `RestoreArgs`; what they leave open is the leaf's.
+
+    A Python scalar in the item is what Orbax's users put where only the structure matters: with
+    an array's restore arguments it says nothing about the array.
+    """
+    if leaf is ... or args is None:
+        return leaf
+    if not hasattr(args, "restore_type"):
+        return args
+    kind = args.restore_type
+    if kind is type(...):
+        return ...
+    if kind is None:
+        if args.dtype is None or leaf is args or not _is_array_like(leaf):
+            return leaf
+        kind = jax.Array if hasattr(leaf, "sharding") else np.ndarray
+    shape = getattr(args, "global_shape", None)
+    dtype = args.dtype
+    sharding = _sharding(args)
+    if _is_array_like(leaf):
+        shape = leaf.shape if shape is None else shape
+        dtype = leaf.dtype if dtype is None else dtype
+        sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
+    if isinstance(kind, type) and issubclass(kind, jax.Array):
+        return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape)
+    if isinstance(kind, type) and issubclass(kind, np.ndarray) and shape is not None:
+        return HostArray(tuple(shape), dtype)
+    return args
+
+
+def _sharding(args: Any) -> Any:
+    sharding = getattr(args, "sharding", None)
+    if sharding is None and getattr(args, "mesh", None) is not None:
+        return jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
+    return sharding
+
+
+def _is_array_like(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not hasattr(leaf, "restore_type")
+
+
+def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
+    if layouts and isinstance(leaf, jax.Array):
+        return _struct(leaf.shape, leaf.dtype, sharding=_format(leaf))
+    if fallback is None or getattr(leaf, "sharding", fallback) is not None:
+        return leaf
+    if hasattr(leaf, "restore_type"):
+        return dataclasses.replace(leaf, sharding=fallback)
+    return _struct(leaf.shape, leaf.dtype, sharding=fallback)
+
+
+def _format(array: Any) -> Any:
+    return array.format

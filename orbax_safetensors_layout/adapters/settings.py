@@ -1,0 +1,79 @@
+"""What an operation started through Orbax uses: `using`, and the options of Orbax's own context."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from orbax_safetensors_layout.adapters import _orbax
+from orbax_safetensors_layout.options import ReadOptions
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a `using` block asks for; None where it says nothing.
+
+    Attributes:
+        read: How checkpoints are read.
+    """
+
+    read: ReadOptions | None = None
+
+
+_NOTHING = Settings()
+_SETTINGS: ContextVar[Settings] = ContextVar("orbax_safetensors_layout", default=_NOTHING)
+
+
+@contextlib.contextmanager
+def using(*, read: ReadOptions | None = None) -> Iterator[None]:
+    """Settings for the Orbax operations that start inside the block.
+
+    Orbax makes layouts and v1 handlers itself, without arguments; this is how options reach them.
+    An asynchronous operation keeps the settings that it started with, also after the block ends.
+    Blocks nest: an inner one takes over what it does not set.
+
+    Args:
+        read: How checkpoints are read, instead of the defaults, of Orbax's own options and of
+            those that a `SafetensorsCheckpointHandler` was made with.
+
+    Example:
+        >>> import tempfile, numpy as np, safetensors.numpy, orbax.checkpoint as ocp
+        >>> import orbax_safetensors_layout as osl
+        >>> folder = tempfile.mkdtemp()
+        >>> tensors = {"weight": np.arange(4.0, dtype=np.float32)}
+        >>> safetensors.numpy.save_file(tensors, f"{folder}/model.safetensors")
+        >>> checkpointer = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+        >>> with osl.using(read=osl.ReadOptions(mmap=True)):
+        ...     checkpointer.restore(folder)
+        {'weight': array([0., 1., 2., 3.], dtype=float32)}
+    """
+    outer = _SETTINGS.get()
+    token = _SETTINGS.set(Settings(read=outer.read if read is None else read))
+    try:
+        yield
+    finally:
+        _SETTINGS.reset(token)
+
+
+def current() -> Settings:
+    """The settings of the innermost `using` block; call it in the blocking phase."""
+    return _SETTINGS.get()
+
+
+def read_options_v1() -> ReadOptions:
+    """How to read, for an operation of Orbax v1; call it in the blocking phase.
+
+    `using(read=...)` decides alone. Without it, `ctx.memory.read_concurrent_bytes` of Orbax's
+    context is the memory budget and `ctx.safetensors.read_chunk_bytes` the largest request.
+    `ctx.safetensors.max_over_read_ratio` has no counterpart: what is read through is decided by
+    the cost model of `StorageProfile`.
+    """
+    read = current().read
+    if read is not None:
+        return read
+    context = _orbax.get_context()
+    read = ReadOptions(request_bytes=context.safetensors.read_chunk_bytes)
+    budget = context.memory.read_concurrent_bytes
+    return read if budget is None else dataclasses.replace(read, memory_budget_bytes=budget)

@@ -1,0 +1,125 @@
+"""One table: the safetensors dtype codes, their numpy dtypes, and their width in the file.
+
+The codes are the ones that the `safetensors` Rust library 0.8.0 accepts (its `Dtype` enum).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from orbax_safetensors_layout.errors import UnsupportedDtypeError
+
+
+class DType(NamedTuple):
+    """A dtype as the file and as numpy know it.
+
+    Attributes:
+        code: The code in the header, for instance `"BF16"`.
+        numpy: The numpy dtype that holds one element in memory, little-endian.
+        bits: Width of one element in the file. F4 and F6 elements are narrower than the byte that
+            numpy gives them.
+    """
+
+    code: str
+    numpy: np.dtype[Any]
+    bits: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether the file packs elements more tightly than numpy does."""
+        return self.bits < 8 * self.numpy.itemsize
+
+
+_TABLE = (
+    DType("BOOL", np.dtype(np.bool_), 8),
+    DType("U8", np.dtype("<u1"), 8),
+    DType("U16", np.dtype("<u2"), 16),
+    DType("U32", np.dtype("<u4"), 32),
+    DType("U64", np.dtype("<u8"), 64),
+    DType("I8", np.dtype("<i1"), 8),
+    DType("I16", np.dtype("<i2"), 16),
+    DType("I32", np.dtype("<i4"), 32),
+    DType("I64", np.dtype("<i8"), 64),
+    DType("F16", np.dtype("<f2"), 16),
+    DType("BF16", np.dtype(ml_dtypes.bfloat16), 16),
+    DType("F32", np.dtype("<f4"), 32),
+    DType("F64", np.dtype("<f8"), 64),
+    DType("C64", np.dtype("<c8"), 64),
+    DType("F8_E4M3", np.dtype(ml_dtypes.float8_e4m3fn), 8),
+    DType("F8_E4M3FNUZ", np.dtype(ml_dtypes.float8_e4m3fnuz), 8),
+    DType("F8_E5M2", np.dtype(ml_dtypes.float8_e5m2), 8),
+    DType("F8_E5M2FNUZ", np.dtype(ml_dtypes.float8_e5m2fnuz), 8),
+    DType("F8_E8M0", np.dtype(ml_dtypes.float8_e8m0fnu), 8),
+    DType("F6_E2M3", np.dtype(ml_dtypes.float6_e2m3fn), 6),
+    DType("F6_E3M2", np.dtype(ml_dtypes.float6_e3m2fn), 6),
+    DType("F4", np.dtype(ml_dtypes.float4_e2m1fn), 4),
+)
+
+DTYPES: Mapping[str, DType] = MappingProxyType({dtype.code: dtype for dtype in _TABLE})
+"""Every dtype of the format, by its code."""
+
+_BY_NUMPY: Mapping[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in _TABLE}
+
+
+def dtype_from_code(
+    code: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
+) -> DType:
+    """The dtype that a header's code names.
+
+    Args:
+        code: The code, as the header spells it.
+        file: The file that holds it, for the error.
+        tensor: The tensor that has it, for the error.
+
+    Raises:
+        UnsupportedDtypeError: The format does not define the code.
+
+    >>> dtype_from_code("F4").bits
+    4
+    """
+    dtype = DTYPES.get(code)
+    if dtype is None:
+        raise UnsupportedDtypeError(
+            "unknown dtype code",
+            file=file,
+            tensor=tensor,
+            expected=f"one of {', '.join(DTYPES)}",
+            found=repr(code),
+        )
+    return dtype
+
+
+def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DType:
+    """The format's dtype for a numpy dtype, whatever its byte order.
+
+    The result's `numpy` is little-endian: data of another byte order has to be swapped on its way
+    to a file.
+
+    Args:
+        dtype: A numpy or ml_dtypes dtype.
+        tensor: The tensor that has it, for the error.
+
+    Raises:
+        UnsupportedDtypeError: The format has no code for it.
+
+    >>> import numpy as np
+    >>> dtype_from_numpy(np.dtype(">f4")).code
+    'F32'
+    """
+    known = _BY_NUMPY.get(dtype)
+    if known is None and dtype.byteorder in "<>":
+        known = _BY_NUMPY.get(dtype.newbyteorder("<"))
+    if known is None:
+        raise UnsupportedDtypeError(
+            "the safetensors format has no code for this numpy dtype",
+            tensor=tensor,
+            expected=f"one of {', '.join(entry.numpy.name for entry in _TABLE)}",
+            found=dtype,
+        )
+    return known

@@ -1,0 +1,363 @@
+"""The header of a `.safetensors` file, parsed into types; all validation of it.
+
+A file is an 8-byte little-endian length N, N bytes of JSON, and the tensors' bytes. What is
+accepted is what the `safetensors` Rust library 0.8.0 accepts (`tests/test_format_differential.py`
+holds the two against each other), except that a key may not be repeated and that the JSON has to
+begin with `{` at once, as the format's specification asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from operator import attrgetter
+from typing import NamedTuple
+
+from orbax_safetensors_layout.errors import InvalidHeaderError, TruncatedFileError
+from orbax_safetensors_layout.format import strict_json
+from orbax_safetensors_layout.format.dtypes import DType, dtype_from_code
+
+PREFIX_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+_METADATA_KEY = "__metadata__"
+_FIELDS = ("dtype", "shape", "data_offsets")
+_USIZE_MAX = (1 << 64) - 1
+_GIT_LFS_PREFIX = b"version "
+
+
+class TensorEntry(NamedTuple):
+    """Where a tensor's bytes are and what they mean. A NamedTuple: there may be 100,000 of them.
+
+    Attributes:
+        name: The tensor's name.
+        dtype: Its dtype.
+        shape: Its shape, in logical elements also where `dtype.packed`.
+        file: The file that holds it.
+        start: First byte, counted from the begin of the file.
+        stop: One past the last byte, counted from the begin of the file.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file, in bytes."""
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """A validated header: its tensors tile the file's data without gap or overlap.
+
+    Attributes:
+        file: The file it was read from.
+        tensors: Name to entry, in the order of the file's bytes.
+        metadata: The `__metadata__` strings; empty if there are none.
+        data_start: The file offset, in bytes, where the first tensor begins.
+        file_size: Size of the file in bytes.
+    """
+
+    file: str
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    data_start: int
+    file_size: int
+
+
+def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
+    """The length of the header in bytes, from the first 8 bytes of a file.
+
+    Args:
+        prefix: The first 8 bytes, or the whole file if it is shorter.
+        file: The file's path, for errors.
+        file_size: Size of the file in bytes.
+
+    Raises:
+        TruncatedFileError: The file ends before its header does.
+        InvalidHeaderError: The length is beyond what the format allows.
+    """
+    if len(prefix) < PREFIX_BYTES or file_size < PREFIX_BYTES:
+        raise TruncatedFileError(
+            "the file is truncated: it ends within the length of its header",
+            file=file,
+            expected=f"at least {PREFIX_BYTES} bytes",
+            found=f"{min(len(prefix), file_size)} bytes",
+        )
+    length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        is_pointer = prefix.startswith(_GIT_LFS_PREFIX)
+        raise InvalidHeaderError(
+            "the header's length is out of range, so this is no safetensors file",
+            file=file,
+            expected=f"at most {MAX_HEADER_BYTES} bytes",
+            found=f"{length} bytes",
+            hint="It looks like a Git LFS pointer; run `git lfs pull`." if is_pointer else None,
+        )
+    if PREFIX_BYTES + length > file_size:
+        raise TruncatedFileError(
+            "the file is truncated: it ends within its header",
+            file=file,
+            expected=f"at least {PREFIX_BYTES + length} bytes",
+            found=f"{file_size} bytes",
+        )
+    return length
+
+
+def parse_header(header_bytes: bytes, *, file: str, file_size: int) -> Header:
+    """Parses and validates a header.
+
+    Args:
+        header_bytes: The header without the 8 bytes of its length.
+        file: The file's path; kept in each entry.
+        file_size: Size of the file in bytes.
+
+    Raises:
+        InvalidHeaderError: It is not a header that the Rust library would accept, or it repeats a
+            key, or does not begin with `{`.
+        UnsupportedDtypeError: A tensor has a dtype that the format does not define.
+        TruncatedFileError: The file ends before its last tensor does.
+
+    >>> text = b'{"bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    >>> header = parse_header(text, file="model.safetensors", file_size=8 + len(text) + 8)
+    >>> header.tensors["bias"].shape
+    (2,)
+    """
+    try:
+        return _parse(header_bytes, file, file_size)
+    except RecursionError as error:  # the caller's own stack was nearly full
+        raise InvalidHeaderError("the header is nested too deeply", file=file) from error
+    except MemoryError as error:
+        raise InvalidHeaderError(
+            "the header does not fit into memory", file=file, found=f"{len(header_bytes)} bytes"
+        ) from error
+
+
+def _parse(header_bytes: bytes, file: str, file_size: int) -> Header:
+    if not header_bytes.startswith(b"{"):
+        raise InvalidHeaderError(
+            "the header does not begin with an object",
+            file=file,
+            expected="'{'",
+            found=repr(header_bytes[:16]),
+        )
+    try:
+        text = header_bytes.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidHeaderError(
+            "the header is not UTF-8",
+            file=file,
+            expected="UTF-8 text",
+            found=f"{error.reason} at byte {error.start} of the header",
+        ) from error
+    data_start = PREFIX_BYTES + len(header_bytes)
+    metadata: dict[str, str] | None = None
+    tensors: list[TensorEntry] = []
+    look_closely = strict_json.has_surrogate_escape(text)
+    name: str | None = None
+    try:
+        for name, value in strict_json.members(text):
+            if look_closely:
+                strict_json.refuse_lone_surrogate(name)
+            if name != _METADATA_KEY:
+                tensors.append(_entry(name, value, file, data_start, look_closely))
+            elif metadata is None:
+                metadata = _metadata(value, file)
+            else:
+                raise _repeated(_METADATA_KEY, file)
+    except strict_json.JsonError as error:
+        raise InvalidHeaderError(
+            "the header is not valid JSON" + ("" if name is None else f", in or after {name!r}"),
+            file=file,
+            expected="one JSON object",
+            found=str(error),
+        ) from error
+    tensors.sort(key=attrgetter("start", "stop"))
+    by_name = {entry.name: entry for entry in tensors}
+    if len(by_name) != len(tensors):
+        raise _repeated(_first_repeated(tensors), file)
+    _check_tiling(tensors, file, data_start, file_size)
+    return Header(file, by_name, metadata or {}, data_start, file_size)
+
+
+def _entry(name: str, value: object, file: str, data_start: int, look_closely: bool) -> TensorEntry:
+    code, raw_shape, raw_offsets = _fields(name, value, file, look_closely)
+    dtype = dtype_from_code(code, file=file, tensor=name)
+    shape = _sizes(name, "shape", raw_shape, file)
+    offsets = _sizes(name, "data_offsets", raw_offsets, file)
+    if len(offsets) != 2:
+        raise InvalidHeaderError(
+            "malformed data_offsets",
+            file=file,
+            tensor=name,
+            expected="two integers, begin and end",
+            found=_brief(offsets),
+        )
+    begin, end = offsets
+    needed = _needed_bytes(name, dtype, shape, file)
+    if end - begin != needed:
+        raise InvalidHeaderError(
+            "data_offsets do not fit the shape and dtype",
+            file=file,
+            tensor=name,
+            expected=f"{needed} bytes for {dtype.code}{_brief(shape)}",
+            found=f"{end - begin} bytes, data_offsets {offsets}",
+        )
+    return TensorEntry(name, dtype, tuple(shape), file, data_start + begin, data_start + end)
+
+
+def _fields(name: str, value: object, file: str, look_closely: bool) -> tuple[str, object, object]:
+    """The code, shape and offsets of a tensor; shape and offsets are not checked yet."""
+    # All writers keep this order and add no key, so this form is read without making a dict.
+    if type(value) is tuple and len(value) == len(_FIELDS) and not look_closely:
+        (key_0, code), (key_1, shape), (key_2, offsets) = value
+        if (key_0, key_1, key_2) == _FIELDS and type(code) is str:
+            return code, shape, offsets
+    return _unusual_fields(name, strict_json.plain(value), file)
+
+
+def _unusual_fields(name: str, value: object, file: str) -> tuple[str, object, object]:
+    """`_fields` of the forms that no writer makes but that the Rust library's parser takes.
+
+    They are further keys, another order of the keys, the three values as a list, and the dtype as
+    `{"F32": null}`; the last two are how serde reads any struct and any enum.
+    """
+    if isinstance(value, list) and len(value) == len(_FIELDS):
+        code, shape, offsets = value
+    elif isinstance(value, dict) and all(field in value for field in _FIELDS):
+        code, shape, offsets = (value[field] for field in _FIELDS)
+    else:
+        raise InvalidHeaderError(
+            "malformed tensor entry",
+            file=file,
+            tensor=name,
+            expected=f"an object with the keys {', '.join(_FIELDS)}",
+            found=f"the keys {_brief(list(value))}" if isinstance(value, dict) else _brief(value),
+        )
+    if isinstance(code, dict) and list(code.values()) == [None]:
+        (code,) = code
+    if not isinstance(code, str):
+        raise InvalidHeaderError(
+            "malformed dtype", file=file, tensor=name, expected="a string", found=_brief(code)
+        )
+    return code, shape, offsets
+
+
+def _sizes(name: str, field: str, items: object, file: str) -> list[int]:
+    """`items` if it is a list of integers in the range of Rust's usize."""
+    if type(items) is list:
+        for item in items:
+            if type(item) is not int or not 0 <= item <= _USIZE_MAX:
+                break
+        else:
+            return items
+    raise InvalidHeaderError(
+        f"malformed {field}",
+        file=file,
+        tensor=name,
+        expected="a list of integers from 0 to 2**64 - 1",
+        found=_brief(items),
+    )
+
+
+def _needed_bytes(name: str, dtype: DType, shape: list[int], file: str) -> int:
+    """Bytes of a tensor, refused where the Rust library's 64-bit arithmetic would overflow."""
+    size = 1
+    for dimension in shape:
+        size *= dimension
+        if size > _USIZE_MAX:  # also where a later dimension is zero
+            break
+    if size * dtype.bits > _USIZE_MAX:
+        raise InvalidHeaderError(
+            "the tensor's size overflows",
+            file=file,
+            tensor=name,
+            expected="fewer than 2**64 bits",
+            found=f"shape {_brief(shape)} of {dtype.code}",
+        )
+    whole, rest = divmod(size * dtype.bits, 8)
+    if rest:
+        raise InvalidHeaderError(
+            "the tensor does not fill whole bytes",
+            file=file,
+            tensor=name,
+            expected="a multiple of 8 bits",
+            found=f"{size * dtype.bits} bits, shape {_brief(shape)} of {dtype.code}",
+        )
+    return whole
+
+
+def _check_tiling(tensors: list[TensorEntry], file: str, data_start: int, file_size: int) -> None:
+    """Checks that the tensors, sorted, cover the file from `data_start` to its end, each once."""
+    position = data_start
+    for entry in tensors:
+        if entry.start != position:
+            raise InvalidHeaderError(
+                "the tensor leaves a gap after the one before it"
+                if entry.start > position
+                else "the tensor overlaps the one before it",
+                file=file,
+                tensor=entry.name,
+                expected=f"data_offsets that begin at {position - data_start}",
+                found=f"{entry.start - data_start}",
+            )
+        position = entry.stop
+    if position > file_size:
+        cut = next(entry.name for entry in tensors if entry.stop > file_size)
+        raise TruncatedFileError(
+            "the file is truncated: it ends before its tensors do",
+            file=file,
+            tensor=cut,
+            expected=f"{position} bytes",
+            found=f"{file_size} bytes",
+        )
+    if position < file_size:
+        raise InvalidHeaderError(
+            "the file goes on after its last tensor",
+            file=file,
+            expected=f"{position} bytes",
+            found=f"{file_size} bytes",
+        )
+
+
+def _metadata(value: object, file: str) -> dict[str, str]:
+    metadata = strict_json.plain(value)
+    if metadata is None:
+        return {}
+    if isinstance(metadata, dict):
+        wrong = {key: item for key, item in metadata.items() if not isinstance(item, str)}
+        if not wrong:
+            return metadata
+        metadata = wrong
+    raise InvalidHeaderError(
+        f"malformed {_METADATA_KEY}",
+        file=file,
+        expected="an object of strings",
+        found=_brief(metadata),
+    )
+
+
+def _repeated(name: str, file: str) -> InvalidHeaderError:
+    return InvalidHeaderError(
+        "a name is repeated", file=file, tensor=name, expected="each name once", found="it twice"
+    )
+
+
+def _first_repeated(tensors: list[TensorEntry]) -> str:
+    seen: set[str] = set()
+    for entry in tensors:
+        if entry.name in seen:
+            return entry.name
+        seen.add(entry.name)
+    raise AssertionError("no name is repeated")
+
+
+def _brief(value: object, limit: int = 80) -> str:
+    """`repr`, cut: values of a hostile header may be of any length."""
+    if isinstance(value, list) and len(value) > limit:
+        value = value[:limit]
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,144 @@
+"""`model.safetensors.index.json`, parsed into types: which file holds which tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from orbax_safetensors_layout.errors import InvalidIndexError
+from orbax_safetensors_layout.format import strict_json
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MAIN_INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 100_000_000  # as for headers; 100,000 tensors need 10 MB
+
+_DRIVE = re.compile(r"[A-Za-z]:")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightIndex:
+    """A validated index.
+
+    Attributes:
+        weight_map: Tensor name to the name of its file, relative to the index's folder, in the
+            order of the index.
+        metadata: The index's `metadata` object, for instance `{"total_size": 123}`; empty if there
+            is none.
+    """
+
+    weight_map: dict[str, str]
+    metadata: dict[str, object]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The distinct file names, sorted."""
+        return tuple(sorted(set(self.weight_map.values())))
+
+
+def parse_index(data: bytes, *, file: str) -> WeightIndex:
+    """Parses and validates an index.
+
+    Args:
+        data: The index file's bytes.
+        file: The index file's path, for errors.
+
+    Raises:
+        InvalidIndexError: It is not JSON, repeats a key, has no `weight_map` of strings to strings,
+            or names a file that is no `.safetensors` file in or below the index's folder.
+
+    >>> data = b'{"weight_map": {"bias": "model-00001-of-00001.safetensors"}}'
+    >>> parse_index(data, file="model.safetensors.index.json").files
+    ('model-00001-of-00001.safetensors',)
+    """
+    try:
+        document = _document(data.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidIndexError(
+            "the index is not UTF-8",
+            file=file,
+            expected="UTF-8 text",
+            found=f"{error.reason} at byte {error.start}",
+        ) from error
+    except strict_json.JsonError as error:
+        raise InvalidIndexError(
+            "the index is not valid JSON", file=file, expected="one JSON object", found=str(error)
+        ) from error
+    except (RecursionError, MemoryError) as error:
+        raise InvalidIndexError(
+            "the index is too large or nested too deeply", file=file, found=f"{len(data)} bytes"
+        ) from error
+    return WeightIndex(
+        _weight_map(document.get("weight_map"), file), _metadata(document.get("metadata"), file)
+    )
+
+
+def _document(text: str) -> dict[str, object]:
+    document: dict[str, object] = {}
+    for key, value in strict_json.members(text.lstrip(" \t\n\r")):
+        if key in document:
+            raise strict_json.JsonError(f"key {key!r} is repeated")
+        document[key] = strict_json.plain(value)
+    return document
+
+
+def _weight_map(value: object, file: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise InvalidIndexError(
+            "the index has no weight_map",
+            file=file,
+            expected="an object 'weight_map' of tensor names to file names",
+            found="nothing" if value is None else type(value).__name__,
+        )
+    names: dict[str, str] = {}  # one string object per file, not one per tensor
+    weight_map: dict[str, str] = {}
+    for tensor, name in value.items():
+        if not isinstance(name, str):
+            raise InvalidIndexError(
+                "malformed weight_map",
+                file=file,
+                tensor=tensor,
+                expected="a file name",
+                found=repr(name)[:80],
+            )
+        if name not in names:
+            _check_file_name(name, tensor, file)
+        weight_map[tensor] = names.setdefault(name, name)
+    return weight_map
+
+
+def _check_file_name(name: str, tensor: str, file: str) -> None:
+    """Refuses a name that would leave the index's folder on any system."""
+    leaves = (
+        "\\" in name
+        or _DRIVE.match(name)
+        or _CONTROL.search(name)
+        or any(part in ("", ".", "..") for part in name.split("/"))
+    )
+    if leaves:
+        raise InvalidIndexError(
+            "the index names a file outside of its folder",
+            file=file,
+            tensor=tensor,
+            expected="a file name, or a relative path without '..' and '\\'",
+            found=repr(name),
+        )
+    if not name.endswith(SUFFIX):
+        raise InvalidIndexError(
+            "the index names a file of another format",
+            file=file,
+            tensor=tensor,
+            expected=f"a name that ends in {SUFFIX}",
+            found=repr(name),
+        )
+
+
+def _metadata(value: object, file: str) -> dict[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidIndexError(
+            "malformed metadata", file=file, expected="an object", found=type(value).__name__
+        )
+    return value

@@ -1,0 +1,49 @@
+"""Affine views: index `i` of an array is element `offset + sum(i * stride)` of a sequence."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.geometry.box import Box
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Element strides of a C-contiguous array.
+
+    Example:
+        >>> row_major_strides((2, 3, 4))
+        (12, 4, 1)
+    """
+    return tuple(itertools.accumulate(reversed((*shape[1:], 1)), operator.mul))[::-1][: len(shape)]
+
+
+class AffineView(NamedTuple):
+    """Where each element of an array lies in a flat sequence of elements.
+
+    Attributes:
+        offset: Element offset of index 0.
+        shape: Extents.
+        strides: Elements between neighbours along each dimension.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def row_major(cls, shape: Sequence[int]) -> AffineView:
+        """The view of a whole tensor as safetensors stores it."""
+        return cls(0, tuple(shape), row_major_strides(shape))
+
+    def restrict(self, box: Box) -> AffineView:
+        """The view of one region.
+
+        Example:
+            >>> AffineView.row_major((4, 6)).restrict(Box((1, 2), (3, 4)))
+            AffineView(offset=8, shape=(2, 2), strides=(6, 1))
+        """
+        shift = sum(map(operator.mul, box.start, self.strides))
+        return AffineView(self.offset + shift, box.shape, self.strides)

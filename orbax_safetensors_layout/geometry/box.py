@@ -1,0 +1,153 @@
+"""Boxes: n-dimensional half-open index regions, and the larger boxes that equal shards tile."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A half-open region `start[d] <= index[d] < stop[d]` of an array.
+
+    Example:
+        >>> Box((0, 2), (4, 6)).shape
+        (4, 4)
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The region that is all of an array of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent along each dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The region as a numpy index."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where there is none.
+
+        Example:
+            >>> Box((0,), (4,)).intersect(Box((2,), (9,)))
+            Box(start=(2,), stop=(4,))
+        """
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every index of `other` lies in this region."""
+        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
+            a >= b for a, b in zip(self.stop, other.stop, strict=True)
+        )
+
+
+class Tile(NamedTuple):
+    """A box that equal smaller boxes tile as a grid.
+
+    Attributes:
+        box: The tiled region.
+        grid: Number of member boxes along each dimension.
+        members: Index of each member in the list that was tiled, in C order of the grid.
+    """
+
+    box: Box
+    grid: tuple[int, ...]
+    members: tuple[int, ...]
+
+    @property
+    def member_shape(self) -> tuple[int, ...]:
+        """Shape of one member box."""
+        return tuple(n // g for n, g in zip(self.box.shape, self.grid, strict=True))
+
+
+def tile(boxes: Sequence[Box]) -> list[Tile]:
+    """Merges boxes into the fewest, largest boxes that neighbours of equal shape tile exactly.
+
+    Boxes are merged greedily, innermost dimension first, so that what results is as contiguous
+    in a row-major file as it can be. Boxes of unlike shapes, and boxes that overlap, stay alone.
+
+    Example:
+        >>> tile([Box((0, 0), (4, 2)), Box((0, 2), (4, 4))])
+        [Tile(box=Box(start=(0, 0), stop=(4, 4)), grid=(1, 2), members=(0, 1))]
+    """
+    rank = len(boxes[0].start) if boxes else 0
+    # A partial merge is (start, grid); the member shape is the group's.
+    tiles: list[Tile] = []
+    for shape, group in _by_shape(boxes):
+        numbers = {boxes[i].start: i for i in group}
+        merged = [(boxes[i].start, (1,) * rank) for i in group]
+        if len(numbers) == len(group) and all(shape) and not _overlap(shape, list(numbers)):
+            for axis in reversed(range(rank)):
+                merged = _merge_along(axis, shape, merged)
+        for start, grid in merged:
+            stop = tuple(a + n * g for a, n, g in zip(start, shape, grid, strict=True))
+            members = tuple(
+                numbers[tuple(a + n * i for a, n, i in zip(start, shape, cell, strict=True))]
+                for cell in itertools.product(*map(range, grid))
+            )
+            tiles.append(Tile(Box(start, stop), grid, members))
+    return sorted(tiles, key=lambda t: t.box)
+
+
+def cover(boxes: Iterable[Box], whole: Box) -> bool:
+    """Whether disjoint `boxes` cover `whole` exactly."""
+    boxes = list(boxes)
+    return all(whole.contains(b) for b in boxes) and sum(b.size for b in boxes) == whole.size
+
+
+def _by_shape(boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, box in enumerate(boxes):
+        groups.setdefault(box.shape, []).append(i)
+    return iter(groups.items())
+
+
+def _overlap(shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> bool:
+    """Whether equal boxes at distinct `starts` overlap; those of a grid never do."""
+    on_grid = all(
+        (a - b) % n == 0
+        for start in starts
+        for a, b, n in zip(start, starts[0], shape, strict=True)
+    )
+    return not on_grid and any(
+        all(abs(a - b) < n for a, b, n in zip(one, two, shape, strict=True))
+        for one, two in itertools.combinations(starts, 2)
+    )
+
+
+def _merge_along(
+    axis: int, shape: tuple[int, ...], items: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Joins (start, grid) items that follow one another along `axis` and are alike otherwise."""
+
+    def across(item: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[object, ...]:
+        start, grid = item
+        return (start[:axis] + start[axis + 1 :], grid[:axis] + grid[axis + 1 :])
+
+    merged: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for item in sorted(items, key=lambda i: (across(i), i[0][axis])):
+        start, grid = item
+        if merged and across(merged[-1]) == across(item):
+            before, extent = merged[-1]
+            if before[axis] + extent[axis] * shape[axis] == start[axis]:
+                longer = extent[axis] + grid[axis]
+                merged[-1] = (before, (*extent[:axis], longer, *extent[axis + 1 :]))
+                continue
+        merged.append(item)
+    return merged

@@ -1,0 +1,88 @@
+"""Sub-byte elements: which whole bytes hold a region of a tensor whose elements share bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.geometry.box import Box
+
+
+class PackedBox(NamedTuple):
+    """Whole bytes that hold a region of packed elements.
+
+    The elements of those bytes, without the first `skip`, are an array of `slab` whose region
+    `cut` is the one that is wanted.
+
+    Attributes:
+        shape: The tensor as an array of bytes.
+        box: The region of that array to read.
+        skip: Elements before the slab.
+        slab: Shape of the elements that are used.
+        cut: The wanted region of the slab.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    skip: int
+    slab: tuple[int, ...]
+    cut: Box
+
+
+def packed_box(shape: tuple[int, ...], bits: int, box: Box) -> PackedBox:
+    """The bytes to read for `box` of a tensor of `bits`-wide elements stored without padding.
+
+    Where rows end on byte boundaries, the innermost bounds widen to whole bytes; where they do
+    not, all bytes of the wanted indices of the leading dimension are read.
+    """
+    group = 8 // math.gcd(8, bits)  # elements that fill whole bytes: 2 of 4 bits, 4 of 6 bits
+    group_bytes = group * bits // 8
+    if shape and shape[-1] % group == 0:
+        low, high = box.start[-1] // group, -(-box.stop[-1] // group)
+        row_bytes = shape[-1] // group * group_bytes
+        start = (*box.start[:-1], low * group_bytes)
+        stop = (*box.stop[:-1], high * group_bytes)
+        slab = (*box.shape[:-1], (high - low) * group)
+        first = box.start[-1] - low * group
+        cut_start = (*[0] * (len(shape) - 1), first)
+        cut = Box(cut_start, (*box.shape[:-1], first + box.shape[-1]))
+        return PackedBox((*shape[:-1], row_bytes), Box(start, stop), 0, slab, cut)
+    size, rows = math.prod(shape), box.shape[0] if shape else 1
+    per_row = size // shape[0] if shape else 1
+    first, last = (box.start[0] * per_row, box.stop[0] * per_row) if shape else (0, 1)
+    low, high = first // group * group, min(-(-last // group) * group, size)
+    cut = Box((0, *box.start[1:]), (rows, *box.stop[1:])) if shape else box
+    return PackedBox(
+        (size * bits // 8,),
+        Box((low * bits // 8,), (high * bits // 8,)),
+        first - low,
+        (rows, *shape[1:]) if shape else (),
+        cut,
+    )
+
+
+def unpack_box(data: npt.NDArray[np.uint8], bits: int, packed: PackedBox) -> npt.NDArray[np.uint8]:
+    """The wanted elements, one a byte, from the bytes that `packed.box` names."""
+    count = math.prod(packed.slab)
+    elements = unpack_bits(data.reshape(-1), bits)[packed.skip : packed.skip + count]
+    return np.ascontiguousarray(elements.reshape(packed.slab)[packed.cut.slices])
+
+
+def unpack_bits(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """The elements of `bits` each, least significant bits first, one element a byte.
+
+    Four-bit elements stand low nibble first, as in torch's `float4_e2m1fn_x2`; six-bit ones are a
+    little-endian bit stream of four elements in three bytes.
+    """
+    if bits == 4:
+        out = np.empty((data.size, 2), np.uint8)
+        np.bitwise_and(data, 0x0F, out=out[:, 0])
+        np.right_shift(data, 4, out=out[:, 1])
+    else:
+        triple = data.reshape(-1, 3).astype(np.uint32)
+        word = triple[:, 0] | triple[:, 1] << 8 | triple[:, 2] << 16
+        out = np.stack([(word >> shift & 0x3F).astype(np.uint8) for shift in (0, 6, 12, 18)], -1)
+    return out.reshape(-1)

@@ -1,0 +1,90 @@
+"""Strided runs: the bytes of a region as one compressed description, never one object per row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.geometry.affine import AffineView
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StridedRuns:
+    """Equal byte runs at regular distances, in file order.
+
+    Run number `(i, j, ...)` begins at `base + i * stride_0 + j * stride_1 + ...`.
+
+    Attributes:
+        base: First byte of the first run.
+        run_bytes: Length of each run.
+        levels: `(count, stride_bytes)` of each level, outermost first; empty for a single run.
+    """
+
+    base: int
+    run_bytes: int
+    levels: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, view: AffineView, itemsize: int, base: int = 0) -> StridedRuns:
+        """The runs of all elements of `view`, whose element 0 of the sequence is at byte `base`.
+
+        Strides must be positive. Dimensions that nest without a gap become one run.
+
+        Example:
+            >>> StridedRuns.of(AffineView(8, (2, 2), (6, 1)), itemsize=4)
+            StridedRuns(base=32, run_bytes=8, levels=((2, 24),))
+        """
+        start = base + view.offset * itemsize
+        if 0 in view.shape:
+            return cls(start, 0, ())
+        run = itemsize
+        levels: list[tuple[int, int]] = []
+        axes = [(n, s * itemsize) for n, s in zip(view.shape, view.strides, strict=True) if n > 1]
+        for count, stride in sorted(axes, key=lambda axis: axis[1]):
+            if not levels and stride == run:
+                run *= count
+            elif levels and stride == levels[-1][0] * levels[-1][1]:
+                levels[-1] = (levels[-1][0] * count, levels[-1][1])
+            else:
+                levels.append((count, stride))
+        return cls(start, run, tuple(reversed(levels)))
+
+    @property
+    def count(self) -> int:
+        """Number of runs."""
+        return math.prod(count for count, _ in self.levels)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in all runs."""
+        return self.count * self.run_bytes
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte of the last run."""
+        return self.base + sum((n - 1) * stride for n, stride in self.levels) + self.run_bytes
+
+    def coalesce(self, max_gap_bytes: int) -> StridedRuns:
+        """Reads through gaps of at most `max_gap_bytes`, innermost level first.
+
+        Example:
+            >>> StridedRuns(0, 8, ((4, 100), (3, 10))).coalesce(4)
+            StridedRuns(base=0, run_bytes=28, levels=((4, 100),))
+        """
+        run, levels = self.run_bytes, list(self.levels)
+        while levels and levels[-1][1] - run <= max_gap_bytes:
+            count, stride = levels.pop()
+            run += (count - 1) * stride
+        return StridedRuns(self.base, run, tuple(levels))
+
+    def offsets(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """First bytes of runs `start` to `stop`, vectorised."""
+        number = np.arange(start, self.count if stop is None else stop, dtype=np.int64)
+        offset = np.full(number.shape, self.base, dtype=np.int64)
+        for count, stride in reversed(self.levels):
+            number, index = np.divmod(number, count)
+            offset += index * stride
+        return offset

@@ -1,0 +1,328 @@
+"""The load pipeline, top to bottom: catalog, wants, plan, read, assemble. Start here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from orbax_safetensors_layout.errors import (
+    MismatchError,
+    ShapeMismatchError,
+    UnexpectedTensorError,
+)
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.plan.reads import LeafRead, LocalBoxes, ReadPlan, plan_reads
+from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
+from orbax_safetensors_layout.transfer.assemble import Assembler
+from orbax_safetensors_layout.transfer.casting import cast, check_castable
+from orbax_safetensors_layout.transfer.progress import progress_callback
+from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
+from orbax_safetensors_layout.tree import Want, WantedTree
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        file: The file it is in.
+        nbytes: Its bytes in the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    file: str
+    nbytes: int
+
+
+def load(
+    path: PathLike,
+    abstract: Any = None,
+    *,
+    only: str | Sequence[str] | None = None,
+    options: ReadOptions | None = None,
+) -> Any:
+    """Loads a safetensors checkpoint; each process reads the bytes of its own shards.
+
+    There is no communication between processes, no collective and no XLA compilation. Leaves are
+    matched to tensors by their dotted key paths, so a nested tree and the flat dict of its dotted
+    names load the same tensors.
+
+    Args:
+        path: A `.safetensors` file, or a folder of them with or without an index file.
+        abstract: The tree that is wanted; see `orbax_safetensors_layout.tree.WantedTree`. Where
+            a leaf's dtype is not the file's, values are cast; a cast that would change an
+            integer, or a 64-bit value that JAX can not hold because x64 is off, is an error.
+            Leaves that are jax arrays and name no sharding are replicated on all devices.
+            Without a tree, a flat dict of numpy arrays comes back.
+        only: Without an abstract tree: glob patterns of the tensors to load
+            (`"model.layers.{0..15}.*"`).
+        options: How to read.
+
+    Returns:
+        The tree, with arrays in place of its leaves.
+
+    Raises:
+        CheckpointNotFoundError: Nothing stands at `path`.
+        FormatError: A file is malformed.
+        MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
+            shape or dtype; all problems of one kind are reported together.
+        StorageError: A read failed.
+
+    Example:
+        >>> import tempfile, numpy as np, safetensors.numpy
+        >>> folder = tempfile.mkdtemp()
+        >>> tensors = {"layer.weight": np.arange(4.0, dtype=np.float32)}
+        >>> safetensors.numpy.save_file(tensors, f"{folder}/model.safetensors")
+        >>> load(folder)
+        {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
+        >>> load(folder, {"layer": {"weight": jax.ShapeDtypeStruct((4,), np.float32)}})
+        {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
+    """
+    options = options or ReadOptions()
+    with Catalog.open(path) as catalog:
+        if abstract is None:
+            values, stats = _read_host(catalog, only, options)
+        else:
+            values, stats = _read_tree(catalog, abstract, only, options)
+    _record(stats)
+    return values
+
+
+def metadata(path: PathLike) -> dict[str, TensorMetadata]:
+    """Name, shape, dtype, file and size of every tensor of a checkpoint, from the headers alone.
+
+    Raises:
+        CheckpointNotFoundError: Nothing stands at `path`.
+        FormatError: A header or the index is malformed.
+    """
+    with Catalog.open(path) as catalog:
+        return {
+            name: TensorMetadata(entry.shape, entry.dtype.numpy, entry.file, entry.nbytes)
+            for name, entry in catalog.all_entries().items()
+        }
+
+
+def plan_load(
+    path: PathLike,
+    abstract: Any = None,
+    *,
+    only: str | Sequence[str] | None = None,
+    options: ReadOptions | None = None,
+    process_index: int | None = None,
+    process_count: int | None = None,
+) -> ReadPlan:
+    """What `load` would read, from the headers alone.
+
+    Args:
+        path: As for `load`.
+        abstract: As for `load`. Shardings may be `NamedSharding`s over an `AbstractMesh`, for a
+            cluster that one does not have: devices are numbered in row-major order of the mesh
+            and divided among the processes in equal blocks.
+        only: As for `load`.
+        options: As for `load`.
+        process_index: The process whose plan is wanted; by default this one.
+        process_count: For an `AbstractMesh`: the number of processes; by default
+            `jax.process_count()`.
+    """
+    options = options or ReadOptions()
+    with Catalog.open(path) as catalog:
+        profile = options.profile(catalog.storage.kind)
+        if abstract is None:
+            leaves = _host_leaves(catalog, only)
+        else:
+            tree = WantedTree.parse(abstract)
+            shards = ProcessShards(process_index, process_count or jax.process_count())
+            leaves, _ = _leaf_reads(catalog, tree, shards, options.strict)
+    return plan_reads(leaves, profile=profile, memory_budget_bytes=options.memory_budget_bytes)
+
+
+def _read_host(
+    catalog: Catalog, only: str | Sequence[str] | None, options: ReadOptions
+) -> tuple[dict[str, np.ndarray], ReadStats]:
+    """Whole tensors as a flat dict of numpy arrays."""
+    leaves = _host_leaves(catalog, only)
+    values: dict[int, np.ndarray] = {}
+
+    def deliver(number: int, boxes: Sequence[np.ndarray]) -> None:
+        (values[number],) = boxes
+
+    stats = _read(catalog, leaves, options, deliver, [False] * len(leaves), adopt=True)
+    return {leaf.name: values[number] for number, leaf in enumerate(leaves)}, stats
+
+
+def _host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[LeafRead]:
+    entries = catalog.all_entries() if only is None else catalog.entries(catalog.select(only))
+    return [
+        LeafRead(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
+        for name, entry in entries.items()
+    ]
+
+
+def _read_tree(
+    catalog: Catalog, abstract: Any, only: str | Sequence[str] | None, options: ReadOptions
+) -> tuple[Any, ReadStats]:
+    """The abstract tree with its leaves filled."""
+    if only is not None:
+        raise ValueError(
+            "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
+            " that are not wanted or put `...` in their place."
+        )
+    tree = WantedTree.parse(abstract)
+    leaves, exact = _leaf_reads(catalog, tree, ProcessShards(), options.strict)
+    wants = [want for want in tree.wants if want is not None]
+    assembler = Assembler()
+    values: list[Any] = [None] * len(wants)
+
+    def deliver(number: int, boxes: Sequence[np.ndarray]) -> Callable[[], object] | None:
+        want, leaf = wants[number], leaves[number]
+        if want.placement is None:
+            values[number] = boxes[0] if want.scalar is None else want.scalar(boxes[0].item())
+            return None
+        shape = leaf.entry.shape
+        array = assembler.array(shape, leaf.dtype, want.placement, leaf.local, boxes)
+        values[number] = array
+        return array.block_until_ready
+
+    adopt = all(_adopts(want) for want in wants)
+    stats = _read(catalog, leaves, options, deliver, exact, adopt=adopt)
+    filled = iter(values)
+    return tree.fill(
+        [
+            leaf if want is None else next(filled)
+            for leaf, want in zip(tree.leaves, tree.wants, strict=True)
+        ]
+    ), stats
+
+
+def _adopts(want: Want) -> bool:
+    """Whether the leaf's array keeps the buffers it is made of, as on the CPU backend."""
+    if want.placement is None:
+        return True
+    devices: Iterable[Any] = sharding_of(want.placement).addressable_devices
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _read(
+    catalog: Catalog,
+    leaves: list[LeafRead],
+    options: ReadOptions,
+    deliver: Callable[[int, Sequence[np.ndarray]], Callable[[], object] | None],
+    exact: list[bool],
+    *,
+    adopt: bool,
+) -> ReadStats:
+    profile = options.profile(catalog.storage.kind)
+    plan = plan_reads(leaves, profile=profile, memory_budget_bytes=options.memory_budget_bytes)
+
+    def convert(number: int, value: np.ndarray) -> np.ndarray:
+        leaf = leaves[number]
+        return cast(value, leaf.dtype, exact=exact[number], leaf=leaf)
+
+    with progress_callback(options.progress) as progress:
+        return read_leaves(
+            plan,
+            catalog.storage,
+            deliver=deliver,
+            convert=convert,
+            adopt=adopt,
+            mmap=options.mmap,
+            progress=progress,
+        )
+
+
+def _leaf_reads(
+    catalog: Catalog, tree: WantedTree, shards: ProcessShards, strict: bool
+) -> tuple[list[LeafRead], list[bool]]:
+    """The reads of a wanted tree, and for each whether its cast must keep every value."""
+    wants = [want for want in tree.wants if want is not None]
+    names = [_tensor_name(catalog, want) for want in wants]
+    if strict:
+        _refuse_unexpected(catalog, names, tree)
+    entries = catalog.entries(names)
+    problems: list[MismatchError] = []
+    leaves: list[LeafRead] = []
+    exact: list[bool] = []
+    for want, name in zip(wants, names, strict=True):
+        entry = entries[name]
+        try:
+            if want.shape is not None and want.shape != entry.shape:
+                raise _shape_mismatch(want, entry)
+            wanted = want.dtype or entry.dtype.numpy
+            dtype = wanted if want.placement is None else jax.dtypes.canonicalize_dtype(wanted)
+            check_castable(entry, want.name, dtype)
+            local = _local_boxes(want, entry, shards)
+        except MismatchError as problem:
+            problem.file, problem.tensor = entry.file, want.name
+            problems.append(problem)
+            continue
+        leaves.append(LeafRead(name, entry, local, np.dtype(dtype)))
+        exact.append(np.dtype(dtype) != wanted)
+    if problems:
+        _raise_all(problems)
+    return leaves, exact
+
+
+def _local_boxes(want: Want, entry: TensorEntry, shards: ProcessShards) -> LocalBoxes:
+    if want.placement is None:
+        return shards.whole(entry.shape)
+    return shards.boxes(sharding_of(want.placement), entry.shape)
+
+
+def _tensor_name(catalog: Catalog, want: Want) -> str:
+    if want.unboxed is not None and want.name not in catalog:
+        return want.unboxed
+    return want.name
+
+
+def _shape_mismatch(want: Want, entry: TensorEntry) -> ShapeMismatchError:
+    return ShapeMismatchError(
+        "Shape mismatch",
+        file=entry.file,
+        tensor=want.name,
+        expected=f"{want.shape} (the abstract tree)",
+        found=f"{entry.shape} (the file)",
+    )
+
+
+def _refuse_unexpected(catalog: Catalog, names: list[str], tree: WantedTree) -> None:
+    unexpected = sorted(set(catalog.names) - set(names))
+    if unexpected:
+        raise UnexpectedTensorError.collect(
+            [
+                UnexpectedTensorError(
+                    "the checkpoint has a tensor that the abstract tree does not name",
+                    file=catalog.path,
+                    tensor=name,
+                )
+                for name in unexpected
+            ]
+        )
+
+
+def _raise_all(problems: list[MismatchError]) -> None:
+    """One error for all problems; of their common class where they have one."""
+    kinds = {type(problem) for problem in problems}
+    kind = kinds.pop() if len(kinds) == 1 else MismatchError
+    raise kind.collect(problems)
+
+
+def _record(stats: ReadStats) -> None:
+    """Reports the load as Orbax's own reader does, so that existing dashboards see it."""
+    prefix = "/jax/orbax/read/safetensors/"
+    jax.monitoring.record_scalar(prefix + "bytes_read", float(stats.bytes_read))
+    jax.monitoring.record_scalar(prefix + "num_reads", float(stats.num_reads))
+    jax.monitoring.record_scalar(prefix + "storage_reads", float(stats.storage_reads))
+    logging.vlog(1, "Loaded safetensors: %s", stats)

@@ -1,0 +1,1 @@
+"""Names and shapes, file side and model side, as data."""

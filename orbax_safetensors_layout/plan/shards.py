@@ -1,0 +1,138 @@
+"""Which boxes a process needs of a sharded array: the one module of `plan` that knows JAX.
+
+Concrete shardings are asked for their own index maps. A `NamedSharding` over an `AbstractMesh` is
+worked out here from the mesh's shape alone, so that a plan for thousands of devices needs none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from orbax_safetensors_layout.errors import MismatchError
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.reads import LocalBoxes
+
+Index = tuple[slice, ...]
+Placement = Sharding | Format
+"""Where an array goes: a sharding, or a format (a sharding and a device layout)."""
+
+
+def sharding_of(placement: Placement) -> Sharding:
+    """The sharding of a placement."""
+    if isinstance(placement, Sharding):
+        return placement
+    assert isinstance(placement.sharding, Sharding)
+    return placement.sharding
+
+
+def box_of(index: Index, shape: Sequence[int]) -> Box:
+    """A device's index, as JAX gives it, as a box."""
+    starts, stops = [], []
+    for part, extent in zip(index, shape, strict=True):
+        start, stop, _ = part.indices(extent)
+        starts.append(start)
+        stops.append(stop)
+    return Box(tuple(starts), tuple(stops))
+
+
+class ProcessShards:
+    """The boxes of one process, computed once for each distinct (sharding, shape).
+
+    Args:
+        process_index: The process; `None` is this one.
+        process_count: For an `AbstractMesh`: how many processes share its devices, which are
+            numbered in row-major order of the mesh and divided into equal blocks.
+    """
+
+    def __init__(self, process_index: int | None = None, process_count: int | None = None) -> None:
+        self._process_index = jax.process_index() if process_index is None else process_index
+        self._process_count = process_count or 1
+        self._cache: dict[tuple[Sharding, tuple[int, ...]], LocalBoxes] = {}
+
+    def whole(self, shape: tuple[int, ...]) -> LocalBoxes:
+        """All of an array on the host; other processes may want it too."""
+        return LocalBoxes((Box.whole(shape),), (jax.process_count() > 1,))
+
+    def boxes(self, sharding: Sharding, shape: tuple[int, ...]) -> LocalBoxes:
+        """The distinct boxes of `shape` under `sharding` that the process's devices hold.
+
+        Raises:
+            MismatchError: The sharding does not divide the shape.
+        """
+        key = (sharding, shape)
+        found = self._cache.get(key)
+        if found is None:
+            try:
+                if _is_abstract(sharding):
+                    owners = self._abstract_owners(sharding, shape)
+                else:
+                    owners = _concrete_owners(sharding, shape)
+            except ValueError as error:
+                raise MismatchError(
+                    "the sharding does not divide the shape",
+                    expected=f"a shape that {sharding} divides evenly",
+                    found=f"{shape}: {error}",
+                    hint="Shard another dimension, or fewer ways.",
+                ) from error
+            mine = [box for box, processes in owners.items() if self._process_index in processes]
+            found = self._cache[key] = LocalBoxes(
+                tuple(mine), tuple(len(owners[box]) > 1 for box in mine)
+            )
+        return found
+
+    def _abstract_owners(self, sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
+        assert isinstance(sharding, NamedSharding)
+        sizes = dict(sharding.mesh.shape)
+        devices = math.prod(sizes.values())
+        if devices % self._process_count:
+            raise ValueError(f"{self._process_count} processes do not divide {devices} devices")
+        process = np.arange(devices) // (devices // self._process_count)
+        unravelled = np.unravel_index(np.arange(devices), [*sizes.values()])
+        coordinate = dict(zip(sizes, unravelled, strict=True))
+        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        if len(spec) > len(shape):
+            raise ValueError(f"{sharding.spec} has more dimensions than the shape")
+        cells, counts = [], []
+        for axis, (names, extent) in enumerate(zip(spec, shape, strict=True)):
+            cell, count = np.zeros(devices, np.int64), 1
+            for name in () if names is None else (names,) if isinstance(names, str) else names:
+                cell = cell * sizes[name] + coordinate[name]
+                count *= sizes[name]
+            if extent % count:
+                raise ValueError(f"dimension {axis} of {extent} is not divisible by {count}")
+            cells.append(cell)
+            counts.append(count)
+        parts = np.array([n // c for n, c in zip(shape, counts, strict=True)], np.int64)
+        grid = np.stack(cells, 1) if cells else np.zeros((devices, 0), np.int64)
+        mine = np.unique(grid[process == self._process_index], axis=0)
+        owners: dict[Box, set[int]] = {}
+        for cell in mine:
+            start = cell * parts
+            box = Box(tuple(start.tolist()), tuple((start + parts).tolist()))
+            owners[box] = set(np.unique(process[(grid == cell).all(1)]).tolist())
+        return owners
+
+
+def _is_abstract(sharding: Sharding) -> bool:
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+
+
+def _concrete_owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
+    sharding.shard_shape(shape)  # raises where a dimension is not divisible
+    owners: dict[Box, set[int]] = {}
+    boxes: dict[int, Box] = {}
+    index_map: Mapping[Any, Index | None] = sharding.devices_indices_map(shape)
+    for device, index in index_map.items():
+        assert index is not None
+        box = boxes.get(id(index))
+        if box is None:
+            box = boxes[id(index)] = box_of(index, shape)
+        owners.setdefault(box, set()).add(device.process_index)
+    return owners

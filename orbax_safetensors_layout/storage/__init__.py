@@ -1,0 +1,1 @@
+"""Where bytes live: one small protocol, one module per kind of place."""

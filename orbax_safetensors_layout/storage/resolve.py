@@ -1,0 +1,30 @@
+"""From a path to the storage that serves it."""
+
+from __future__ import annotations
+
+import os
+
+from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.storage.base import Storage
+from orbax_safetensors_layout.storage.local import LocalStorage
+
+
+def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The storage that a path names, and the path in that storage's own terms.
+
+    Raises:
+        StorageError: No storage of this package serves the path's scheme.
+    """
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStorage(), os.path.abspath(os.path.expanduser(text))
+    if scheme == "file":
+        return LocalStorage(), os.path.abspath(rest)
+    raise StorageError(
+        f"can not open a {scheme}:// path",
+        file=text,
+        expected="a local path or a file:// URL",
+        found=f"{scheme}://",
+        hint="Copy the checkpoint to a local disk first, or mount the bucket.",
+    )

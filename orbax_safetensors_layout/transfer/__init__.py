@@ -1,0 +1,1 @@
+"""Plans made to happen: bytes into host buffers, host buffers onto devices."""

@@ -1,0 +1,76 @@
+"""Host buffers to `jax.Array`s: no collective, no XLA compilation, no copy on the CPU backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from orbax_safetensors_layout.plan.reads import LocalBoxes
+from orbax_safetensors_layout.plan.shards import Index, Placement, box_of, sharding_of
+
+
+class Assembler:
+    """Builds arrays from the boxes that this process read.
+
+    Index maps are computed once for each distinct (sharding, shape).
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Sharding, tuple[int, ...]], _IndexNumbers] = {}
+
+    def array(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        placement: Placement,
+        local: LocalBoxes,
+        values: Sequence[np.ndarray],
+    ) -> jax.Array:
+        """A global array of which this process holds `values`.
+
+        Args:
+            shape: Global shape.
+            dtype: The values' dtype.
+            placement: The sharding, or a format (sharding and device layout).
+            local: The boxes that the values are.
+            values: One value a box. On the CPU backend the array adopts aligned ones without a
+                copy, so they must never be written again.
+        """
+        sharding = sharding_of(placement)
+        if not values:
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+        if sharding.is_fully_replicated:
+            (whole,) = values
+            return jax.make_array_from_callback(shape, placement, lambda _: whole, dtype=dtype)
+        numbers = self._numbers.get((sharding, shape))
+        if numbers is None:
+            numbers = _IndexNumbers(sharding, shape, local)
+            self._numbers[sharding, shape] = numbers
+        return jax.make_array_from_callback(
+            shape, placement, lambda index: values[numbers[index]], dtype=dtype
+        )
+
+
+class _IndexNumbers:
+    """From the index that JAX gives a device to the number of its box.
+
+    JAX hands out the same tuple objects each time (its index maps are cached), so identity finds
+    them at once; an index that is equal but not identical is found by its value.
+    """
+
+    def __init__(self, sharding: Sharding, shape: tuple[int, ...], local: LocalBoxes) -> None:
+        self._shape = shape
+        self._by_box = {box: number for number, box in enumerate(local.boxes)}
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        self._alive = [index for index in indices if index is not None]
+        self._by_identity = {id(i): self._by_box[box_of(i, shape)] for i in self._alive}
+
+    def __getitem__(self, index: Index | None) -> int:
+        number = self._by_identity.get(id(index))
+        if number is None:
+            assert index is not None
+            number = self._by_box[box_of(index, self._shape)]
+        return number

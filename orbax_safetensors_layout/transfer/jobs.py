@@ -1,0 +1,402 @@
+"""Jobs: the smallest pieces of a read plan that one thread carries out.
+
+A `Destination` is a tile's members in memory. Ranges whose bytes stand in the file in the order
+of the members are read straight into it (`RunsJob`, `GroupJob`); others are read into a staging
+buffer and put in place by one numpy strided copy a block (`BlockJob`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan.reads import Group, Region, TileRead
+from orbax_safetensors_layout.storage.base import Buffer, Storage
+from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
+
+_JOB_SECONDS = 1e-3  # many small requests share a job that takes about this long
+_MAX_GROUP_BUFFERS = 1000  # below IOV_MAX, 1024 on Linux
+
+
+class Destination(NamedTuple):
+    """The members of a region's tile in memory, one every `slot_bytes`.
+
+    Attributes:
+        region: The region.
+        memory: Room for all members.
+    """
+
+    region: Region
+    memory: Bytes
+
+    def member(self, number: int) -> Bytes:
+        """The bytes of one member, by its number in the grid's C order."""
+        read = self.region.read
+        start = number * read.slot_bytes
+        return self.memory[start : start + read.member_bytes]
+
+    def buffers(self, start: int, stop: int) -> list[Buffer]:
+        """Where bytes `start` to `stop` of the members' concatenation are."""
+        read = self.region.read
+        view = self.memory.data
+        if read.slot_bytes == read.member_bytes or len(read.tile.members) == 1:
+            return [view[start:stop]]
+        found = []
+        while start < stop:
+            number, within = divmod(start, read.member_bytes)
+            count = min(stop - start, read.member_bytes - within)
+            at = number * read.slot_bytes + within
+            found.append(view[at : at + count])
+            start += count
+        return found
+
+
+class Job(Protocol):
+    """Something that one worker thread does."""
+
+    @property
+    def destinations(self) -> Sequence[Destination]:
+        """What the job fills, wholly or in part."""
+        ...
+
+    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+        """Reads, and puts what was read in its place; returns bytes read and requests made."""
+        ...
+
+
+class Scratch(threading.local):
+    """Staging memory of each worker thread, grown to what its jobs need."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes | None = None
+
+    def take(self, nbytes: int) -> Bytes:
+        """At least `nbytes` of aligned memory; the same each time, so use it up before asking."""
+        if self._memory is None or self._memory.size < nbytes:
+            self._memory = allocate(nbytes)
+        return self._memory
+
+
+class RunsJob(NamedTuple):
+    """Some requests of one region, or a piece of one, read straight into the destination.
+
+    Attributes:
+        file: The file.
+        destination: The region in memory.
+        first: First request.
+        last: One past the last request.
+        piece: For one request: the bytes of it to read, half-open.
+    """
+
+    file: str
+    destination: Destination
+    first: int
+    last: int
+    piece: tuple[int, int]
+
+    @property
+    def destinations(self) -> Sequence[Destination]:
+        return (self.destination,)
+
+    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+        region = self.destination.region
+        requests, shared = region.read.requests, region.read.shared
+        start, stop = self.piece
+        for number, offset in enumerate(requests.offsets(self.first, self.last).tolist()):
+            within = (self.first + number) * requests.run_bytes
+            buffers = self.destination.buffers(within + start, within + stop)
+            storage.read_into(self.file, region.base + offset + start, buffers, shared=shared)
+        count = self.last - self.first
+        return (stop - start) * count, count
+
+
+class BlockJob(NamedTuple):
+    """A block of one region that is read into a staging buffer and copied from there.
+
+    Attributes:
+        file: The file.
+        destination: The region in memory.
+        requests: The block's requests, absolute in the file.
+        source_shape: The block in the staging buffer.
+        source_strides: Its byte strides there.
+        target_offset: First byte of the block in the destination.
+        target_strides: Its byte strides there.
+    """
+
+    file: str
+    destination: Destination
+    requests: StridedRuns
+    source_shape: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+    @property
+    def destinations(self) -> Sequence[Destination]:
+        return (self.destination,)
+
+    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+        length, count = self.requests.run_bytes, self.requests.count
+        staging = scratch.take(length * count)
+        shared = self.destination.region.read.shared
+        for number, offset in enumerate(self.requests.offsets().tolist()):
+            into = staging.data[number * length : (number + 1) * length]
+            storage.read_into(self.file, offset, [into], shared=shared)
+        self.copy(staging)
+        return length * count, count
+
+    def copy(self, staging: Bytes) -> None:
+        """Puts the block, which begins at the first byte of `staging`, in its place."""
+        read = self.destination.region.read
+        dtype = np.dtype(f"u{read.itemsize}")
+        source: np.ndarray = np.ndarray(
+            self.source_shape, dtype, staging.data, strides=self.source_strides
+        )
+        target: np.ndarray = np.ndarray(
+            self.source_shape,
+            dtype,
+            self.destination.memory.data,
+            self.target_offset,
+            self.target_strides,
+        )
+        target[...] = source
+
+
+class GroupJob(NamedTuple):
+    """Neighbouring small regions fetched by one request.
+
+    Attributes:
+        file: The file.
+        destinations: The regions in memory, by file offset.
+        blocks: For each region that needs staging, its one block; else None.
+    """
+
+    file: str
+    destinations: Sequence[Destination]
+    blocks: Sequence[BlockJob | None]
+
+    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+        start = self.destinations[0].region.start
+        stop = self.destinations[-1].region.stop
+        staged = [
+            align(destination.region.stop - destination.region.start)
+            for destination, block in zip(self.destinations, self.blocks, strict=True)
+            if block
+        ]
+        staging = scratch.take(sum(staged) + (stop - start if self._has_gaps() else 0))
+        gap_at, stage_at = sum(staged), 0
+        buffers = _BufferList()
+        copies: list[tuple[BlockJob, int]] = []
+        position = start
+        for destination, block in zip(self.destinations, self.blocks, strict=True):
+            region = destination.region
+            if region.start > position:
+                buffers.add(staging, gap_at, gap_at + region.start - position)
+            length = region.stop - region.start
+            if block:
+                buffers.add(staging, stage_at, stage_at + length)
+                copies.append((block, stage_at))
+                stage_at += align(length)
+            else:
+                buffers.extend(destination)
+            position = region.stop
+        shared = self.destinations[0].region.read.shared
+        storage.read_into(self.file, start, buffers.views(), shared=shared)
+        for block, at in copies:
+            block.copy(staging[at:])
+        return stop - start, 1
+
+    def _has_gaps(self) -> bool:
+        return any(a.region.stop < b.region.start for a, b in itertools.pairwise(self.destinations))
+
+
+class _BufferList:
+    """Destination buffers in file order; neighbours in memory become one."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[Bytes, int, int]] = []
+
+    def add(self, memory: Bytes, start: int, stop: int) -> None:
+        if self._spans:
+            last, first, end = self._spans[-1]
+            if last is memory and end == start:
+                self._spans[-1] = (memory, first, stop)
+                return
+        self._spans.append((memory, start, stop))
+
+    def extend(self, destination: Destination) -> None:
+        """Adds all members of a destination; its memory is a slice of its group's."""
+        read = destination.region.read
+        base = destination.memory.base
+        memory = destination.memory
+        shift = 0
+        if isinstance(base, np.ndarray):
+            shift = memory.ctypes.data - base.ctypes.data
+            memory = base
+        members = len(read.tile.members)
+        if read.slot_bytes == read.member_bytes:
+            self.add(memory, shift, shift + members * read.member_bytes)
+            return
+        for number in range(members):
+            at = shift + number * read.slot_bytes
+            self.add(memory, at, at + read.member_bytes)
+
+    def views(self) -> list[Buffer]:
+        return [memory.data[start:stop] for memory, start, stop in self._spans]
+
+
+def destinations_of(group: Group) -> list[Destination]:
+    """Allocates room for all regions of a group, in one piece."""
+    offsets = [0]
+    for region in group.regions:
+        offsets.append(offsets[-1] + region.read.memory_bytes)
+    memory = allocate(offsets[-1], file_offset=group.regions[0].start)
+    return [
+        Destination(region, memory[start:stop])
+        for region, (start, stop) in zip(group.regions, itertools.pairwise(offsets), strict=True)
+    ]
+
+
+def jobs_of(
+    group: Group, destinations: Sequence[Destination], profile: StorageProfile
+) -> Iterator[Job]:
+    """The jobs that fill `destinations`, lazily."""
+    if len(destinations) > 1:
+        yield from _group_jobs(group.file, destinations)
+    elif destinations[0].region.read.direct:
+        yield from _runs_jobs(group.file, destinations[0], profile)
+    else:
+        yield from _block_jobs(group.file, destinations[0], profile.staging_bytes)
+
+
+def _group_jobs(file: str, destinations: Sequence[Destination]) -> Iterator[GroupJob]:
+    """One job, or several where the members are more than one system call may fill."""
+    first = buffers = 0
+    for number, destination in enumerate(destinations):
+        more = len(destination.region.read.tile.members) + 1
+        if number > first and buffers + more > _MAX_GROUP_BUFFERS:
+            yield _group_job(file, destinations[first:number])
+            first, buffers = number, 0
+        buffers += more
+    yield _group_job(file, destinations[first:])
+
+
+def _group_job(file: str, destinations: Sequence[Destination]) -> GroupJob:
+    splits: dict[int, _Split] = {}  # by the TileRead, which tensors of one shape share
+    blocks: list[BlockJob | None] = []
+    for destination in destinations:
+        read = destination.region.read
+        if read.direct:
+            blocks.append(None)
+            continue
+        split = splits.get(id(read))
+        if split is None:
+            split = splits[id(read)] = _split(read, 0)
+        blocks.append(_whole_block(file, destination, split))
+    return GroupJob(file, destinations, blocks)
+
+
+def _runs_jobs(file: str, destination: Destination, profile: StorageProfile) -> Iterator[RunsJob]:
+    requests = destination.region.read.requests
+    run = requests.run_bytes
+    if run > profile.request_bytes:
+        for number in range(requests.count):
+            for start in range(0, run, profile.request_bytes):
+                piece = (start, min(start + profile.request_bytes, run))
+                yield RunsJob(file, destination, number, number + 1, piece)
+        return
+    by_time = int(_JOB_SECONDS / profile.latency_seconds) if profile.latency_seconds else 1024
+    batch = max(1, min(profile.request_bytes // run, by_time))
+    for first in range(0, requests.count, batch):
+        last = min(first + batch, requests.count)
+        yield RunsJob(file, destination, first, last, (0, run))
+
+
+_Split = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _block(file: str, destination: Destination, index: tuple[int, ...], rows: int) -> BlockJob:
+    """One block of a tile.
+
+    Args:
+        file: The file.
+        destination: The tile in memory.
+        index: Where the block begins in the leading dimensions.
+        rows: Its extent along the last of these; it has one index of those before and all of
+            those after.
+    """
+    region = destination.region
+    read, staging = region.read, region.read.staging
+    member = read.member_shape
+    axis = len(index) - 1
+    shape, source, target = _split(read, axis + 1)
+    offset = region.start + sum(i * s for i, s in zip(index, read.strides, strict=False))
+    if axis >= staging.outer:
+        length = (rows - 1) * staging.source[axis] + read.staged_bytes(axis + 1)
+        requests = StridedRuns(offset, length, ())
+    else:
+        counts = (rows, *read.tile.box.shape[axis + 1 : staging.outer])
+        levels = zip(counts, read.strides[axis : staging.outer], strict=True)
+        requests = StridedRuns(offset, read.requests.run_bytes, tuple(levels))
+    target_offset = sum(
+        (i // n) * across + (i % n) * within
+        for i, n, across, within in zip(index, member, staging.across, staging.within, strict=False)
+    )
+    return BlockJob(
+        file,
+        destination,
+        requests,
+        (rows, *shape),
+        (staging.source[axis], *source),
+        target_offset,
+        (staging.within[axis], *target),
+    )
+
+
+def _split(read: TileRead, axis: int) -> _Split:
+    """The dimensions from `axis` on, each split into (grid, member).
+
+    Returns:
+        Their extents, their strides in the staging buffer, and their strides in memory.
+    """
+    staging = read.staging
+    shape: list[int] = []
+    source: list[int] = []
+    target: list[int] = []
+    for d in range(axis, len(read.member_shape)):
+        count, extent = read.tile.grid[d], read.member_shape[d]
+        shape += [count, extent]
+        source += [extent * staging.source[d], staging.source[d]]
+        target += [staging.across[d], staging.within[d]]
+    return tuple(shape), tuple(source), tuple(target)
+
+
+def _block_jobs(file: str, destination: Destination, staging_bytes: int) -> Iterator[BlockJob]:
+    read = destination.region.read
+    extents, member, grid = read.tile.box.shape, read.member_shape, read.tile.grid
+    staging_bytes = max(staging_bytes, read.itemsize)
+    axis = 0
+    while read.staged_bytes(axis + 1) > staging_bytes:
+        axis += 1
+    tail = read.staged_bytes(axis + 1)
+    most = max(1, (staging_bytes - tail) // read.staging.source[axis] + 1)
+    for outer in itertools.product(*map(range, extents[:axis])):
+        for cell in range(grid[axis]):
+            first = cell * member[axis]
+            for row in range(first, first + member[axis], most):
+                rows = min(most, first + member[axis] - row)
+                yield _block(file, destination, (*outer, row), rows)
+
+
+def _whole_block(file: str, destination: Destination, split: _Split) -> BlockJob:
+    """The one block of a small region."""
+    region = destination.region
+    shape, source, target = split
+    requests = StridedRuns(region.start, region.stop - region.start, ())
+    return BlockJob(file, destination, requests, shape, source, 0, target)

@@ -1,0 +1,148 @@
+"""What the caller wants of each leaf: the abstract tree, parsed once into `Want`s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from orbax_safetensors_layout.errors import DtypeMismatchError
+from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
+from orbax_safetensors_layout.plan.shards import Placement
+
+PLACEHOLDER = ...
+"""A leaf that is left alone: nothing is read for it and it comes back as it is."""
+
+_SCALARS = (bool, int, float)
+
+
+class Want(NamedTuple):
+    """What is wanted of one leaf.
+
+    Attributes:
+        name: Dotted key path.
+        unboxed: The name without the attribute of a flax box around the leaf, if it has one.
+        shape: Required shape; None takes the file's.
+        dtype: Wanted dtype; None takes the file's.
+        placement: Sharding or format of a `jax.Array`; None for a host value.
+        scalar: The Python type of a scalar leaf; None for arrays.
+    """
+
+    name: str
+    unboxed: str | None
+    shape: tuple[int, ...] | None
+    dtype: np.dtype | None
+    placement: Placement | None
+    scalar: type[bool] | type[int] | type[float] | None
+
+
+class WantedTree(NamedTuple):
+    """An abstract tree and its leaves.
+
+    Attributes:
+        leaves: All leaves of the tree, placeholders among them.
+        wants: What is wanted of each leaf; None for a placeholder.
+        treedef: Puts values back into the tree.
+    """
+
+    leaves: list[Any]
+    wants: list[Want | None]
+    treedef: Any
+
+    @classmethod
+    def parse(cls, abstract: Any) -> WantedTree:
+        """Reads an abstract tree.
+
+        Args:
+            abstract: Any pytree. Leaves may be `jax.ShapeDtypeStruct` (or anything with `shape`,
+                `dtype` and `sharding`), concrete arrays as templates, numpy arrays (or anything
+                with `shape` and `dtype` alone) for host arrays, Python scalars or their types,
+                `orbax.checkpoint` restore arguments, and `...`.
+        """
+        paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+        leaves = [leaf for _, leaf in paths]
+        return cls(leaves, [_parse_leaf(path, leaf) for path, leaf in paths], treedef)
+
+    def fill(self, values: Sequence[Any]) -> Any:
+        """The tree with `values` in place of the leaves."""
+        return jax.tree_util.tree_unflatten(self.treedef, values)
+
+
+def replicated_everywhere() -> NamedSharding:
+    """Every device holds everything: where a leaf goes that names no sharding."""
+    spec: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]
+    return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), spec)
+
+
+def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want | None:
+    if leaf is PLACEHOLDER:
+        return None
+    name, unboxed = dotted_name(path), unboxed_name(path)
+    if isinstance(leaf, type) and issubclass(leaf, _SCALARS) and not issubclass(leaf, np.generic):
+        return Want(name, unboxed, (), None, None, leaf)
+    if isinstance(leaf, _SCALARS) and not isinstance(leaf, np.generic):
+        return Want(name, unboxed, (), None, None, type(leaf))
+    if hasattr(leaf, "restore_type"):
+        return _parse_restore_args(name, unboxed, leaf)
+    if isinstance(leaf, np.ndarray | np.generic) or not hasattr(leaf, "sharding"):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"Leaf {name!r} of the abstract tree is a {type(leaf).__name__}; expected a "
+                "jax.ShapeDtypeStruct, an array, a Python scalar or its type, or `...`."
+            )
+        return Want(name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, None)
+    placement = _placement(leaf)
+    shape = None if leaf.shape is None else tuple(leaf.shape)
+    return Want(name, unboxed, shape, _dtype(name, leaf.dtype), placement, None)
+
+
+def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
+    """Orbax's `RestoreArgs` and `ArrayRestoreArgs`, read by attribute."""
+    dtype = _dtype(name, args.dtype)
+    wants_array = hasattr(args, "sharding") and args.restore_type in (None, jax.Array)
+    if not wants_array:
+        scalar = args.restore_type if args.restore_type in _SCALARS else None
+        return Want(name, unboxed, () if scalar else None, dtype, None, scalar)
+    placement = args.sharding
+    if placement is not None and not isinstance(placement, Sharding | Format):
+        placement = placement.to_jax_sharding()  # orbax's ShardingMetadata
+    if placement is None and args.mesh is not None and args.mesh_axes is not None:
+        placement = NamedSharding(args.mesh, args.mesh_axes)
+    shape = args.global_shape if args.global_shape is not None else args.shape
+    shape = None if shape is None else tuple(shape)
+    return Want(name, unboxed, shape, dtype, placement or replicated_everywhere(), None)
+
+
+def _placement(leaf: Any) -> Placement:
+    format_ = getattr(leaf, "format", None)
+    if isinstance(format_, Format) and format_.layout is not None and not _is_array(leaf):
+        return format_
+    sharding = leaf.sharding
+    if sharding is not None and not isinstance(sharding, Sharding):
+        sharding = sharding.to_jax_sharding()  # orbax's ShardingMetadata
+    return sharding or replicated_everywhere()
+
+
+def _is_array(leaf: Any) -> bool:
+    """Concrete arrays always have a device layout; only an abstract leaf asks for one."""
+    return isinstance(leaf, jax.Array)
+
+
+def _dtype(name: str, dtype: Any) -> np.dtype | None:
+    if dtype is None:
+        return None
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        raise DtypeMismatchError(
+            "a safetensors file holds plain numbers, not an extended dtype",
+            tensor=name,
+            expected="a plain dtype",
+            found=dtype,
+            hint="Load the key data as uint32 and wrap it with jax.random.wrap_key_data, or leave"
+            " the leaf alone with `...`.",
+        )
+    parsed: np.dtype = np.dtype(dtype)
+    return parsed

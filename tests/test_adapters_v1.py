@@ -1,0 +1,393 @@
+"""Orbax v1: the layout through `ocp.load` and its kin, the handler through a context."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+import safetensors.numpy
+from checkpoints import assert_same_bits, llama_like, save
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import orbax_safetensors_layout as osl
+
+TENSORS = llama_like()
+NORM = "model.norm.weight"
+NORM_LEAF = jax.ShapeDtypeStruct((64,), ml_dtypes.bfloat16)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(tmp_path / "hf", TENSORS, files=3, metadata={"format": "pt", "origin": "test"})
+
+
+@pytest.fixture
+def installed():
+    osl.install()
+    yield
+    osl.uninstall()
+
+
+@pytest.fixture(params=["safetensors", "auto"])
+def layout(request, installed):
+    with context_of(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def safetensors_layout(installed):
+    with context_of("safetensors"):
+        yield
+
+
+def context_of(layout: str) -> ocp.Context:
+    context = ocp.Context()
+    context.checkpoint_layout = layout
+    return context
+
+
+def sharding_of(name: str) -> NamedSharding:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    spec = PartitionSpec("fsdp", "tensor") if TENSORS[name].ndim == 2 else PartitionSpec("fsdp")
+    return NamedSharding(mesh, spec)
+
+
+def sharded_abstract() -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding_of(name))
+        for name, tensor in TENSORS.items()
+    }
+
+
+def check_sharded(loaded: dict[str, jax.Array]) -> None:
+    assert loaded.keys() == TENSORS.keys()
+    for name, array in loaded.items():
+        assert array.sharding == sharding_of(name)
+        for shard in array.addressable_shards:
+            assert_same_bits(shard.data, TENSORS[name][shard.index])
+
+
+def check_host(loaded: dict[str, np.ndarray]) -> None:
+    assert loaded.keys() == TENSORS.keys()
+    for name, array in loaded.items():
+        assert isinstance(array, np.ndarray)
+        assert_same_bits(array, TENSORS[name])
+
+
+def test_load_sharded(layout, folder):
+    check_sharded(ocp.load(folder, sharded_abstract()))
+
+
+def test_load_without_a_tree_gives_numpy_as_the_builtin_layout_does(layout, folder):
+    check_host(ocp.load(folder))
+    osl.uninstall()
+    assert {type(array) for array in ocp.load(folder).values()} == {np.ndarray}
+
+
+def test_load_nested_tree_with_placeholders(layout, folder):
+    tree = {"model": {"norm": {"weight": NORM_LEAF}, "embed_tokens": {"weight": ...}}}
+    loaded = ocp.load(folder, tree)
+    assert_same_bits(loaded["model"]["norm"]["weight"], TENSORS[NORM])
+    assert loaded["model"]["embed_tokens"]["weight"] is ...
+
+
+@pytest.mark.parametrize("name", ["state", None])
+def test_load_by_name(layout, folder, name):
+    check_sharded(ocp.load(folder, sharded_abstract(), checkpointable_name=name))
+
+
+def test_load_by_a_name_that_is_not_there(layout, folder):
+    with pytest.raises(ocp.errors.InvalidLayoutError, match="'params'; it holds: state"):
+        ocp.load(folder, checkpointable_name="params")
+
+
+def test_load_a_single_file(layout, folder):
+    file = folder / "model-00002-of-00003.safetensors"
+    expected = safetensors.numpy.load_file(file)
+    loaded = ocp.load(file)
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bits(loaded[name], tensor)
+
+
+def test_metadata_describes_and_loads(layout, folder):
+    before = time.time_ns()
+    metadata = ocp.metadata(folder)
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in metadata.metadata.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in TENSORS.items()
+    }
+    assert metadata.custom_metadata == {"format": "pt", "origin": "test"}
+    assert before - 600e9 < metadata.commit_timestamp_nsecs <= before
+    for name, array in ocp.load(folder, metadata).items():
+        assert isinstance(array, jax.Array)
+        assert_same_bits(array, TENSORS[name])
+
+
+def test_checkpointables_of_a_plain_folder(layout, folder):
+    assert ocp.load_checkpointables(folder).keys() == {"state"}
+    check_host(ocp.load_checkpointables(folder, {"state": None})["state"])
+    check_sharded(ocp.load_checkpointables(folder, {"state": sharded_abstract()})["state"])
+    metadata = ocp.checkpointables_metadata(folder)
+    assert metadata.metadata.keys() == {"state"}
+    assert metadata.custom_metadata == {"format": "pt", "origin": "test"}
+    assert ocp.load_checkpointables(folder, metadata)["state"].keys() == TENSORS.keys()
+
+
+def test_checkpointables_are_subfolders(safetensors_layout, tmp_path):
+    parts = {"vae": {"a": np.arange(3.0)}, "unet": {"b": np.arange(4.0)}}
+    for number, (name, tensors) in enumerate(parts.items()):
+        save(tmp_path / name, tensors, metadata={"number": str(number)})
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "config.json").write_text("{}")
+    loaded = ocp.load_checkpointables(tmp_path)
+    assert loaded.keys() == parts.keys()
+    assert_same_bits(loaded["vae"]["a"], parts["vae"]["a"])
+    leaf = jax.ShapeDtypeStruct((4,), np.float32)
+    loaded = ocp.load_checkpointables(tmp_path, {"unet": {"b": leaf}})
+    assert loaded.keys() == {"unet"}
+    assert_same_bits(loaded["unet"]["b"], np.arange(4.0, dtype=np.float32))
+    metadata = ocp.checkpointables_metadata(tmp_path)
+    assert metadata.metadata["vae"]["a"].shape == (3,)
+    assert metadata.custom_metadata == {"vae": {"number": "0"}, "unet": {"number": "1"}}
+    assert_same_bits(ocp.load(tmp_path, checkpointable_name="vae")["a"], parts["vae"]["a"])
+    assert ocp.metadata(tmp_path, "unet").custom_metadata == {"number": "1"}
+    with pytest.raises(osl.CheckpointNotFoundError, match=r"text_encoder.*unet, vae"):
+        ocp.load_checkpointables(tmp_path, {"text_encoder": None})
+    with pytest.raises(ocp.errors.InvalidLayoutError):
+        ocp.load(tmp_path, checkpointable_name=None)
+
+
+def test_load_async(safetensors_layout, folder):
+    check_sharded(ocp.load_async(folder, sharded_abstract()).result(60))
+    check_host(ocp.load_async(folder).result(60))
+
+
+def test_load_async_keeps_the_settings_it_started_with(safetensors_layout, folder):
+    seen = []
+    with osl.using(read=osl.ReadOptions(progress=seen.append)):
+        response = ocp.load_async(folder)
+    with osl.using(read=osl.ReadOptions(progress=lambda _: pytest.fail("not these"))):
+        response.result(60)
+    assert seen[-1].done_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+def test_load_async_reports_errors_in_result(safetensors_layout, folder):
+    response = ocp.load_async(folder, {"model.nrom.weight": NORM_LEAF})
+    with pytest.raises(KeyError, match=r"Tensor 'model\.nrom\.weight' not found"):
+        response.result(60)
+
+
+def test_load_inside_a_running_event_loop(layout, folder):
+    async def load():
+        return ocp.load(folder, sharded_abstract())
+
+    check_sharded(asyncio.run(load()))
+
+
+def test_reading_does_not_block_the_event_loop(folder):
+    reading, seen = threading.Event(), threading.Event()
+    in_time = []
+
+    def progress(_):
+        reading.set()
+        in_time.append(seen.wait(30))
+
+    async def load():
+        layout = osl.SafetensorsLayout()
+        with osl.using(read=osl.ReadOptions(progress=progress)):
+            loading = asyncio.ensure_future(await layout.load(ocp.path.Path(folder)))
+        while not reading.is_set():
+            await asyncio.sleep(0.001)
+        seen.set()
+        return await loading
+
+    check_host(asyncio.run(load()))
+    assert all(in_time)
+
+
+def test_x64_of_the_caller_reaches_the_reading_thread(layout, tmp_path):
+    path = save(tmp_path, {"step": np.array(2**40, np.int64)})
+    abstract = {"step": jax.ShapeDtypeStruct((), np.int64)}
+    with pytest.raises(osl.DtypeMismatchError, match="x64"):
+        ocp.load(path, abstract)
+    enable_x64 = getattr(jax, "enable_x64", None)
+    if enable_x64 is None:
+        from jax.experimental import enable_x64
+    with enable_x64(True):
+        assert ocp.load(path, abstract)["step"].dtype == np.int64
+
+
+@pytest.fixture
+def num_reads():
+    """Numbers of reads, as each load reports them to `jax.monitoring`."""
+    found = []
+
+    def listen(event, value, **_):
+        if event == "/jax/orbax/read/safetensors/num_reads":
+            found.append(value)
+
+    jax.monitoring.register_scalar_listener(listen)
+    yield found
+    jax.monitoring.clear_event_listeners()
+
+
+def test_options_of_orbax_context(installed, folder, num_reads):
+    def reads_with(**options: int) -> float:
+        context = context_of("safetensors")
+        if "chunk" in options:
+            context.safetensors.read_chunk_bytes = options["chunk"]
+        if "budget" in options:
+            context.memory.read_concurrent_bytes = options["budget"]
+        with context:
+            ocp.load(folder)
+        return num_reads[-1]
+
+    usual = reads_with()
+    assert reads_with(chunk=1024) > 2 * usual
+    assert reads_with(budget=1024) > 2 * usual
+    with osl.using(read=osl.ReadOptions()):
+        assert reads_with(chunk=1024, budget=1024) == usual
+
+
+def test_missing_path_and_wrong_file(safetensors_layout, tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    for name, cause in {
+        "nowhere": "neither a file nor a directory",
+        "weights.bin": "does not have a '.safetensors' suffix",
+        "empty": "does not contain any '.safetensors' files",
+    }.items():
+        with pytest.raises(ocp.errors.InvalidLayoutError) as caught:
+            ocp.load(tmp_path / name)
+        assert cause in str(caught.value.__cause__)
+
+
+def test_errors_keep_the_words_of_the_builtin_layout(safetensors_layout, folder, tmp_path):
+    wrong = {NORM: jax.ShapeDtypeStruct((65,), ml_dtypes.bfloat16)}
+    with pytest.raises(ValueError, match="Shape mismatch"):
+        ocp.load(folder, wrong)
+    with pytest.raises(KeyError, match="Tensor 'absent' not found"):
+        ocp.load(folder, {"absent": NORM_LEAF})
+    double = save(tmp_path / "double", TENSORS)
+    (double / "copy.safetensors").write_bytes((double / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="Duplicate tensor model"):
+        ocp.load(double)
+    cut = save(tmp_path / "cut", TENSORS) / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="truncated"):
+        ocp.load(cut)
+
+
+def test_more_tensors_than_the_tree_names_are_no_error_as_with_the_builtin(layout, folder):
+    assert ocp.load(folder, {NORM: NORM_LEAF}).keys() == {NORM}
+
+
+def test_strict_of_using(layout, folder):
+    with (
+        osl.using(read=osl.ReadOptions(strict=True)),
+        pytest.raises(osl.UnexpectedTensorError),
+    ):
+        ocp.load(folder, {NORM: NORM_LEAF})
+
+
+def test_install_replaces_and_uninstall_restores(folder):
+    nested = {"model": {"norm": {"weight": NORM_LEAF}}}
+    with context_of("safetensors"):
+        with pytest.raises(ValueError, match="not a flat dictionary"):
+            ocp.load(folder, nested)
+        osl.install()
+        osl.install()
+        assert_same_bits(ocp.load(folder, nested)["model"]["norm"]["weight"], TENSORS[NORM])
+        osl.uninstall()
+        with pytest.raises(ValueError, match="not a flat dictionary"):
+            ocp.load(folder, nested)
+        osl.uninstall()
+        osl.install()
+        ocp.load(folder, nested)
+        osl.uninstall()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine '_create_paths' was never awaited")
+def test_saving_through_the_layout_is_refused_in_plain_words(safetensors_layout, tmp_path):
+    with pytest.raises(osl.SafetensorsLayoutError, match="does not save"):
+        ocp.save(tmp_path / "saved", {"a": np.ones(3)})
+    gc.collect()  # Orbax drops the coroutine of its own that the mark above is about
+
+
+def orbax_step(path, item: str, folder):
+    """A checkpoint in Orbax's own layout, whose item's folder holds safetensors files."""
+    (path / item).mkdir(parents=True)
+    for file in folder.iterdir():
+        (path / item / file.name).symlink_to(file)
+    (path / item / "_METADATA").write_text("{}")
+    (path / "orbax.checkpoint").touch()
+    (path / "_CHECKPOINT_METADATA").write_text("{}")
+    return path
+
+
+def test_handler_serves_items_of_orbax_checkpoints(tmp_path, folder):
+    path = orbax_step(tmp_path / "step", "state", folder)
+    with osl.context("state"):
+        check_sharded(ocp.load(path, sharded_abstract()))
+        check_host(ocp.load(path))
+        check_sharded(ocp.load_checkpointables(path, {"state": sharded_abstract()})["state"])
+        metadata = ocp.metadata(path)
+        assert metadata.metadata[NORM].shape == (64,)
+        assert ocp.load(path, metadata).keys() == TENSORS.keys()
+        placeholders = dict.fromkeys(TENSORS, ...) | {NORM: NORM_LEAF}
+        assert_same_bits(ocp.load(path, placeholders)[NORM], TENSORS[NORM])
+
+
+def test_handler_serves_a_training_checkpointer(tmp_path, folder):
+    orbax_step(tmp_path / "root" / "3", "state", folder)
+    with ocp.training.Checkpointer(tmp_path / "root", context=osl.context("state")) as training:
+        assert training.latest.step == 3
+        check_sharded(training.load(3, sharded_abstract()))
+        assert training.metadata(3).metadata[NORM].shape == (64,)
+
+
+def test_handler_follows_partial_load(tmp_path, folder):
+    path = orbax_step(tmp_path / "step", "params", folder)
+    tree = {"model": {"norm": {"weight": NORM_LEAF}}}
+    with osl.context("params"), pytest.raises(osl.UnexpectedTensorError, match="partial_load"):
+        ocp.load(path, tree, checkpointable_name="params")
+    context = osl.context("params")
+    context.pytree.loading.partial_load = True
+    with context:
+        loaded = ocp.load(path, tree, checkpointable_name="params")
+    assert_same_bits(loaded["model"]["norm"]["weight"], TENSORS[NORM])
+
+
+@pytest.mark.parametrize(
+    ("abstract", "handled"),
+    [
+        ({"a": NORM_LEAF, "b": [..., 1, 2.0, True, int, float]}, True),
+        ({"a": np.ones(3), "b": np.float32(1)}, True),
+        ({}, True),
+        ({"a": object()}, False),
+        ("text", False),
+    ],
+)
+def test_handler_takes_the_leaves_that_load_takes(abstract, handled):
+    assert osl.SafetensorsHandler().is_abstract_handleable(abstract) is handled
+
+
+def test_context_leaves_other_items_to_orbax(tmp_path):
+    with osl.context("params"):
+        ocp.save_checkpointables(tmp_path / "saved", {"config": {"lr": "x"}, "state": {"a": 1}})
+        assert ocp.load_checkpointables(tmp_path / "saved") == {
+            "config": {"lr": "x"},
+            "state": {"a": 1},
+        }
+
+
+def test_context_needs_names():
+    with pytest.raises(ValueError, match='"state"'):
+        osl.context()

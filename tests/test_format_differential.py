@@ -1,0 +1,282 @@
+"""Thousands of damaged files, given to this package and to `safetensors`: both must agree.
+
+The only refusals that this package may add are the documented ones: repeated keys, and a header
+that does not begin with `{`. `OSL_FUZZ_FACTOR=100` makes the run a hundred times as long.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors
+
+from orbax_safetensors_layout.errors import FormatError
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format.header import Header, header_length, parse_header
+
+FACTOR = int(os.environ.get("OSL_FUZZ_FACTOR", "1"))
+CODES = list(DTYPES)
+NAMES = ["a", "b", "model.layers.0.weight", "layer-0", "", "__metadata__", "dtype", "é", "\0", "😀"]
+KEYS = ["dtype", "shape", "data_offsets", "x", "a", "b", "__metadata__", "format", ""]
+
+
+class Raw(NamedTuple):
+    """A piece of JSON text that `json.dumps` would never write."""
+
+    text: str
+
+
+class Pairs(NamedTuple):
+    """A JSON object that may repeat keys."""
+
+    items: list[tuple[Any, Any]]
+
+
+LITERALS: list[Any] = [
+    *(None, True, False, "", "x", "U8", "F4", "0", [], [0], [0, 0], [[]], Pairs([])),
+    *(0, 1, 2, 3, 8, 127, 255, -1, 0.0, 1.0, 2.5, 1e300, 1 << 31, 1 << 32, 1 << 53),
+    *(
+        (1 << 63) - 1,
+        1 << 63,
+        (1 << 64) - 1,
+        1 << 64,
+        1 << 61,
+        (1 << 61) - 1,
+        -(1 << 63),
+        1 << 1000,
+    ),
+    *map(Raw, ["-0", "-0.0", "0e1", "2e0", "01", "+1", "1.", ".5", "1e999", "-1e999", "1e-999"]),
+    *map(Raw, ["1e+2", "1E2", "0x1", "-", "--1", "1_0", "NaN", "Infinity", "-Infinity", "nul"]),
+    *map(Raw, ["tru", "True", "'a'", '"\\u0061"', '"\\ud800"', '"\\udc00\\ud800"', '"\\ud83d']),
+    *map(Raw, ['"\\uD83D\\uDE00"', '"\\u00e9"', '"\\/"', '"\\v"', '"\t"', '"\x7f"', '"\\u0000"']),
+    *map(Raw, ["", ",", "[1,]", "[,1]", "[1 1]", "{,}", '{"a"}', '{"a":1,}', "{1:2}", "[1", "]"]),
+    *map(Raw, ["9" * 308, "9" * 309, "9" * 5000, "0." + "1" * 400, "1" + "0" * 400 + "e-400"]),
+    *map(Raw, ["[" * 124 + "]" * 124, "[" * 125 + "]" * 125, "[" * 126 + "]" * 126]),
+    *map(Raw, ['{"a":' * 125 + "1" + "}" * 125, "[" * 127 + "]" * 127, "[" * 2000 + "]" * 2000]),
+    *map(Raw, [" 1 ", "\n1\r\t", "\x0c1", "\u00a01", "\ufeff1", "/**/1", "1//", "\u0661", "\0"]),
+    *(Pairs([(code, None)]) for code in ("U8", "F32", "F4", "nope")),
+    *(Pairs([("U8", None), ("U8", None)]), Pairs([("x", 1), ("x", 1)]), Pairs([("a", "b")])),
+]
+BYTES = [*b'{}[]",:\\ \n\t\0-+.eE0123456789aunftl_', 0x7F, 0x80, 0xC3, 0xE9, 0xED, 0xF0, 0xFF]
+
+
+def dump(value: Any, rng: random.Random) -> str:
+    space = rng.choice(["", "", "", " ", "\n", "\t "])
+    if isinstance(value, Raw):
+        return value.text
+    if isinstance(value, Pairs):
+        members = (f"{dump(key, rng)}{space}:{dump(item, rng)}" for key, item in value.items)
+        return "{" + f",{space}".join(members) + space + "}"
+    if isinstance(value, list):
+        return "[" + f"{space},".join(dump(item, rng) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=rng.random() < 0.5)
+
+
+def valid_document(rng: random.Random) -> tuple[Pairs, int]:
+    """A valid header, and the size of its data in bytes."""
+    members: list[tuple[Any, Any]] = []
+    position = 0
+    for name in rng.sample([name for name in NAMES if name != "__metadata__"], rng.randint(0, 4)):
+        dtype = DTYPES[rng.choice(CODES)]
+        shape = [rng.choice([0, 1, 1, 2, 2, 3, 4, 8]) for _ in range(rng.randint(0, 3))]
+        count = 1
+        for dimension in shape:
+            count *= dimension
+        if count * dtype.bits % 8:
+            shape = [4, *shape]
+            count *= 4
+        stop = position + count * dtype.bits // 8
+        fields = [("dtype", dtype.code), ("shape", shape), ("data_offsets", [position, stop])]
+        if rng.random() < 0.1:
+            rng.shuffle(fields)
+        members.append((name, Pairs(fields)))
+        position = stop
+    if rng.random() < 0.3:
+        members.append(("__metadata__", rng.choice([None, Pairs([("format", "pt")])])))
+    if rng.random() < 0.3:
+        rng.shuffle(members)
+    return Pairs(members), position
+
+
+def containers(value: Any) -> list[Any]:
+    """All objects and arrays in `value`, itself first."""
+    if isinstance(value, Pairs):
+        return [value, *(inner for _, item in value.items for inner in containers(item))]
+    if isinstance(value, list):
+        return [value, *(inner for item in value for inner in containers(item))]
+    return []
+
+
+def mutate_structure(document: Pairs, rng: random.Random) -> None:
+    """Changes one node of the document in place."""
+    chosen = rng.choice(containers(document))
+    items = chosen.items if isinstance(chosen, Pairs) else chosen
+    action = rng.random()
+    index = rng.randrange(len(items)) if items else 0
+    if not items or action < 0.15:
+        extra = copy.deepcopy(rng.choice(LITERALS))
+        items.insert(index, (rng.choice(KEYS + NAMES), extra) if items is not chosen else extra)
+    elif action < 0.25:
+        del items[index]
+    elif action < 0.3:
+        items.insert(rng.randrange(len(items)), copy.deepcopy(items[index]))
+    elif action < 0.35:
+        rng.shuffle(items)
+    elif items is chosen:
+        items[index] = mutated_leaf(items[index], rng)
+    elif action < 0.5:
+        items[index] = (rng.choice([*KEYS, *NAMES, *LITERALS]), items[index][1])
+    else:
+        items[index] = (items[index][0], mutated_leaf(items[index][1], rng))
+
+
+def mutated_leaf(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, int) and rng.random() < 0.5:
+        return value + rng.choice([-2, -1, 1, 2])
+    if isinstance(value, str) and rng.random() < 0.5:
+        return rng.choice([*CODES, "C128", "u8"])
+    if isinstance(value, Pairs) and rng.random() < 0.3:
+        return [item for _, item in value.items]  # serde takes a struct as a list, too
+    return copy.deepcopy(rng.choice(LITERALS))
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Changes, inserts, removes, repeats or swaps a few bytes of the header or the length."""
+    text = bytearray(data)
+    end = max(1, min(len(text), 9 + int.from_bytes(data[:8], "little")))
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        low = 0 if rng.random() < 0.1 else min(8, end - 1)
+        index = rng.randrange(low, end)
+        other = index + rng.randint(1, 6)
+        action = rng.randrange(6)
+        if action == 0:
+            text[index : index + 1] = bytes([rng.choice(BYTES)])
+        elif action == 1:
+            text[index:index] = bytes([rng.choice(BYTES)])
+        elif action == 2:
+            del text[index:other]
+        elif action == 3:
+            text[index:index] = text[index:other]
+        elif action == 4 and index < len(text):
+            text[index] ^= 1 << rng.randrange(8)
+        else:
+            text[index:other] = reversed(text[index:other])
+    return bytes(text)
+
+
+def with_length(text: bytes, data: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def structural_case(rng: random.Random) -> bytes:
+    document, size = valid_document(rng)
+    for _ in range(rng.choice([0, 1, 1, 1, 1, 2])):
+        mutate_structure(document, rng)
+    text = dump(document, rng)
+    text += rng.choice([""] * 12 + [" ", "   \n", "\r\t", "\0", "x", "{}", "\ufeff"])
+    text = rng.choice([""] * 20 + [" ", "\ufeff", "\n"]) + text
+    size = max(0, size + rng.choice([0] * 30 + [-1, 1, 8]))
+    return with_length(text.encode("utf-8", "surrogatepass"), rng.randbytes(size))
+
+
+def bytes_case(rng: random.Random) -> bytes:
+    document, size = valid_document(rng)
+    data = with_length(dump(document, rng).encode(), rng.randbytes(size))
+    mutated = mutate_bytes(data, rng)
+    if rng.random() < 0.8 and mutated[:8] == data[:8]:  # let the damage reach the JSON parser
+        text = mutated[8 : len(mutated) - size]
+        return with_length(text, mutated[len(mutated) - size :])
+    return mutated
+
+
+def ours(data: bytes) -> Header | FormatError:
+    try:
+        length = header_length(data[:8], file="f", file_size=len(data))
+        return parse_header(data[8 : 8 + length], file="f", file_size=len(data))
+    except FormatError as error:
+        return error
+
+
+def theirs(data: bytes) -> list[tuple[str, dict[str, Any]]] | safetensors.SafetensorError:
+    try:
+        return safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        return error
+
+
+def is_documented_refusal(data: bytes) -> bool:
+    """Whether the header repeats a key, or begins with something else than `{`."""
+    repeated = False
+
+    def hook(pairs: list[tuple[str, Any]]) -> None:
+        nonlocal repeated
+        repeated |= len({key for key, _ in pairs}) < len(pairs)
+
+    text = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    json.loads(text.decode(), object_pairs_hook=hook)
+    return repeated or not text.startswith(b"{")
+
+
+def check(data: bytes) -> str:
+    mine, reference = ours(data), theirs(data)
+    if isinstance(mine, FormatError):
+        assert mine.file == "f"
+        if isinstance(reference, Exception):
+            return "refused"
+        assert is_documented_refusal(data), (data, mine, reference)
+        return "documented refusal"
+    assert not isinstance(reference, Exception), (data, mine, reference)
+    assert set(mine.tensors) == {name for name, _ in reference}, data
+    for name, tensor in reference:
+        found = mine.tensors[name]
+        assert found.name == name
+        assert (found.dtype.code, list(found.shape)) == (tensor["dtype"], tensor["shape"]), data
+        assert data[found.start : found.stop] == bytes(tensor["data"]), data
+        assert found.nbytes == len(tensor["data"]), data
+    return "accepted"
+
+
+@pytest.mark.parametrize("case", [structural_case, bytes_case])
+@pytest.mark.parametrize("seed", range(4))
+def test_agrees_with_the_rust_library(case: Callable[[random.Random], bytes], seed: int) -> None:
+    rng = random.Random(f"{case.__name__} {seed}")
+    count = 6_000 * FACTOR
+    outcomes = Counter(check(case(rng)) for _ in range(count))
+    assert set(outcomes) == {"accepted", "refused", "documented refusal"}
+    assert outcomes["accepted"] > count / 20
+    assert outcomes["refused"] > count / 4
+
+
+def test_agrees_with_safe_open(tmp_path: pathlib.Path) -> None:
+    """`safe_open` maps a real file and reports the metadata, too."""
+    rng = random.Random("safe_open")
+    outcomes: Counter[str] = Counter()
+    for number in range(600 * FACTOR):
+        data = structural_case(rng)
+        path = tmp_path / f"{number % 8}.safetensors"
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        mine = ours(data)
+        try:
+            with safetensors.safe_open(path, "np") as file:
+                if isinstance(mine, FormatError):
+                    assert is_documented_refusal(data), (data, mine)
+                    continue
+                assert mine.metadata == (file.metadata() or {}), data
+                assert set(mine.tensors) == set(file.keys()), data
+                # Tensors of no bytes may share an offset, where the order is arbitrary.
+                starts = [mine.tensors[name].start for name in file.offset_keys()]
+                assert starts == [tensor.start for tensor in mine.tensors.values()], data
+                outcomes["accepted"] += 1
+        except safetensors.SafetensorError:
+            assert isinstance(mine, FormatError), (data, mine)
+            outcomes["refused"] += 1
+    assert min(outcomes["accepted"], outcomes["refused"]) > 60

@@ -1,0 +1,137 @@
+"""Boxes, tiles and strided runs against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
+from orbax_safetensors_layout.geometry.box import Box, cover, tile
+from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+
+shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw, shape):
+    start = [draw(st.integers(0, n - 1)) for n in shape]
+    stop = [draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True)]
+    return Box(tuple(start), tuple(stop))
+
+
+@st.composite
+def shape_and_box(draw):
+    shape = draw(shapes)
+    return shape, draw(boxes_in(shape))
+
+
+def bytes_of(runs: StridedRuns) -> list[int]:
+    return [b for o in runs.offsets().tolist() for b in range(o, o + runs.run_bytes)]
+
+
+@given(shape_and_box(), st.sampled_from([1, 2, 4]), st.integers(0, 9))
+def test_runs_are_exactly_the_bytes_of_the_box(case, itemsize, base):
+    shape, box = case
+    elements = np.arange(math.prod(shape)).reshape(shape)[box.slices].ravel()
+    expected = [base + e * itemsize + i for e in elements.tolist() for i in range(itemsize)]
+    runs = StridedRuns.of(AffineView.row_major(shape).restrict(box), itemsize, base)
+    assert bytes_of(runs) == expected
+    assert runs.total_bytes == len(expected)
+    assert runs.stop == expected[-1] + 1
+
+
+@given(shape_and_box(), st.integers(0, 12))
+def test_coalescing_reads_through_small_gaps_only(case, max_gap):
+    shape, box = case
+    runs = StridedRuns.of(AffineView.row_major(shape).restrict(box), 4)
+    joined = runs.coalesce(max_gap)
+    needed, read = set(bytes_of(runs)), bytes_of(joined)
+    assert needed <= set(read)
+    assert len(read) == len(set(read)) == joined.total_bytes
+    gaps = sorted(set(read) - needed)
+    for _, group in itertools.groupby(enumerate(gaps), lambda p: p[1] - p[0]):
+        assert len(list(group)) <= max_gap
+    if max_gap == 0:
+        assert joined.total_bytes == runs.total_bytes
+
+
+def test_huge_regions_cost_nothing_to_describe():
+    view = AffineView.row_major((1 << 20, 1 << 20, 8)).restrict(
+        Box((0, 0, 3), (1 << 20, 1 << 20, 5))
+    )
+    runs = StridedRuns.of(view, 2)
+    assert runs == StridedRuns(6, 4, ((1 << 40, 16),))
+    assert runs.coalesce(12).levels == ()
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=4), st.data())
+def test_grids_of_equal_boxes_tile_to_one(dims, data):
+    grid = tuple(g for g, _ in dims)
+    member = tuple(n for _, n in dims)
+    cells = list(itertools.product(*map(range, grid)))
+    boxes = [
+        Box(
+            tuple(c * n for c, n in zip(cell, member, strict=True)),
+            tuple((c + 1) * n for c, n in zip(cell, member, strict=True)),
+        )
+        for cell in data.draw(st.permutations(cells))
+    ]
+    (found,) = tile(boxes)
+    assert found.grid == grid
+    assert found.box == Box.whole(tuple(g * n for g, n in dims))
+    assert found.member_shape == member
+    for number, cell in zip(found.members, cells, strict=True):
+        assert boxes[number].start == tuple(c * n for c, n in zip(cell, member, strict=True))
+
+
+@given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))
+def test_tiles_cover_each_box_once(cells):
+    boxes = [Box((2 * i, 3 * j), (2 * i + 2, 3 * j + 3)) for i, j in sorted(cells)]
+    tiles = tile(boxes)
+    assert sorted(m for t in tiles for m in t.members) == list(range(len(boxes)))
+    for found in tiles:
+        assert cover([boxes[m] for m in found.members], found.box)
+
+
+def test_overlapping_boxes_stay_alone():
+    boxes = [Box((0,), (4,)), Box((2,), (6,)), Box((4,), (8,))]
+    assert [t.box for t in tile(boxes)] == boxes
+
+
+def test_unlike_boxes_stay_apart():
+    boxes = [Box((0,), (4,)), Box((4,), (6,)), Box((6,), (8,))]
+    assert [t.box for t in tile(boxes)] == [Box((0,), (4,)), Box((4,), (8,))]
+
+
+def test_box_algebra():
+    a, b = Box((0, 0), (4, 4)), Box((2, 3), (6, 5))
+    assert a.intersect(b) == Box((2, 3), (4, 4))
+    assert a.intersect(Box((4, 0), (5, 4))) is None
+    assert a.contains(Box((1, 1), (4, 4)))
+    assert not a.contains(b)
+    assert (a.size, b.shape) == (16, (4, 2))
+    assert row_major_strides(()) == ()
+
+
+def pack(elements: np.ndarray, bits: int) -> np.ndarray:
+    """Little-endian bit stream, one bit at a time: the oracle."""
+    stream = [(int(e) >> i) & 1 for e in elements.ravel() for i in range(bits)]
+    stream += [0] * (-len(stream) % 8)
+    return np.packbits(np.array(stream, np.uint8), bitorder="little")
+
+
+@given(shape_and_box(), st.sampled_from([4, 6]))
+def test_packed_boxes_hold_their_elements(case, bits):
+    shape, box = case
+    if math.prod(shape) * bits % 8:
+        shape, box = (*shape, 4), Box((*box.start, 1), (*box.stop, 3))
+    elements = np.random.default_rng(0).integers(0, 1 << bits, shape).astype(np.uint8)
+    packed = packed_box(shape, bits, box)
+    stored = pack(elements, bits).reshape(packed.shape)
+    data = np.ascontiguousarray(stored[packed.box.slices])
+    np.testing.assert_array_equal(unpack_box(data, bits, packed), elements[box.slices])

@@ -1,0 +1,243 @@
+"""The house's rules, enforced from the source: who may import whom, and what from outside.
+
+Every import statement counts: those inside functions and under `TYPE_CHECKING` too.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = "orbax_safetensors_layout"
+ROOT = Path(__file__).parent.parent / PACKAGE
+
+# From the ground up. A floor is a folder, or the top-level modules named in its line.
+FLOORS: tuple[frozenset[str], ...] = tuple(
+    frozenset(line.split())
+    for line in (
+        "errors",
+        "options",
+        "geometry",
+        "storage",
+        "format",
+        "mapping",
+        "plan",
+        "transfer",
+        "load save tree",
+        "convert",
+        "adapters",
+        "cli __main__",
+    )
+)
+FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
+
+MAY_IMPORT_JAX = (
+    "plan.shards",
+    "transfer.assemble",
+    "load",
+    "save",
+    "tree",
+    "convert",
+    "adapters",
+)
+MAY_IMPORT_ORBAX = ("adapters",)
+MAY_IMPORT_PRIVATE_ORBAX = ("adapters._orbax",)
+
+# Import names that may appear anywhere; jax and orbax have their own rules above.
+OUTSIDE = frozenset(sys.stdlib_module_names) | {
+    "absl",
+    "ml_dtypes",
+    "numpy",
+    "tensorstore",
+    "tqdm",
+    # the libraries that storage/ is made of
+    "fsspec",
+    "huggingface_hub",
+    "obstore",
+}
+
+# These work on a machine without an accelerator stack, or before one is set up.
+PURE_FOLDERS = ("format", "geometry", "mapping", "plan", "storage")
+
+
+class Import(NamedTuple):
+    """One imported module: `target` is dotted, and inside the package relative to it."""
+
+    module: str
+    target: str
+    line: int
+    inside: bool
+
+    def __str__(self) -> str:
+        return f"{self.module} (line {self.line}) imports {self.target}"
+
+
+def module_name(path: Path) -> str:
+    """`geometry.box` for geometry/box.py, `geometry` for its __init__.py, "" for the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, int]]:
+    """Dotted absolute names of everything imported; `from a import b` gives `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def resolve(name: str) -> str:
+    """The longest prefix of a name that is a module of the package: `errors.Foo` -> `errors`."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def imports_of(module: str) -> list[Import]:
+    found = []
+    for name, line in imported_names(MODULES[module]):
+        top, _, rest = name.partition(".")
+        inside = top == PACKAGE
+        found.append(Import(module, resolve(rest) if inside else name, line, inside))
+    return found
+
+
+HOUSE = [module for module in MODULES if module]  # the package's own __init__.py stands outside
+IMPORTS = [found for module in HOUSE for found in imports_of(module)]
+INSIDE = [found for found in IMPORTS if found.inside]
+OUTER = [found for found in IMPORTS if not found.inside]
+
+
+def part(module: str) -> str:
+    """The folder, or the top-level module, that a module belongs to."""
+    return module.partition(".")[0]
+
+
+def within(module: str, places: tuple[str, ...]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
+
+
+def offenders(found: list[Import]) -> str:
+    return "\n".join(map(str, found))
+
+
+def test_every_module_stands_on_a_floor():
+    assert {part(module) for module in HOUSE} <= set(FLOOR_OF)
+
+
+def test_nothing_imports_the_package_root():
+    found = [imported for imported in INSIDE if imported.target == ""]
+    assert not found, offenders(found)
+
+
+def test_imports_go_down_or_stay_on_their_floor():
+    found = [
+        imported
+        for imported in INSIDE
+        if imported.target and FLOOR_OF[part(imported.target)] > FLOOR_OF[part(imported.module)]
+    ]
+    assert not found, offenders(found)
+
+
+def test_no_circles():
+    graph: dict[str, set[str]] = {module: set() for module in HOUSE}
+    for imported in INSIDE:
+        if imported.target != imported.module:
+            graph[imported.module].add(imported.target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("circle: " + " -> ".join(error.args[1]))
+
+
+def test_jax_is_imported_only_where_arrays_and_shardings_are_handled():
+    found = [
+        imported
+        for imported in OUTER
+        if part(imported.target) in {"jax", "jaxlib"}
+        and not within(imported.module, MAY_IMPORT_JAX)
+    ]
+    assert not found, offenders(found)
+
+
+def test_orbax_is_imported_only_by_adapters():
+    found = [
+        imported
+        for imported in OUTER
+        if part(imported.target) == "orbax" and not within(imported.module, MAY_IMPORT_ORBAX)
+    ]
+    assert not found, offenders(found)
+
+
+def test_private_orbax_is_imported_by_one_module():
+    found = [
+        imported
+        for imported in OUTER
+        if part(imported.target) == "orbax"
+        and any(name.startswith("_") for name in imported.target.split("."))
+        and not within(imported.module, MAY_IMPORT_PRIVATE_ORBAX)
+    ]
+    assert not found, offenders(found)
+
+
+def test_only_declared_libraries_are_imported():
+    found = [
+        imported
+        for imported in OUTER
+        if part(imported.target) not in OUTSIDE | {"jax", "jaxlib", "orbax"}
+    ]
+    assert not found, offenders(found)
+
+
+def test_package_root_imports_nothing_of_the_house_at_run_time():
+    tree = ast.parse(MODULES[""].read_text())
+    names = [
+        alias.name if isinstance(node, ast.Import) else node.module
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert {part(name or "") for name in names} <= sys.stdlib_module_names
+
+
+def run_python(code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("folder", PURE_FOLDERS)
+def test_pure_folder_runs_without_jax_and_orbax(folder):
+    modules = [
+        f"{PACKAGE}.{module}"
+        for module in HOUSE
+        if part(module) == folder and module != "plan.shards"
+    ]
+    assert modules, f"{folder}/ is missing"
+    run_python(
+        "import importlib, sys\n"
+        "sys.modules['jax'] = sys.modules['jaxlib'] = sys.modules['orbax'] = None\n"
+        f"for name in {modules}:\n"
+        "    importlib.import_module(name)\n"
+    )
+
+
+def test_public_names_of_pure_modules_load_neither_jax_nor_orbax():
+    run_python(
+        "import sys\n"
+        f"import {PACKAGE} as osl\n"
+        "osl.is_safetensors_checkpoint, osl.ReadPlan, osl.Cost, osl.ReadOptions, osl.FormatError\n"
+        "heavy = {'jax', 'jaxlib', 'orbax'} & {name.split('.')[0] for name in sys.modules}\n"
+        "assert not heavy, heavy\n"
+    )
