@@ -80,8 +80,7 @@ def _save(job: Job) -> dict[str, Any]:
 
     for source, target in ((job.warmup, job.warmup_ocdbt), (job.folder, job.ocdbt)):
         if not Path(target).exists():
-            abstract = contenders.abstract_tree(stored_tensors(Path(source)), job.split)
-            contenders.save_ocdbt(Path(source), Path(target), abstract)
+            contenders.save_ocdbt(Path(source), Path(target), job.split)
     return {}
 
 
@@ -117,9 +116,9 @@ def _listen() -> dict[str, float]:
 
     scalars: dict[str, float] = {}
 
-    def record(name: str, value: float | int, **_: object) -> None:
-        if name.startswith(_SCALARS):
-            key = name.removeprefix(_SCALARS)
+    def record(event: str, value: float | int, **_: str | int) -> None:
+        if event.startswith(_SCALARS):
+            key = event.removeprefix(_SCALARS)
             scalars[key] = scalars.get(key, 0.0) + float(value)
 
     jax.monitoring.register_scalar_listener(record)

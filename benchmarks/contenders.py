@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import safetensors.numpy
-from cases import Stored, data_files
+from cases import Stored, data_files, stored_tensors
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
@@ -85,18 +85,18 @@ def abstract_tree(stored: Mapping[str, Stored], split_name: str) -> Abstract:
 
 def ours(folder: Path, abstract: Abstract) -> Tree:
     """This package."""
-    return osl.load(folder, abstract)
+    return cast(Tree, osl.load(folder, abstract))
 
 
 def ours_mmap(folder: Path, abstract: Abstract) -> Tree:
     """This package, adopting mapped pages."""
-    return osl.load(folder, abstract, options=osl.ReadOptions(mmap=True))
+    return cast(Tree, osl.load(folder, abstract, options=osl.ReadOptions(mmap=True)))
 
 
 def builtin(folder: Path, abstract: Abstract) -> Tree:
     """Orbax's own `SafetensorsLayout`; it ignores the index and reads every file of the folder."""
     with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
-        return ocp.load(folder, abstract)
+        return cast(Tree, ocp.load(folder, abstract))
 
 
 def load_file(folder: Path, abstract: Abstract) -> Tree:
@@ -111,7 +111,7 @@ def load_file(folder: Path, abstract: Abstract) -> Tree:
 
 def ocdbt(folder: Path, abstract: Abstract) -> Tree:
     """Orbax's own format, saved from arrays that are sharded as they are wanted."""
-    return ocp.load(folder, abstract)
+    return cast(Tree, ocp.load(folder, abstract))
 
 
 def odirect(folder: Path, _: Abstract) -> Tree:
@@ -150,7 +150,7 @@ def odirect(folder: Path, _: Abstract) -> Tree:
     return {}
 
 
-CONTENDERS: Mapping[str, Callable[[Path, Abstract], Any]] = MappingProxyType(
+CONTENDERS: Mapping[str, Callable[[Path, Abstract], Tree]] = MappingProxyType(
     {
         "ours": ours,
         "ours-mmap": ours_mmap,
@@ -162,6 +162,11 @@ CONTENDERS: Mapping[str, Callable[[Path, Abstract], Any]] = MappingProxyType(
 )
 
 
-def save_ocdbt(source: Path, target: Path, abstract: Abstract) -> None:
-    """Writes the Orbax checkpoint that `ocdbt` restores."""
+def save_ocdbt(source: Path, target: Path, split_name: str) -> None:
+    """Writes the Orbax checkpoint that `ocdbt` restores, in the pieces that it will ask for."""
+    stored = stored_tensors(source)
+    abstract = abstract_tree(stored, split_name)
+    if split_name == "replicated":  # one copy of eight is written; so only one is made
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = {name: leaf.update(sharding=one) for name, leaf in abstract.items()}
     ocp.save(target, load_file(source, abstract))

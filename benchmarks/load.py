@@ -31,8 +31,8 @@ import machine
 import pages
 from cases import CASES, WARMUP, data_files, folder_name, make
 from child import Job
-from markdown import render
 from results import Cell, Report, Row
+from tables import render
 
 BENCHMARKS = Path(__file__).resolve().parent
 CONTENDERS = ("ours", "ours-mmap", "builtin", "load_file", "ocdbt", "odirect")
@@ -118,7 +118,9 @@ class Bench:
         cells = {who: Cell() for who in whos}
         tensor_bytes = sum(tensor.nbytes for tensor in CASES[row.case].tensors(self.scale))
         needs = {who: first_guess_bytes(who, row, tensor_bytes) for who in whos}
-        if "ocdbt" in cells:
+        for who, cell in cells.items():
+            cell.problem = _too_large(needs[who], source)
+        if "ocdbt" in cells and not cells["ocdbt"].problem:
             _, cells["ocdbt"].problem = self._child(dataclasses.replace(job, task="save-ocdbt"))
         for turn in range(self.repeat):
             # Each turn begins with another contender, so that none always follows the same one.
@@ -138,20 +140,13 @@ class Bench:
 
     def _one(self, row: Row, who: str, job: Job, cell: Cell, needs: dict[str, int]) -> None:
         """One run of one contender; `needs` learns how much memory it took."""
-        files = data_files(Path(job.folder))
-        file_bytes = sum(path.stat().st_size for path in files)
-        available = pages.available_bytes()
-        if needs[who] + file_bytes > 0.92 * available:
-            cell.problem = f"left out: needs {needs[who] / 1e9:.1f} GB of memory"
-            return
-        job = dataclasses.replace(
-            job, contender=who, touch_bytes=min(needs[who], int(0.8 * available))
-        )
+        most = int(0.8 * pages.available_bytes())
+        job = dataclasses.replace(job, contender=who, touch_bytes=min(needs[who], most))
         result, cell.problem = self._child(job)
         if result is None:
             print(f"{row} {who}: {cell.problem}", file=sys.stderr)
             return
-        result["files"] = len(files)
+        result["files"] = len(data_files(Path(job.folder)))
         cell.runs.append(result)
         grown = result["peak_bytes"] - result["baseline_bytes"]
         needs[who] = max(64 << 20, int(1.05 * grown))
@@ -186,6 +181,14 @@ class Bench:
             lines = done.stderr.strip().splitlines() or ["failed without a word"]
             return None, lines[-1][:160].replace("|", "/")
         return json.loads(done.stdout.splitlines()[-1]), ""
+
+
+def _too_large(need: int, folder: Path) -> str:
+    """Why a contender has to stay out: the files must stay in the page cache beside it."""
+    files = sum(path.stat().st_size for path in data_files(folder))
+    if need + files <= 0.92 * pages.available_bytes():
+        return ""
+    return f"left out: needs {need / 1e9:.1f} GB of memory"
 
 
 def selected(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:

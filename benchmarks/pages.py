@@ -82,6 +82,7 @@ def touch_and_free(nbytes: int) -> None:
     held = []
     for start in range(0, nbytes, _SLICE_BYTES):
         memory = mmap.mmap(-1, min(_SLICE_BYTES, nbytes - start))
+        memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(memory, np.uint8)[::PAGE] = 1
         held.append(memory)
     for memory in held:

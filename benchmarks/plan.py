@@ -43,8 +43,7 @@ def abstract_tree(tensors: Iterable[Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
     from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
     dtypes = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
-    names, sizes = zip(*MESH, strict=True)
-    mesh = AbstractMesh(sizes, names)
+    mesh = AbstractMesh(tuple(size for _, size in MESH), tuple(name for name, _ in MESH))
     by_shape: dict[tuple[int, ...], NamedSharding] = {}
 
     def sharding(shape: tuple[int, ...]) -> NamedSharding:

@@ -96,18 +96,31 @@ class MismatchError(SafetensorsLayoutError, ValueError):
     """The checkpoint and the requested tree disagree."""
 
     @classmethod
-    def collect(cls, problems: Sequence[Self]) -> Self:
-        """One error for many problems of this kind: the only one itself, else a numbered report."""
-        if len(problems) == 1:
-            return problems[0]
+    def collect(cls, problems: Sequence[Self], *, hint: str | None = None) -> Self:
+        """One error for many problems of this kind.
+
+        Args:
+            problems: At least one. The result has the first one's fields.
+            hint: What the user can do about all of them.
+        """
         first = problems[0]
+        if len(problems) == 1:
+            first.hint = hint or first.hint
+            return first
         lines = "\n".join(f"  {problem}" for problem in problems)
-        merged = cls(f"{len(problems)} problems:\n{lines}", file=first.file, tensor=first.tensor)
-        merged.expected, merged.found = first.expected, first.found
-        return merged
+        return cls(
+            f"{len(problems)} problems:\n{lines}",
+            file=first.file,
+            tensor=first.tensor,
+            expected=first.expected,
+            found=first.found,
+            hint=hint,
+        )
 
     def _render(self) -> str:
-        return self.message if "\n" in self.message else super()._render()
+        if "\n" not in self.message:
+            return super()._render()
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
 class ShapeMismatchError(MismatchError):

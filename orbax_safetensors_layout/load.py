@@ -249,9 +249,9 @@ def _leaf_reads(
     """The reads of a wanted tree, and for each whether its cast must keep every value."""
     wants = [want for want in tree.wants if want is not None]
     names = [_tensor_name(catalog, want) for want in wants]
+    entries = catalog.entries(names)
     if strict:
         _refuse_unexpected(catalog, names, tree)
-    entries = catalog.entries(names)
     problems: list[MismatchError] = []
     leaves: list[LeafRead] = []
     exact: list[bool] = []
@@ -298,17 +298,17 @@ def _shape_mismatch(want: Want, entry: TensorEntry) -> ShapeMismatchError:
 
 
 def _refuse_unexpected(catalog: Catalog, names: list[str], tree: WantedTree) -> None:
-    unexpected = sorted(set(catalog.names) - set(names))
+    covered = tuple(f"{name}." for name in tree.skipped)
+    unexpected = [
+        name
+        for name in sorted(set(catalog.names) - set(names) - tree.skipped)
+        if not name.startswith(covered)
+    ]
     if unexpected:
+        message = "the checkpoint has a tensor that the abstract tree does not name"
         raise UnexpectedTensorError.collect(
-            [
-                UnexpectedTensorError(
-                    "the checkpoint has a tensor that the abstract tree does not name",
-                    file=catalog.path,
-                    tensor=name,
-                )
-                for name in unexpected
-            ]
+            [UnexpectedTensorError(message, file=catalog.path, tensor=name) for name in unexpected],
+            hint="Put `...` where a tensor is not wanted, or load with ReadOptions(strict=False).",
         )
 
 

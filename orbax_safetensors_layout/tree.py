@@ -46,11 +46,14 @@ class WantedTree(NamedTuple):
     Attributes:
         leaves: All leaves of the tree, placeholders among them.
         wants: What is wanted of each leaf; None for a placeholder.
+        skipped: Names of the placeholders, with and without a flax box. One stands for all
+            tensors below it.
         treedef: Puts values back into the tree.
     """
 
     leaves: list[Any]
     wants: list[Want | None]
+    skipped: set[str]
     treedef: Any
 
     @classmethod
@@ -64,8 +67,15 @@ class WantedTree(NamedTuple):
                 `orbax.checkpoint` restore arguments, and `...`.
         """
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        leaves = [leaf for _, leaf in paths]
-        return cls(leaves, [_parse_leaf(path, leaf) for path, leaf in paths], treedef)
+        wants = [None if leaf is PLACEHOLDER else _parse_leaf(path, leaf) for path, leaf in paths]
+        skipped = {
+            name
+            for path, leaf in paths
+            if leaf is PLACEHOLDER
+            for name in (dotted_name(path), unboxed_name(path))
+            if name is not None
+        }
+        return cls([leaf for _, leaf in paths], wants, skipped, treedef)
 
     def fill(self, values: Sequence[Any]) -> Any:
         """The tree with `values` in place of the leaves."""
@@ -78,9 +88,7 @@ def replicated_everywhere() -> NamedSharding:
     return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), spec)
 
 
-def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want | None:
-    if leaf is PLACEHOLDER:
-        return None
+def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
     name, unboxed = dotted_name(path), unboxed_name(path)
     if isinstance(leaf, type) and issubclass(leaf, _SCALARS) and not issubclass(leaf, np.generic):
         return Want(name, unboxed, (), None, None, leaf)
@@ -103,16 +111,16 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want | None:
 def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
     """Orbax's `RestoreArgs` and `ArrayRestoreArgs`, read by attribute."""
     dtype = _dtype(name, args.dtype)
-    wants_array = hasattr(args, "sharding") and args.restore_type in (None, jax.Array)
-    if not wants_array:
+    default = jax.Array if hasattr(args, "sharding") else None
+    if (args.restore_type or default) is not jax.Array:
         scalar = args.restore_type if args.restore_type in _SCALARS else None
         return Want(name, unboxed, () if scalar else None, dtype, None, scalar)
-    placement = args.sharding
+    placement = getattr(args, "sharding", None)
     if placement is not None and not isinstance(placement, Sharding | Format):
         placement = placement.to_jax_sharding()  # orbax's ShardingMetadata
-    if placement is None and args.mesh is not None and args.mesh_axes is not None:
+    if placement is None and getattr(args, "mesh", None) and args.mesh_axes is not None:
         placement = NamedSharding(args.mesh, args.mesh_axes)
-    shape = args.global_shape if args.global_shape is not None else args.shape
+    shape = getattr(args, "global_shape", None) or getattr(args, "shape", None)
     shape = None if shape is None else tuple(shape)
     return Want(name, unboxed, shape, dtype, placement or replicated_everywhere(), None)
 

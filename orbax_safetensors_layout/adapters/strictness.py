@@ -29,9 +29,5 @@ def load_item(
     try:
         return load(path, abstract, options=dataclasses.replace(options, strict=not partial))
     except UnexpectedTensorError as error:
-        hint = f"Pass {switch} to leave them out, or put `...` where a tensor is not wanted."
-        if "\n" in error.message:
-            error.message += f"\n{hint}"
-        else:
-            error.hint = hint
+        error.hint = f"Pass {switch} to leave them out, or put `...` where a tensor is not wanted."
         raise

@@ -52,6 +52,7 @@ def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, leaf: LeafRead) -> 
         if exact or dtype.kind in "biu" or dtype.name in _NARROW_INTEGERS:
             back = result.astype(value.dtype)
             kept = (back == value) | ((back != back) & (value != value))
+            kept &= (result < 0) == (value < 0)  # wrapping around comes back equal
             if not kept.all():
                 _refuse(value[~kept], dtype, exact, leaf)
     return result

@@ -1,0 +1,89 @@
+"""Dtype casts: asked for, imposed by JAX, and refused."""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same_bits, save
+
+import orbax_safetensors_layout as osl
+
+
+def load_as(tmp_path, value, dtype):
+    path = save(tmp_path, {"t": value})
+    return osl.load(path, {"t": jax.ShapeDtypeStruct(value.shape, dtype)})["t"]
+
+
+@pytest.mark.parametrize("target", [np.float32, np.float16, ml_dtypes.float8_e4m3fn])
+def test_floats_round_as_numpy_does(tmp_path, target):
+    value = np.array([[1.1, -2.7, 1e30, np.nan]], ml_dtypes.bfloat16)
+    with np.errstate(over="ignore"):
+        expected = value.astype(target)
+    assert_same_bits(load_as(tmp_path, value, target), expected)
+
+
+def test_integers_widen_and_become_floats(tmp_path):
+    value = np.array([1, 200], np.uint8)
+    assert_same_bits(load_as(tmp_path, value, np.int32), value.astype(np.int32))
+    assert_same_bits(load_as(tmp_path, value, np.float32), value.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("value", "target"),
+    [
+        (np.array([1, 300], np.int32), np.int8),
+        (np.array([-1], np.int32), np.uint32),
+        (np.array([9], np.int8), ml_dtypes.int4),
+        (np.array([1.5], np.float32), np.int32),
+        (np.array([np.nan], np.float32), np.int32),
+        (np.array([2], np.int32), np.bool_),
+    ],
+)
+def test_integer_targets_must_hold_every_value(tmp_path, value, target):
+    with pytest.raises(osl.DtypeMismatchError, match="do not fit") as caught:
+        load_as(tmp_path, value, target)
+    assert caught.value.tensor == "t"
+    assert caught.value.file.endswith("model.safetensors")
+
+
+def test_complex_to_real_is_refused_before_reading(tmp_path):
+    with pytest.raises(osl.DtypeMismatchError, match="imaginary"):
+        load_as(tmp_path, np.array([1 + 2j], np.complex64), np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float64])
+def test_64_bit_values_that_survive_are_loaded(tmp_path, dtype):
+    array = load_as(tmp_path, np.array([0, 1, 77], dtype), dtype)
+    assert array.dtype == jax.dtypes.canonicalize_dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(array), [0, 1, 77])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array([2**40], np.int64), np.array([2**32], np.uint64), np.array([0.1], np.float64)],
+    ids=str,
+)
+def test_64_bit_values_that_would_be_damaged_are_refused(tmp_path, value):
+    with pytest.raises(osl.DtypeMismatchError, match="jax_enable_x64"):
+        load_as(tmp_path, value, value.dtype)
+
+
+def test_rounding_a_double_on_request_is_no_damage(tmp_path):
+    value = np.array([0.1], np.float64)
+    assert_same_bits(load_as(tmp_path, value, np.float32), value.astype(np.float32))
+
+
+def test_64_bit_host_arrays_are_untouched(tmp_path):
+    value = np.array([2**40, -1], np.int64)
+    assert_same_bits(osl.load(save(tmp_path, {"t": value}))["t"], value)
+
+
+def test_64_bit_arrays_with_x64(tmp_path):
+    value = np.array([0.1, np.nan], np.float64)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert_same_bits(load_as(tmp_path, value, np.float64), value)
+    finally:
+        jax.config.update("jax_enable_x64", False)

@@ -1,0 +1,299 @@
+"""Loading into every kind of tree and leaf, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from checkpoints import assert_same_bits, random_tensor, save
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.experimental.layout import Format, Layout
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+
+import orbax_safetensors_layout as osl
+
+F32 = np.dtype(np.float32)
+
+
+@pytest.fixture
+def tensors():
+    return {
+        "layers.0.kernel": random_tensor((8, 4), F32, 1),
+        "layers.0.bias": random_tensor((4,), F32, 2),
+        "layers.1.kernel": random_tensor((4, 16), F32, 3),
+        "layers.1.bias": random_tensor((16,), F32, 4),
+        "step": np.array(7, np.int32),
+    }
+
+
+@pytest.fixture
+def path(tmp_path, tensors):
+    return save(tmp_path / "ckpt", tensors, files=2)
+
+
+def sds(shape, dtype=F32, **kwargs):
+    return jax.ShapeDtypeStruct(shape, dtype, **kwargs)
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Dense:
+    kernel: object
+    bias: object = None
+
+
+def test_containers_come_back_as_they_were(path, tensors):
+    tree = {
+        "layers": [
+            Dense(kernel=sds((8, 4)), bias=sds((4,))),
+            Dense(kernel=sds((4, 16)), bias=...),
+        ],
+        "step": int,
+    }
+    loaded = osl.load(path, tree)
+    assert isinstance(loaded["layers"], list)
+    assert isinstance(loaded["layers"][0], Dense)
+    assert_same_bits(loaded["layers"][0].kernel, tensors["layers.0.kernel"])
+    assert loaded["layers"][1].bias is ...
+    assert loaded["step"] == 7
+    assert type(loaded["step"]) is int
+
+
+def test_optional_leaves_stay_none(path, tensors):
+    loaded = osl.load(path, {"layers": [Dense(kernel=sds((8, 4)), bias=None)]})
+    assert loaded["layers"][0].bias is None
+
+
+def test_placeholders_read_nothing(path):
+    placeholder = {"layers.0.kernel": ..., "layers.0.bias": sds((4,))}
+    assert osl.plan_load(path, placeholder).cost().needed_bytes == 16
+
+
+def test_frozen_dict_and_train_state(path, tensors):
+    params = flax.core.freeze({"layers": {"0": {"kernel": sds((8, 4)), "bias": sds((4,))}}})
+    loaded = osl.load(path, params)
+    assert isinstance(loaded, flax.core.FrozenDict)
+    assert_same_bits(loaded["layers"]["0"]["kernel"], tensors["layers.0.kernel"])
+
+    state = TrainState(
+        step=..., apply_fn=None, params={"w": sds((2,))}, tx=optax.sgd(1.0), opt_state=(...,)
+    )
+    weights = {"params.w": np.array([1, 2], F32)}
+    loaded = osl.load(save(path.parent / "state", weights), state)
+    assert isinstance(loaded, TrainState)
+    assert_same_bits(loaded.params["w"], weights["params.w"])
+
+
+def test_nnx_state_names_have_no_box(path, tensors):
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            layers = [nnx.Linear(8, 4, rngs=rngs), nnx.Linear(4, 16, rngs=rngs)]
+            self.layers = nnx.List(layers) if hasattr(nnx, "List") else layers
+
+    model = Model(nnx.Rngs(0))
+    state = nnx.state(model)
+    loaded = osl.load(path, jax.eval_shape(lambda: state))
+    assert isinstance(loaded, nnx.State)
+    nnx.update(model, loaded)
+    assert_same_bits(model.layers[1].kernel[...], tensors["layers.1.kernel"])
+
+
+def test_a_box_name_in_the_file_wins(tmp_path):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Box:
+        value: object
+
+    both = {"a.value": np.ones(2, F32), "a": np.zeros(2, F32)}
+    loaded = osl.load(save(tmp_path, both), {"a": Box(sds((2,)))})
+    assert_same_bits(loaded["a"].value, both["a.value"])
+
+
+def test_concrete_arrays_are_templates(path, tensors):
+    sharding = NamedSharding(mesh(), PartitionSpec("a", "b"))
+    template = jax.device_put(jnp.zeros((8, 4)), sharding)
+    host = np.zeros((4, 16), F32)
+    tree = {"layers.0.kernel": template, "layers.1.kernel": host}
+    loaded = osl.load(path, tree)
+    assert loaded["layers.0.kernel"].sharding == sharding
+    assert_same_bits(loaded["layers.0.kernel"], tensors["layers.0.kernel"])
+    assert isinstance(loaded["layers.1.kernel"], np.ndarray)
+    assert_same_bits(loaded["layers.1.kernel"], tensors["layers.1.kernel"])
+    assert not host.any()
+
+
+def test_orbax_restore_args(path, tensors):
+    axes = PartitionSpec(None, "b")
+    tree = {
+        "layers.0.kernel": ocp.ArrayRestoreArgs(
+            mesh=mesh(), mesh_axes=axes, dtype=jnp.bfloat16, global_shape=(8, 4)
+        ),
+        "layers.0.bias": ocp.ArrayRestoreArgs(sharding=SingleDeviceSharding(jax.devices()[2])),
+        "layers.1.bias": ocp.RestoreArgs(restore_type=np.ndarray),
+        "step": ocp.RestoreArgs(restore_type=int),
+        "layers.1.kernel": ocp.RestoreArgs(restore_type=jax.Array),
+    }
+    loaded = osl.load(path, tree)
+    kernel = loaded["layers.0.kernel"]
+    assert kernel.sharding == NamedSharding(mesh(), axes)
+    assert_same_bits(kernel, tensors["layers.0.kernel"].astype(ml_dtypes.bfloat16))
+    assert loaded["layers.1.kernel"].is_fully_replicated
+    assert loaded["layers.0.bias"].devices() == {jax.devices()[2]}
+    assert isinstance(loaded["layers.1.bias"], np.ndarray)
+    assert loaded["step"] == 7
+
+
+def test_a_subset_of_the_devices(path, tensors):
+    few = Mesh(np.array(jax.devices()[2:4]), ("x",))
+    sharding = NamedSharding(few, PartitionSpec("x"))
+    array = osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=sharding)})["layers.0.kernel"]
+    assert array.devices() == set(jax.devices()[2:4])
+    assert_same_bits(array, tensors["layers.0.kernel"])
+
+
+def test_memory_kind(path, tensors):
+    sharding = NamedSharding(mesh(), PartitionSpec("a"), memory_kind="pinned_host")
+    array = osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=sharding)})["layers.0.kernel"]
+    assert array.sharding.memory_kind == "pinned_host"
+    assert_same_bits(array, tensors["layers.0.kernel"])
+
+
+def test_format(path, tensors):
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    wanted = Format(Layout(major_to_minor=(1, 0)), sharding)
+    array = osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=wanted)})["layers.0.kernel"]
+    assert array.format.layout.major_to_minor == (1, 0)
+    assert_same_bits(array, tensors["layers.0.kernel"])
+
+
+def test_only_reads_what_the_patterns_name(path, tensors):
+    loaded = osl.load(path, only="layers.{0..0}.*")
+    assert sorted(loaded) == ["layers.0.bias", "layers.0.kernel"]
+    plan = osl.plan_load(path, only=["step", "layers.1.bias"])
+    assert plan.cost().read_bytes == 4 + 64
+    with pytest.raises(osl.MissingTensorError, match="matches no tensor"):
+        osl.load(path, only="nothing.*")
+    with pytest.raises(ValueError, match="no abstract tree"):
+        osl.load(path, {"step": int}, only="step")
+
+
+def test_all_missing_names_are_reported_together(path):
+    tree = {"layers.0.kernels": sds((8, 4)), "layers.0.bias": sds((4,)), "gone": sds(())}
+    with pytest.raises(osl.MissingTensorError) as caught:
+        osl.load(path, tree)
+    text = str(caught.value)
+    assert "Tensor 'layers.0.kernels' not found" in text
+    assert "'layers.0.kernel'" in text
+    assert "Tensor 'gone' not found" in text
+    assert isinstance(caught.value, KeyError)
+
+
+def test_all_shape_mismatches_are_reported_together(path):
+    tree = {"layers.0.kernel": sds((4, 8)), "layers.0.bias": sds((5,)), "step": sds((), np.int32)}
+    with pytest.raises(osl.ShapeMismatchError) as caught:
+        osl.load(path, tree)
+    text = str(caught.value)
+    assert "Shape mismatch" in text
+    assert "'layers.0.kernel', expected: (4, 8) (the abstract tree), found: (8, 4)" in text
+    assert "'layers.0.bias'" in text
+    assert ".safetensors" in text
+
+
+def test_indivisible_sharding_is_named(path):
+    sharding = NamedSharding(mesh(), PartitionSpec(None, ("a", "b")))
+    with pytest.raises(osl.MismatchError) as caught:
+        osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=sharding)})
+    assert "'layers.0.kernel'" in str(caught.value)
+    assert "divide" in str(caught.value)
+
+
+def test_strict_refuses_what_the_tree_does_not_name(path):
+    options = osl.ReadOptions(strict=True)
+    with pytest.raises(osl.UnexpectedTensorError) as caught:
+        osl.load(path, {"step": int}, options=options)
+    for name in ("layers.0.bias", "layers.1.kernel"):
+        assert repr(name) in str(caught.value)
+    assert "Put `...` where" in str(caught.value)
+    for rest in ({"layers": ...}, {"layers": [..., {"kernel": ..., "bias": ...}]}):
+        assert osl.load(path, {**rest, "step": int}, options=options)["step"] == 7
+    with pytest.raises(osl.MissingTensorError, match="'stop' not found"):
+        osl.load(path, {"stop": int}, options=options)
+
+
+def test_a_leaf_that_says_nothing_is_refused(path):
+    with pytest.raises(TypeError, match=r"'layers\.0\.bias'.*str"):
+        osl.load(path, {"layers.0.bias": "a string"})
+
+
+def test_typed_keys_are_refused(path):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with pytest.raises(osl.DtypeMismatchError, match="wrap_key_data"):
+        osl.load(path, {"step": key})
+
+
+def test_an_abstract_mesh_can_be_planned_but_not_loaded(path):
+    abstract = AbstractMesh((4,), ("x",))
+    leaf = sds((8, 4), sharding=NamedSharding(abstract, PartitionSpec("x")))
+    assert osl.plan_load(path, {"layers.0.kernel": leaf}).cost().needed_bytes == 128
+    with pytest.raises(ValueError, match="AbstractMesh"):
+        osl.load(path, {"layers.0.kernel": leaf})
+
+
+def test_progress_reports_every_byte(path, tensors):
+    seen: list[osl.Progress] = []
+    osl.load(path, options=osl.ReadOptions(progress=seen.append))
+    assert {p.tensor for p in seen} == set(tensors)
+    assert seen[-1].done_bytes == seen[-1].total_bytes
+    assert [p.done_bytes for p in seen] == sorted(p.done_bytes for p in seen)
+
+
+def test_progress_bar(path, capfd):
+    osl.load(path, options=osl.ReadOptions(progress=True))
+    assert "100%" in capfd.readouterr().err
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="memory_budget_bytes must be positive"):
+        osl.ReadOptions(memory_budget_bytes=0)
+    with pytest.raises(ValueError, match="unknown storage classes"):
+        osl.ReadOptions(latency_seconds={"floppy": 1.0})
+
+
+def test_a_file_can_be_loaded_alone(path):
+    first = sorted(path.glob("*.safetensors"))[0]
+    assert set(osl.load(first)) < set(osl.metadata(path))
+    assert osl.is_safetensors_checkpoint(first)
+    assert osl.is_safetensors_checkpoint(path)
+    assert not osl.is_safetensors_checkpoint(path / "nowhere")
+
+
+def test_metadata(path, tensors):
+    found = osl.metadata(path)
+    assert {k: (v.shape, v.dtype, v.nbytes) for k, v in found.items()} == {
+        k: (v.shape, v.dtype, v.nbytes) for k, v in tensors.items()
+    }
+    assert found["step"].file.startswith(str(path))
+
+
+def test_metadata_is_an_abstract_tree_of_host_arrays(path, tensors):
+    for name, value in osl.load(path, osl.metadata(path)).items():
+        assert isinstance(value, np.ndarray)
+        assert_same_bits(value, tensors[name])

@@ -1,0 +1,192 @@
+"""Local storage: exact ranges, files that change, and clear errors."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.resolve import open_storage
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def big_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("storage") / "data"
+    path.write_bytes(np.random.default_rng(0).bytes(13 * MIB + 5))
+    return path
+
+
+def read(storage, path, offset, sizes, **kwargs):
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    storage.read_into(str(path), offset, buffers, **kwargs)
+    return b"".join(buffers)
+
+
+def drop_from_cache(path):
+    """Evicts a file's pages, so that the next read is a cold one."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@given(
+    offset=st.integers(0, 9 * MIB),
+    sizes=st.lists(st.integers(0, 300_000), min_size=1, max_size=5),
+)
+def test_ranges_are_exact(big_file, offset, sizes):
+    with LocalStorage() as storage:
+        expected = big_file.read_bytes()[offset : offset + sum(sizes)]
+        assert read(storage, big_file, offset, sizes) == expected
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 3 * MIB + 17])
+@pytest.mark.parametrize("size", [MIB, 9 * MIB, 10 * MIB - 12])
+def test_cold_ranges_are_exact(big_file, offset, size, shared):
+    drop_from_cache(big_file)
+    with LocalStorage() as storage:
+        sizes = [size // 3, 1, size - size // 3 - 1]
+        expected = big_file.read_bytes()[offset : offset + size]
+        assert read(storage, big_file, offset, sizes, shared=shared) == expected
+        drop_from_cache(big_file)
+        assert read(storage, big_file, offset, [size], shared=shared) == expected
+
+
+def test_the_last_bytes_of_a_cold_file(big_file):
+    size = big_file.stat().st_size
+    drop_from_cache(big_file)
+    with LocalStorage() as storage:
+        assert (
+            read(storage, big_file, size - 2 * MIB, [2 * MIB]) == big_file.read_bytes()[-2 * MIB :]
+        )
+
+
+def test_more_buffers_than_one_system_call_takes(big_file):
+    with LocalStorage() as storage:
+        assert read(storage, big_file, 3, [7] * 5000) == big_file.read_bytes()[3:35003]
+
+
+def test_reading_past_the_end_names_range_and_end(tmp_path):
+    (tmp_path / "f").write_bytes(b"12345")
+    with LocalStorage() as storage, pytest.raises(osl.TruncatedFileError) as caught:
+        read(storage, tmp_path / "f", 3, [4])
+    assert "bytes [3, 7)" in str(caught.value)
+    assert "end of file at 5" in str(caught.value)
+    assert caught.value.file == str(tmp_path / "f")
+
+
+@pytest.mark.parametrize("size", [100, 3 * MIB])
+def test_a_file_that_shrinks_is_truncated(tmp_path, size):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(size))
+    with LocalStorage() as storage:
+        assert storage.size(str(path)) == size
+        os.truncate(path, size // 2)
+        drop_from_cache(path)
+        with pytest.raises(osl.TruncatedFileError, match="truncated"):
+            read(storage, path, 0, [size])
+
+
+def test_a_file_that_is_written_to_is_refused(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(100))
+    with LocalStorage() as storage:
+        storage.size(str(path))
+        with open(path, "ab") as file:
+            file.write(b"more")
+        with pytest.raises(osl.StorageError, match="changed while bytes"):
+            read(storage, path, 0, [100])
+
+
+def test_a_file_that_is_replaced_is_read_as_it_was_opened(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with LocalStorage() as storage:
+        storage.size(str(path))
+        (tmp_path / "g").write_bytes(b"new")
+        os.replace(tmp_path / "g", path)
+        assert read(storage, path, 0, [3]) == b"old"
+
+
+def test_a_replaced_file_is_refused_once_its_descriptor_was_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("orbax_safetensors_layout.storage.local._MAX_OPEN_FILES", 1)
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    (tmp_path / "other").write_bytes(b"")
+    with LocalStorage() as storage:
+        storage.size(str(path))
+        storage.size(str(tmp_path / "other"))
+        (tmp_path / "g").write_bytes(b"new")
+        os.replace(tmp_path / "g", path)
+        with pytest.raises(osl.StorageError, match="replaced while it was read"):
+            read(storage, path, 0, [3])
+
+
+def test_descriptors_are_bounded_and_released(tmp_path, monkeypatch):
+    monkeypatch.setattr("orbax_safetensors_layout.storage.local._MAX_OPEN_FILES", 3)
+    before = len(os.listdir("/proc/self/fd"))
+    with LocalStorage() as storage:
+        for number in range(20):
+            (tmp_path / str(number)).write_bytes(b"x")
+            assert read(storage, tmp_path / str(number), 0, [1]) == b"x"
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_missing_file(tmp_path):
+    with LocalStorage() as storage, pytest.raises(osl.CheckpointNotFoundError, match="no such"):
+        storage.size(str(tmp_path / "gone"))
+
+
+def test_a_folder_in_place_of_a_file(tmp_path):
+    """A folder has a size, so the failure comes from the read itself."""
+    with (
+        LocalStorage() as storage,
+        pytest.raises(osl.StorageError, match=r"bytes \[0, 1\)") as caught,
+    ):
+        read(storage, tmp_path, 0, [1])
+    assert isinstance(caught.value.__cause__, IsADirectoryError)
+
+
+def test_a_closed_storage_refuses(big_file):
+    storage = LocalStorage()
+    storage.close()
+    with pytest.raises(osl.StorageError, match="closed"):
+        storage.size(str(big_file))
+
+
+def test_listing(tmp_path):
+    (tmp_path / "b").write_bytes(b"")
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    with LocalStorage() as storage:
+        assert storage.list(str(tmp_path)) == ["a", "b"]
+        assert storage.list(str(tmp_path / "gone")) == []
+        assert storage.is_file(str(tmp_path / "a"))
+        assert not storage.is_file(str(tmp_path))
+
+
+def test_paths(tmp_path):
+    for text in (str(tmp_path), f"file://{tmp_path}"):
+        storage, path = open_storage(text)
+        assert path == str(tmp_path)
+        storage.close()
+    with pytest.raises(osl.StorageError, match="can not open a gs:// path"):
+        open_storage("gs://bucket/model")
+
+
+def test_mapped_pages_outlive_the_storage(big_file):
+    with LocalStorage() as storage:
+        view = storage.map(str(big_file))
+    assert bytes(view[:5]) == big_file.read_bytes()[:5]
+    with LocalStorage() as storage:
+        (big_file.parent / "empty").write_bytes(b"")
+        with pytest.raises(osl.StorageError, match="can not map"):
+            storage.map(str(big_file.parent / "empty"))
