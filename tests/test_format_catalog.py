@@ -65,8 +65,6 @@ def test_index_is_the_authority() -> None:
     assert catalog.names == ("d", "a", "b", "c")
     assert catalog.files == ("/m/1.safetensors", "/m/2.safetensors", "/m/3.safetensors")
     assert (catalog.path, catalog.storage) == ("/m", storage)
-    assert catalog.index is not None
-    assert catalog.index.metadata == {"total_size": 1}
     assert "a" in catalog
     assert "unlisted" not in catalog
     assert len(catalog) == 4
@@ -98,7 +96,6 @@ def test_only_the_needed_headers_are_fetched_once() -> None:
 def test_folder_without_an_index() -> None:
     catalog = Catalog.open("/m/", storage=plain_folder())
     assert catalog.names == ("a", "c", "unlisted", "b", "d")
-    assert catalog.index is None
     assert catalog.entries(["b"])["b"].file == "/m/2.safetensors"
 
 

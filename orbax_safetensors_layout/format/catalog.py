@@ -52,7 +52,6 @@ class Catalog:
     Attributes:
         path: The file or folder that was opened, in the storage's own terms.
         storage: Where its files are read from.
-        index: The folder's index, or None for a single file or a folder without one.
         files: Paths of the `.safetensors` files that count, sorted.
         names: Names of all tensors: in the order of the index if there is one, else file by file in
             the order of their bytes.
@@ -70,7 +69,6 @@ class Catalog:
     ) -> None:
         self.path = path
         self.storage = storage
-        self.index = index
         self.files = tuple(sorted(files))
         self._owns_storage = owns_storage
         self._concurrency = concurrency

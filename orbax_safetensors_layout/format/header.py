@@ -156,6 +156,7 @@ def _parse(header_bytes: bytes, file: str, file_size: int) -> Header:
     data_start = PREFIX_BYTES + len(header_bytes)
     metadata: dict[str, str] | None = None
     tensors: list[TensorEntry] = []
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for equal shapes
     look_closely = strict_json.has_surrogate_escape(text)
     name: str | None = None
     try:
@@ -163,7 +164,7 @@ def _parse(header_bytes: bytes, file: str, file_size: int) -> Header:
             if look_closely:
                 strict_json.refuse_lone_surrogate(name)
             if name != _METADATA_KEY:
-                tensors.append(_entry(name, value, file, data_start, look_closely))
+                tensors.append(_entry(name, value, file, data_start, look_closely, shapes))
             elif metadata is None:
                 metadata = _metadata(value, file)
             else:
@@ -183,7 +184,14 @@ def _parse(header_bytes: bytes, file: str, file_size: int) -> Header:
     return Header(file, by_name, metadata or {}, data_start, file_size)
 
 
-def _entry(name: str, value: object, file: str, data_start: int, look_closely: bool) -> TensorEntry:
+def _entry(
+    name: str,
+    value: object,
+    file: str,
+    data_start: int,
+    look_closely: bool,
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+) -> TensorEntry:
     code, raw_shape, raw_offsets = _fields(name, value, file, look_closely)
     dtype = dtype_from_code(code, file=file, tensor=name)
     shape = _sizes(name, "shape", raw_shape, file)
@@ -206,7 +214,9 @@ def _entry(name: str, value: object, file: str, data_start: int, look_closely: b
             expected=f"{needed} bytes for {dtype.code}{_brief(shape)}",
             found=f"{end - begin} bytes, data_offsets {offsets}",
         )
-    return TensorEntry(name, dtype, tuple(shape), file, data_start + begin, data_start + end)
+    key = tuple(shape)
+    shared = shapes.setdefault(key, key)
+    return TensorEntry(name, dtype, shared, file, data_start + begin, data_start + end)
 
 
 def _fields(name: str, value: object, file: str, look_closely: bool) -> tuple[str, object, object]:

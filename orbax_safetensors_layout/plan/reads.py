@@ -213,22 +213,27 @@ class ReadPlan:
 
     Attributes:
         leaves: The leaves, in the order of the wanted tree.
-        groups: The requests, by file and offset.
+        regions: For each file that is read, by name, its regions by offset.
         profile: The storage class's cost model that the requests were made with.
         memory_budget_bytes: Bound on staging memory.
     """
 
     leaves: tuple[LeafRead, ...]
-    groups: tuple[Group, ...]
+    regions: tuple[tuple[str, tuple[Region, ...]], ...]
     profile: StorageProfile
     memory_budget_bytes: int
+
+    def groups(self) -> Iterator[Group]:
+        """What is fetched together, by file and offset, lazily."""
+        for file, regions in self.regions:
+            yield from _group(file, regions, self.profile)
 
     def cost(self) -> Cost:
         """What the plan costs this process."""
         needed = read = requests = 0
         largest = 0
         touched: set[int] = set()
-        for group in self.groups:
+        for group in self.groups():
             count, read_bytes = self._requests_of(group)
             requests += count
             read += read_bytes
@@ -241,13 +246,13 @@ class ReadPlan:
             needed_bytes=needed,
             read_bytes=read,
             requests=requests,
-            files=len({group.file for group in self.groups}),
+            files=len(self.regions),
             peak_host_bytes=min(self.memory_budget_bytes, largest * self.profile.concurrency),
         )
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
         """Every byte range that will be read as (file, start, stop), one a request, lazily."""
-        for group in self.groups:
+        for group in self.groups():
             if len(group.regions) > 1:
                 yield group.file, group.regions[0].start, max(r.stop for r in group.regions)
                 continue
@@ -266,8 +271,8 @@ class ReadPlan:
     def by_tensor(self) -> list[tuple[str, int, int]]:
         """(name, bytes needed, bytes read) of each leaf, each as if it were read alone."""
         needed, read = [0] * len(self.leaves), [0] * len(self.leaves)
-        for group in self.groups:
-            for region in group.regions:
+        for _, regions in self.regions:
+            for region in regions:
                 needed[region.leaf] += region.read.runs.total_bytes
                 read[region.leaf] += region.read.requests.total_bytes
         return [(leaf.name, n, r) for leaf, n, r in zip(self.leaves, needed, read, strict=True)]
@@ -307,11 +312,11 @@ def plan_reads(
         regions = by_file.setdefault(leaf.entry.file, [])
         base = leaf.entry.start
         regions.extend(Region(number, read, base) for read in planner.tile_reads(leaf))
-    groups: list[Group] = []
-    for file in sorted(by_file):
-        regions = sorted(by_file[file], key=lambda r: r.base + r.read.requests.base)
-        groups.extend(_group(file, regions, profile))
-    return ReadPlan(tuple(leaves), tuple(groups), profile, memory_budget_bytes)
+    regions = tuple(
+        (file, tuple(sorted(found, key=lambda region: region.start)))
+        for file, found in sorted(by_file.items())
+    )
+    return ReadPlan(tuple(leaves), regions, profile, memory_budget_bytes)
 
 
 class _TilePlanner:
@@ -355,7 +360,7 @@ class _TilePlanner:
             )
 
 
-def _group(file: str, regions: list[Region], profile: StorageProfile) -> Iterator[Group]:
+def _group(file: str, regions: Sequence[Region], profile: StorageProfile) -> Iterator[Group]:
     """Joins neighbouring small regions whose gap is cheaper to read than to skip."""
     pending: list[Region] = []
     first = end = limit = 0

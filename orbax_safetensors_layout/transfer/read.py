@@ -121,11 +121,11 @@ class _Reader:
         ]
         self._leaf_bytes = [0] * len(plan.leaves)
         self._total_bytes = self._done_bytes = 0
-        self._bytes_read = self._storage_reads = self._mapped_bytes = 0
+        self._bytes_read = self._num_reads = self._storage_reads = self._mapped_bytes = 0
 
     def run(self) -> ReadStats:
-        for group in self._plan.groups:
-            for region in group.regions:
+        for _, regions in self._plan.regions:
+            for region in regions:
                 self._waiting[region.leaf] += 1
                 self._leaf_bytes[region.leaf] += region.read.memory_bytes
                 self._total_bytes += region.read.memory_bytes
@@ -133,7 +133,8 @@ class _Reader:
         concurrency = self._plan.profile.concurrency
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="safetensors-read")
         try:
-            for group in self._plan.groups:
+            for group in self._plan.groups():
+                self._num_reads += 1
                 if not self._adopt_mapped(group, pool):
                     self._schedule(group, pool)
             while self._in_flight:
@@ -143,9 +144,7 @@ class _Reader:
             pool.shutdown(wait=True, cancel_futures=True)
         while self._held:
             self._release_oldest()
-        return ReadStats(
-            self._bytes_read, len(self._plan.groups), self._storage_reads, self._mapped_bytes
-        )
+        return ReadStats(self._bytes_read, self._num_reads, self._storage_reads, self._mapped_bytes)
 
     def _deliver_empty(self) -> None:
         """Leaves that need no byte: zero-sized, or none of whose devices are this process's."""
