@@ -12,6 +12,7 @@ import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.errors import (
+    DtypeMismatchError,
     MismatchError,
     ShapeMismatchError,
     UnexpectedTensorError,
@@ -21,13 +22,14 @@ from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.reads import LeafRead, LocalBoxes, ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
-from orbax_safetensors_layout.transfer.assemble import Assembler
+from orbax_safetensors_layout.transfer.assemble import Assembler, jax_holds
 from orbax_safetensors_layout.transfer.casting import cast, check_castable
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
 from orbax_safetensors_layout.tree import Want, WantedTree
 
 PathLike = str | os.PathLike[str]
+_MAX_RANK = 64  # numpy's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ def _read_host(
 
 def _host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[LeafRead]:
     entries = catalog.all_entries() if only is None else catalog.entries(catalog.select(only))
+    for entry in entries.values():
+        _check_rank(entry)
     return [
         LeafRead(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
         for name, entry in entries.items()
@@ -260,8 +264,9 @@ def _leaf_reads(
         try:
             if want.shape is not None and want.shape != entry.shape:
                 raise _shape_mismatch(want, entry)
+            _check_rank(entry)
             wanted = want.dtype or entry.dtype.numpy
-            dtype = wanted if want.placement is None else jax.dtypes.canonicalize_dtype(wanted)
+            dtype = wanted if want.placement is None else _jax_dtype(wanted)
             check_castable(entry, want.name, dtype)
             local = _local_boxes(want, entry, shards)
         except MismatchError as problem:
@@ -273,6 +278,30 @@ def _leaf_reads(
     if problems:
         _raise_all(problems)
     return leaves, exact
+
+
+def _jax_dtype(dtype: np.dtype) -> np.dtype:
+    """What JAX makes of a dtype: the same, or 32 bits of 64 where x64 is off."""
+    canonical: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    if not jax_holds(canonical):
+        raise DtypeMismatchError(
+            f"jax {jax.__version__} has no arrays of this dtype",
+            expected=f"a dtype of jax {jax.__version__}",
+            found=canonical,
+            hint="Ask for another dtype in the abstract tree, or for a numpy array.",
+        )
+    return canonical
+
+
+def _check_rank(entry: TensorEntry) -> None:
+    if len(entry.shape) > _MAX_RANK:
+        raise ShapeMismatchError(
+            "numpy can not hold the tensor",
+            file=entry.file,
+            tensor=entry.name,
+            expected=f"at most {_MAX_RANK} dimensions",
+            found=f"{len(entry.shape)} dimensions",
+        )
 
 
 def _local_boxes(want: Want, entry: TensorEntry, shards: ProcessShards) -> LocalBoxes:

@@ -312,11 +312,11 @@ def plan_reads(
         regions = by_file.setdefault(leaf.entry.file, [])
         base = leaf.entry.start
         regions.extend(Region(number, read, base) for read in planner.tile_reads(leaf))
-    regions = tuple(
+    in_order = tuple(
         (file, tuple(sorted(found, key=lambda region: region.start)))
         for file, found in sorted(by_file.items())
     )
-    return ReadPlan(tuple(leaves), regions, profile, memory_budget_bytes)
+    return ReadPlan(tuple(leaves), in_order, profile, memory_budget_bytes)
 
 
 class _TilePlanner:

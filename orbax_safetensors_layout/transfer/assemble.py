@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +11,17 @@ from jax.sharding import Sharding
 
 from orbax_safetensors_layout.plan.reads import LocalBoxes
 from orbax_safetensors_layout.plan.shards import Index, Placement, box_of, sharding_of
+
+
+@functools.cache
+def jax_holds(dtype: np.dtype) -> bool:
+    """Whether this version of JAX has arrays of a dtype on the host (`float6_*`: since 0.12)."""
+    cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    try:
+        jax.make_array_from_callback((1,), cpu, lambda _: np.zeros(1, dtype), dtype=dtype)
+    except (TypeError, jax.errors.JaxRuntimeError):
+        return False
+    return True
 
 
 class Assembler:

@@ -1,0 +1,125 @@
+"""Every dtype of the format, whole and sharded; tensors that no array can hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import assert_same_bits
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.dtypes import DTYPES
+
+SHAPE = (8, 48)
+
+
+def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> Path:
+    """A file by hand: `safetensors.numpy` does not write all dtypes."""
+    header, data = {}, b""
+    for name, (code, shape, raw) in tensors.items():
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def decode(code: str, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
+    """The oracle: one Python integer for all bits, cut from its low end."""
+    dtype = DTYPES[code]
+    if not dtype.packed:
+        return np.frombuffer(raw, dtype.numpy).reshape(shape)
+    stream = int.from_bytes(raw, "little")
+    count = len(raw) * 8 // dtype.bits
+    mask = (1 << dtype.bits) - 1
+    elements = [(stream >> (dtype.bits * i)) & mask for i in range(count)]
+    return np.array(elements, np.uint8).view(dtype.numpy).reshape(shape)
+
+
+def sample(code: str, shape: tuple[int, ...] = SHAPE) -> bytes:
+    rng = np.random.default_rng(0)
+    if code == "BOOL":
+        return rng.integers(0, 2, shape).astype(np.uint8).tobytes()
+    return rng.bytes(int(np.prod(shape)) * DTYPES[code].bits // 8)
+
+
+@pytest.mark.parametrize("code", sorted(DTYPES))
+def test_host_arrays(tmp_path, code):
+    raw = sample(code)
+    path = write(tmp_path / "t.safetensors", {"t": (code, SHAPE, raw)})
+    assert_same_bits(osl.load(path)["t"], decode(code, SHAPE, raw))
+
+
+@pytest.mark.parametrize("spec", [(), ("a",), (None, "a"), ("a", "b"), (None, ("a", "b"))], ids=str)
+@pytest.mark.parametrize("code", sorted(DTYPES))
+def test_sharded_arrays(tmp_path, code, spec):
+    raw = sample(code)
+    path = write(tmp_path / "t.safetensors", {"t": (code, SHAPE, raw)})
+    expected = decode(code, SHAPE, raw)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    tree = {"t": jax.ShapeDtypeStruct(SHAPE, expected.dtype, sharding=sharding)}
+    wide = expected.dtype.itemsize == 8 and code != "C64"
+    if wide:
+        jax.config.update("jax_enable_x64", True)
+    try:
+        if code.startswith("F6_") and jax.__version_info__ < (0, 12):
+            with pytest.raises(osl.DtypeMismatchError, match="has no arrays of this dtype"):
+                osl.load(path, tree)
+            tree["t"] = jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharding)
+            expected = expected.astype(np.float32)
+        array = osl.load(path, tree)["t"]
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    for shard in array.addressable_shards:
+        assert_same_bits(shard.data, expected[shard.index])
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (4, 5), (8, 1), (16,), (2, 2, 2, 7)])
+@pytest.mark.parametrize("code", ["F4", "F6_E2M3"])
+def test_packed_rows_that_share_bytes(tmp_path, code, shape):
+    raw = sample(code, shape)
+    path = write(tmp_path / "t.safetensors", {"t": (code, shape, raw)})
+    expected = decode(code, shape, raw)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
+    for axis, extent in enumerate(shape):
+        if extent % 2:
+            continue
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, "a"))
+        array = osl.load(path, {"t": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)})
+        for shard in array["t"].addressable_shards:
+            assert_same_bits(shard.data, expected[shard.index].astype(np.float32))
+
+
+def test_a_shard_of_packed_rows_reads_its_own_bytes(tmp_path):
+    path = write(tmp_path / "t.safetensors", {"t": ("F4", SHAPE, sample("F4"))})
+    mesh = jax.sharding.AbstractMesh((4,), ("a",))
+    leaf = jax.ShapeDtypeStruct(
+        SHAPE, DTYPES["F4"].numpy, sharding=NamedSharding(mesh, PartitionSpec(None, "a"))
+    )
+    options = osl.ReadOptions(latency_seconds={"local": 0.0})
+    plan = osl.plan_load(path, {"t": leaf}, options=options, process_index=1, process_count=4)
+    assert plan.cost().read_bytes == 8 * 48 // 4 // 2
+
+
+def test_more_dimensions_than_numpy_has(tmp_path):
+    path = write(tmp_path / "t.safetensors", {"deep": ("U8", (1,) * 65, b"x")})
+    assert osl.metadata(path)["deep"].shape == (1,) * 65
+    for tree in (None, osl.metadata(path)):
+        with pytest.raises(osl.ShapeMismatchError, match="65 dimensions") as caught:
+            osl.load(path, tree)
+        assert caught.value.tensor == "deep"
+
+
+def test_empty_tensors(tmp_path):
+    path = write(
+        tmp_path / "t.safetensors", {"none": ("F32", (0, 8), b""), "one": ("U8", (), b"\7")}
+    )
+    loaded = osl.load(path, {"none": jax.ShapeDtypeStruct((0, 8), np.float32), "one": int})
+    assert loaded["none"].shape == (0, 8)
+    assert loaded["one"] == 7
