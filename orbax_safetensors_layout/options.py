@@ -62,7 +62,7 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
             latency_seconds=2e-6,
             bandwidth_bytes_per_second=2.4 * GIB,
             request_bytes=8 * MIB,
-            staging_bytes=256 * KIB,
+            staging_bytes=1 * MIB,
             concurrency=8,
         ),
     }

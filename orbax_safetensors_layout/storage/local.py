@@ -38,7 +38,7 @@ _UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 class _OpenFile:
     """A descriptor, and what the file was when it was opened."""
 
-    __slots__ = ("direct_fd", "fd", "identity", "mapped", "name", "users")
+    __slots__ = ("direct_fd", "fd", "identity", "mapped", "name", "probe_fd", "users")
 
     def __init__(self, name: str) -> None:
         try:
@@ -50,14 +50,28 @@ class _OpenFile:
         stat = os.fstat(self.fd)
         self.name = name
         self.identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        self.direct_fd: int | None = None  # opened at the first cold read; -1: not supported
+        # Opened when first needed; -1 where the system has no such thing.
+        self.probe_fd: int | None = None
+        self.direct_fd: int | None = None
         self.mapped: mmap.mmap | None = None
         self.users = 0
 
     def close(self) -> None:
-        os.close(self.fd)
-        if self.direct_fd is not None and self.direct_fd >= 0:
-            os.close(self.direct_fd)
+        for fd in (self.fd, self.probe_fd, self.direct_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+
+    def reopen(self, flags: int) -> int:
+        """Another descriptor of the same file; -1 where the flags are not supported."""
+        try:
+            fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | flags)
+        except OSError:
+            return -1
+        stat = os.fstat(fd)
+        if (stat.st_dev, stat.st_ino) != self.identity[:2]:
+            os.close(fd)
+            return -1
+        return fd
 
 
 class LocalStorage:
@@ -75,7 +89,7 @@ class LocalStorage:
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._identities: dict[str, tuple[int, int, int, int]] = {}
         self._scratch = threading.local()
-        self._nowait = bool(_NOWAIT)
+        self._probes = bool(_NOWAIT and _O_DIRECT)
         self._closed = False
 
     def size(self, file: str) -> int:
@@ -108,14 +122,12 @@ class LocalStorage:
             if offset + total > handle.identity[2]:
                 raise _truncated(file, offset, total, handle.identity[2])
             try:
-                done = self._read_cached(handle.fd, offset, buffers)
-                if done < total:
-                    rest = _skip(buffers, done)
-                    cold = not shared and total - done >= _DIRECT_MIN_BYTES
-                    if not (cold and self._read_direct(handle, offset + done, rest)):
-                        done += _read_fully(handle.fd, offset + done, rest)
-                        if done < total:
-                            raise _truncated(file, offset, total, offset + done)
+                direct = not shared and total >= _DIRECT_MIN_BYTES
+                direct = direct and self._is_cold(handle, offset + total // 2)
+                if not (direct and self._read_direct(handle, offset, buffers)):
+                    done = _read_fully(handle.fd, offset, buffers)
+                    if done < total:
+                        raise _truncated(file, offset, total, offset + done)
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -202,17 +214,30 @@ class LocalStorage:
             hint="Load again when nothing writes to the checkpoint.",
         )
 
-    def _read_cached(self, fd: int, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Copies what the page cache holds, without waiting for the disk; returns the bytes."""
-        if not self._nowait:
-            return 0
+    def _is_cold(self, handle: _OpenFile, offset: int) -> bool:
+        """Whether the page at `offset` is not in the page cache.
+
+        Asked through a descriptor without read-ahead: on a cold page even a read that may not wait
+        starts it (seen with Linux 6.18), and the disk would read everything twice.
+        """
+        if not self._probes:
+            return False
+        with self._lock:
+            if handle.probe_fd is None:
+                handle.probe_fd = handle.reopen(0)
+                if handle.probe_fd >= 0:
+                    os.posix_fadvise(handle.probe_fd, 0, 0, os.POSIX_FADV_RANDOM)
+        if handle.probe_fd < 0:
+            return False
         try:
-            return _read_fully(fd, offset, buffers, _NOWAIT)
+            os.preadv(handle.probe_fd, [bytearray(1)], offset, _NOWAIT)
+        except BlockingIOError:
+            return True
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            self._nowait = False
-            return 0
+            self._probes = False
+        return False
 
     def _read_direct(self, handle: _OpenFile, offset: int, buffers: Sequence[Buffer]) -> bool:
         """Reads past the page cache through an aligned chunk; False where that is unsupported."""
@@ -246,14 +271,7 @@ class LocalStorage:
     def _direct_fd(self, handle: _OpenFile) -> int:
         with self._lock:
             if handle.direct_fd is None:
-                try:
-                    handle.direct_fd = os.open(handle.name, os.O_RDONLY | _O_DIRECT | os.O_CLOEXEC)
-                    stat = os.fstat(handle.direct_fd)
-                    if (stat.st_dev, stat.st_ino) != handle.identity[:2] or not _O_DIRECT:
-                        os.close(handle.direct_fd)
-                        handle.direct_fd = -1
-                except OSError:
-                    handle.direct_fd = -1
+                handle.direct_fd = handle.reopen(_O_DIRECT)
             return handle.direct_fd
 
     def _direct_scratch(self) -> memoryview:
@@ -263,15 +281,12 @@ class LocalStorage:
         return scratch
 
 
-def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer], flags: int = 0) -> int:
-    """Reads until the buffers are full, the file ends or, with RWF_NOWAIT, the cache lacks more."""
+def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> int:
+    """Reads until the buffers are full or the file ends; returns the bytes."""
     total = sum(len(buffer) for buffer in buffers)
     done = 0
     while done < total:
-        try:
-            got = os.preadv(fd, _skip(buffers, done)[:_MAX_BUFFERS], offset + done, flags)
-        except BlockingIOError:
-            break
+        got = os.preadv(fd, _skip(buffers, done)[:_MAX_BUFFERS], offset + done)
         if not got:
             break
         done += got

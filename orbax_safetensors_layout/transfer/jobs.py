@@ -2,12 +2,13 @@
 
 A `Destination` is a tile's members in memory. Ranges whose bytes stand in the file in the order
 of the members are read straight into it (`RunsJob`, `GroupJob`); others are read into a staging
-buffer and put in place by one numpy strided copy a block (`BlockJob`).
+buffer and put in place by one numpy strided copy a block (`BlocksJob`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -116,56 +117,103 @@ class RunsJob(NamedTuple):
         return (stop - start) * count, count
 
 
-class BlockJob(NamedTuple):
+class Pieces(NamedTuple):
+    """A block as a grid of contiguous pieces, alike in the staging buffer and in memory.
+
+    Attributes:
+        shape: The grid.
+        dtype: The widest unsigned integer that fits the pieces. (Raw bytes of a piece's size copy
+            as fast, but numpy holds the GIL where there are fewer than 500 elements.)
+        source_strides: Byte strides of the grid in the staging buffer.
+        target_strides: Byte strides of the grid in memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, read: TileRead, axis: int) -> Pieces:
+        """The dimensions of a tile from `axis` on."""
+        staging, unit = read.staging, read.itemsize
+        grid: list[tuple[int, int, int]] = []
+        for d in reversed(range(axis, len(read.member_shape))):
+            extent = read.member_shape[d]
+            within = (extent, staging.source[d], staging.within[d])
+            across = (read.tile.grid[d], extent * staging.source[d], staging.across[d])
+            for count, source, target in (within, across):
+                if not grid and source == target == unit:
+                    unit *= count
+                elif count > 1:
+                    grid.append((count, source, target))
+        width = math.gcd(unit, 8)
+        grid.insert(0, (unit // width, width, width))
+        shape, sources, targets = zip(*reversed(grid), strict=True)
+        return cls(shape, np.dtype(f"u{width}"), sources, targets)
+
+    def with_rows(self, rows: int, source_stride: int, target_stride: int) -> Pieces:
+        """The same for each of some indices of one more leading dimension."""
+        return Pieces(
+            (rows, *self.shape),
+            self.dtype,
+            (source_stride, *self.source_strides),
+            (target_stride, *self.target_strides),
+        )
+
+
+class Block(NamedTuple):
     """A block of one region that is read into a staging buffer and copied from there.
+
+    Attributes:
+        destination: The region in memory.
+        requests: The block's requests, absolute in the file.
+        pieces: The block as contiguous pieces.
+        target_offset: First byte of the block in the destination.
+    """
+
+    destination: Destination
+    requests: StridedRuns
+    pieces: Pieces
+    target_offset: int
+
+    def copy(self, staging: Bytes) -> None:
+        """Puts the block, which begins at the first byte of `staging`, in its place."""
+        shape, dtype, source_strides, target_strides = self.pieces
+        memory = self.destination.memory.data
+        source: np.ndarray = np.ndarray(shape, dtype, staging.data, strides=source_strides)
+        target: np.ndarray = np.ndarray(shape, dtype, memory, self.target_offset, target_strides)
+        target[...] = source
+
+
+class BlocksJob(NamedTuple):
+    """Some blocks of one region, one after the other.
 
     Attributes:
         file: The file.
         destination: The region in memory.
-        requests: The block's requests, absolute in the file.
-        source_shape: The block in the staging buffer.
-        source_strides: Its byte strides there.
-        target_offset: First byte of the block in the destination.
-        target_strides: Its byte strides there.
+        blocks: The blocks.
     """
 
     file: str
     destination: Destination
-    requests: StridedRuns
-    source_shape: tuple[int, ...]
-    source_strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
+    blocks: Sequence[Block]
 
     @property
     def destinations(self) -> Sequence[Destination]:
         return (self.destination,)
 
     def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
-        length, count = self.requests.run_bytes, self.requests.count
-        staging = scratch.take(length * count)
         shared = self.destination.region.read.shared
-        for number, offset in enumerate(self.requests.offsets().tolist()):
-            into = staging.data[number * length : (number + 1) * length]
-            storage.read_into(self.file, offset, [into], shared=shared)
-        self.copy(staging)
-        return length * count, count
-
-    def copy(self, staging: Bytes) -> None:
-        """Puts the block, which begins at the first byte of `staging`, in its place."""
-        read = self.destination.region.read
-        dtype = np.dtype(f"u{read.itemsize}")
-        source: np.ndarray = np.ndarray(
-            self.source_shape, dtype, staging.data, strides=self.source_strides
-        )
-        target: np.ndarray = np.ndarray(
-            self.source_shape,
-            dtype,
-            self.destination.memory.data,
-            self.target_offset,
-            self.target_strides,
-        )
-        target[...] = source
+        for block in self.blocks:
+            length = block.requests.run_bytes
+            staging = scratch.take(block.requests.total_bytes)
+            for number, offset in enumerate(block.requests.offsets().tolist()):
+                into = staging.data[number * length : (number + 1) * length]
+                storage.read_into(self.file, offset, [into], shared=shared)
+            block.copy(staging)
+        requests = [block.requests for block in self.blocks]
+        return sum(r.total_bytes for r in requests), sum(r.count for r in requests)
 
 
 class GroupJob(NamedTuple):
@@ -179,7 +227,7 @@ class GroupJob(NamedTuple):
 
     file: str
     destinations: Sequence[Destination]
-    blocks: Sequence[BlockJob | None]
+    blocks: Sequence[Block | None]
 
     def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
         start = self.destinations[0].region.start
@@ -192,7 +240,7 @@ class GroupJob(NamedTuple):
         staging = scratch.take(sum(staged) + (stop - start if self._has_gaps() else 0))
         gap_at, stage_at = sum(staged), 0
         buffers = _BufferList()
-        copies: list[tuple[BlockJob, int]] = []
+        copies: list[tuple[Block, int]] = []
         position = start
         for destination, block in zip(self.destinations, self.blocks, strict=True):
             region = destination.region
@@ -272,7 +320,10 @@ def jobs_of(
     elif destinations[0].region.read.direct:
         yield from _runs_jobs(group.file, destinations[0], profile)
     else:
-        yield from _block_jobs(group.file, destinations[0], profile.staging_bytes)
+        blocks = _blocks(destinations[0], profile.staging_bytes)
+        batch = _per_job(profile.staging_bytes, profile)
+        while some := list(itertools.islice(blocks, batch)):
+            yield BlocksJob(group.file, destinations[0], some)
 
 
 def _group_jobs(file: str, destinations: Sequence[Destination]) -> Iterator[GroupJob]:
@@ -288,17 +339,19 @@ def _group_jobs(file: str, destinations: Sequence[Destination]) -> Iterator[Grou
 
 
 def _group_job(file: str, destinations: Sequence[Destination]) -> GroupJob:
-    splits: dict[int, _Split] = {}  # by the TileRead, which tensors of one shape share
-    blocks: list[BlockJob | None] = []
+    found: dict[int, Pieces] = {}  # by the TileRead, which tensors of one shape share
+    blocks: list[Block | None] = []
     for destination in destinations:
         read = destination.region.read
         if read.direct:
             blocks.append(None)
             continue
-        split = splits.get(id(read))
-        if split is None:
-            split = splits[id(read)] = _split(read, 0)
-        blocks.append(_whole_block(file, destination, split))
+        pieces = found.get(id(read))
+        if pieces is None:
+            pieces = found[id(read)] = Pieces.of(read, 0)
+        region = destination.region
+        requests = StridedRuns(region.start, region.stop - region.start, ())
+        blocks.append(Block(destination, requests, pieces, 0))
     return GroupJob(file, destinations, blocks)
 
 
@@ -311,21 +364,22 @@ def _runs_jobs(file: str, destination: Destination, profile: StorageProfile) -> 
                 piece = (start, min(start + profile.request_bytes, run))
                 yield RunsJob(file, destination, number, number + 1, piece)
         return
-    by_time = int(_JOB_SECONDS / profile.latency_seconds) if profile.latency_seconds else 1024
-    batch = max(1, min(profile.request_bytes // run, by_time))
+    batch = _per_job(run, profile)
     for first in range(0, requests.count, batch):
         last = min(first + batch, requests.count)
         yield RunsJob(file, destination, first, last, (0, run))
 
 
-_Split = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+def _per_job(request_bytes: int, profile: StorageProfile) -> int:
+    """How many requests of a size share a job: where one more costs little time, several."""
+    by_time = int(_JOB_SECONDS / profile.latency_seconds) if profile.latency_seconds else 1024
+    return max(1, min(profile.request_bytes // request_bytes, by_time))
 
 
-def _block(file: str, destination: Destination, index: tuple[int, ...], rows: int) -> BlockJob:
+def _block(destination: Destination, index: tuple[int, ...], rows: int) -> Block:
     """One block of a tile.
 
     Args:
-        file: The file.
         destination: The tile in memory.
         index: Where the block begins in the leading dimensions.
         rows: Its extent along the last of these; it has one index of those before and all of
@@ -335,7 +389,6 @@ def _block(file: str, destination: Destination, index: tuple[int, ...], rows: in
     read, staging = region.read, region.read.staging
     member = read.member_shape
     axis = len(index) - 1
-    shape, source, target = _split(read, axis + 1)
     offset = region.start + sum(i * s for i, s in zip(index, read.strides, strict=False))
     if axis >= staging.outer:
         length = (rows - 1) * staging.source[axis] + read.staged_bytes(axis + 1)
@@ -348,36 +401,12 @@ def _block(file: str, destination: Destination, index: tuple[int, ...], rows: in
         (i // n) * across + (i % n) * within
         for i, n, across, within in zip(index, member, staging.across, staging.within, strict=False)
     )
-    return BlockJob(
-        file,
-        destination,
-        requests,
-        (rows, *shape),
-        (staging.source[axis], *source),
-        target_offset,
-        (staging.within[axis], *target),
-    )
+    pieces = Pieces.of(read, axis + 1)
+    pieces = pieces.with_rows(rows, staging.source[axis], staging.within[axis])
+    return Block(destination, requests, pieces, target_offset)
 
 
-def _split(read: TileRead, axis: int) -> _Split:
-    """The dimensions from `axis` on, each split into (grid, member).
-
-    Returns:
-        Their extents, their strides in the staging buffer, and their strides in memory.
-    """
-    staging = read.staging
-    shape: list[int] = []
-    source: list[int] = []
-    target: list[int] = []
-    for d in range(axis, len(read.member_shape)):
-        count, extent = read.tile.grid[d], read.member_shape[d]
-        shape += [count, extent]
-        source += [extent * staging.source[d], staging.source[d]]
-        target += [staging.across[d], staging.within[d]]
-    return tuple(shape), tuple(source), tuple(target)
-
-
-def _block_jobs(file: str, destination: Destination, staging_bytes: int) -> Iterator[BlockJob]:
+def _blocks(destination: Destination, staging_bytes: int) -> Iterator[Block]:
     read = destination.region.read
     extents, member, grid = read.tile.box.shape, read.member_shape, read.tile.grid
     staging_bytes = max(staging_bytes, read.itemsize)
@@ -391,12 +420,4 @@ def _block_jobs(file: str, destination: Destination, staging_bytes: int) -> Iter
             first = cell * member[axis]
             for row in range(first, first + member[axis], most):
                 rows = min(most, first + member[axis] - row)
-                yield _block(file, destination, (*outer, row), rows)
-
-
-def _whole_block(file: str, destination: Destination, split: _Split) -> BlockJob:
-    """The one block of a small region."""
-    region = destination.region
-    shape, source, target = split
-    requests = StridedRuns(region.start, region.stop - region.start, ())
-    return BlockJob(file, destination, requests, shape, source, 0, target)
+                yield _block(destination, (*outer, row), rows)
