@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,11 +22,16 @@ from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.reads import LeafRead, LocalBoxes, ReadPlan, plan_reads
-from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
+from orbax_safetensors_layout.plan.shards import (
+    Placement,
+    ProcessShards,
+    is_abstract,
+    sharding_of,
+)
 from orbax_safetensors_layout.transfer.assemble import Assembler, jax_holds
-from orbax_safetensors_layout.transfer.casting import cast, check_castable
+from orbax_safetensors_layout.transfer.casting import cast, check_castable, python_scalar
 from orbax_safetensors_layout.transfer.progress import progress_callback
-from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
+from orbax_safetensors_layout.transfer.read import Deliver, ReadStats, read_leaves
 from orbax_safetensors_layout.tree import Want, WantedTree
 
 PathLike = str | os.PathLike[str]
@@ -65,9 +71,9 @@ def load(
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file.
         abstract: The tree that is wanted; see `orbax_safetensors_layout.tree.WantedTree`. Where
-            a leaf's dtype is not the file's, values are cast; a cast that would change an
-            integer, or a 64-bit value that JAX can not hold because x64 is off, is an error.
-            Leaves that are jax arrays and name no sharding are replicated on all devices.
+            a leaf's dtype is not the file's, values are cast; a cast to integers that do not
+            hold the values, or of a 64-bit value that JAX can not hold because x64 is off, is an
+            error. Leaves that are jax arrays and name no sharding are replicated on all devices.
             Without a tree, a flat dict of numpy arrays comes back.
         only: Without an abstract tree: glob patterns of the tensors to load
             (`"model.layers.{0..15}.*"`).
@@ -138,17 +144,20 @@ def plan_load(
         process_index: The process whose plan is wanted; by default this one.
         process_count: For an `AbstractMesh`: the number of processes; by default
             `jax.process_count()`.
+
+    Raises:
+        ValueError: There is no process of that index.
     """
     options = options or ReadOptions()
     with Catalog.open(path) as catalog:
-        profile = options.profile(catalog.storage.kind)
         if abstract is None:
-            leaves = _host_leaves(catalog, only)
-        else:
-            tree = WantedTree.parse(abstract)
-            shards = ProcessShards(process_index, process_count or jax.process_count())
-            leaves, _ = _leaf_reads(catalog, tree, shards, options.strict)
-    return plan_reads(leaves, profile=profile, memory_budget_bytes=options.memory_budget_bytes)
+            return _plan(catalog, _host_leaves(catalog, only), options, adopt=True)
+        _refuse_only(only)
+        tree = WantedTree.parse(abstract)
+        shards = ProcessShards(process_index, process_count)
+        leaves, _ = _leaf_reads(catalog, tree, shards, options.strict)
+        adopt = all(_adopts(want) for want in tree.wants if want is not None)
+        return _plan(catalog, leaves, options, adopt=adopt)
 
 
 def _read_host(
@@ -158,10 +167,11 @@ def _read_host(
     leaves = _host_leaves(catalog, only)
     values: dict[int, np.ndarray] = {}
 
-    def deliver(number: int, boxes: Sequence[np.ndarray]) -> None:
-        (values[number],) = boxes
+    def deliver(number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        (values[number],) = parts
 
-    stats = _read(catalog, leaves, options, deliver, [False] * len(leaves), adopt=True)
+    plan = _plan(catalog, leaves, options, adopt=True)
+    stats = _read(plan, catalog, options, deliver, [False] * len(leaves))
     return {leaf.name: values[number] for number, leaf in enumerate(leaves)}, stats
 
 
@@ -179,29 +189,37 @@ def _read_tree(
     catalog: Catalog, abstract: Any, only: str | Sequence[str] | None, options: ReadOptions
 ) -> tuple[Any, ReadStats]:
     """The abstract tree with its leaves filled."""
-    if only is not None:
-        raise ValueError(
-            "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
-            " that are not wanted or put `...` in their place."
-        )
+    _refuse_only(only)
     tree = WantedTree.parse(abstract)
     leaves, exact = _leaf_reads(catalog, tree, ProcessShards(), options.strict)
     wants = [want for want in tree.wants if want is not None]
     assembler = Assembler()
     values: list[Any] = [None] * len(wants)
+    shards: dict[int, dict[Any, jax.Array]] = {}
 
-    def deliver(number: int, boxes: Sequence[np.ndarray]) -> Callable[[], object] | None:
-        want, leaf = wants[number], leaves[number]
-        if want.placement is None:
-            values[number] = boxes[0] if want.scalar is None else want.scalar(boxes[0].item())
+    def deliver(
+        number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Callable[[], object] | None:
+        placement, leaf = wants[number].placement, leaves[number]
+        if placement is None:
+            values[number] = _host_value(wants[number], leaf, parts[0])
             return None
         shape = leaf.entry.shape
-        array = assembler.array(shape, leaf.dtype, want.placement, leaf.local, boxes)
-        values[number] = array
-        return array.block_until_ready
+        by_box = dict(zip(boxes, parts, strict=True))
+        if len(by_box) == len(leaf.local.boxes):
+            in_order = [by_box[box] for box in range(len(by_box))]
+            array = assembler.array(shape, leaf.dtype, placement, leaf.local, in_order)
+            values[number] = array
+            return array.block_until_ready
+        some = assembler.shards(shape, placement, leaf.local, by_box)
+        mine = shards.setdefault(number, {})
+        mine.update(some)
+        if len(mine) == len(sharding_of(placement).addressable_devices):
+            values[number] = assembler.join(shape, leaf.dtype, placement, shards.pop(number))
+        return lambda: [shard.block_until_ready() for shard in some.values()]
 
-    adopt = all(_adopts(want) for want in wants)
-    stats = _read(catalog, leaves, options, deliver, exact, adopt=adopt)
+    plan = _plan(catalog, leaves, options, adopt=all(map(_adopts, wants)))
+    stats = _read(plan, catalog, options, deliver, exact)
     filled = iter(values)
     return tree.fill(
         [
@@ -211,28 +229,45 @@ def _read_tree(
     ), stats
 
 
+def _refuse_only(only: str | Sequence[str] | None) -> None:
+    if only is not None:
+        raise ValueError(
+            "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
+            " that are not wanted or put `...` in their place."
+        )
+
+
+def _host_value(want: Want, leaf: LeafRead, value: np.ndarray) -> Any:
+    return value if want.scalar is None else python_scalar(value, want.scalar, leaf)
+
+
 def _adopts(want: Want) -> bool:
     """Whether the leaf's array keeps the buffers it is made of, as on the CPU backend."""
     if want.placement is None:
         return True
-    devices: Iterable[Any] = sharding_of(want.placement).addressable_devices
+    sharding = sharding_of(want.placement)
+    if is_abstract(sharding):
+        return False
+    devices: Iterable[Any] = sharding.addressable_devices
     return all(device.platform == "cpu" for device in devices)
 
 
-def _read(
-    catalog: Catalog,
-    leaves: list[LeafRead],
-    options: ReadOptions,
-    deliver: Callable[[int, Sequence[np.ndarray]], Callable[[], object] | None],
-    exact: list[bool],
-    *,
-    adopt: bool,
-) -> ReadStats:
-    profile = options.profile(catalog.storage.kind)
-    plan = plan_reads(leaves, profile=profile, memory_budget_bytes=options.memory_budget_bytes)
+def _plan(
+    catalog: Catalog, leaves: Sequence[LeafRead], options: ReadOptions, *, adopt: bool
+) -> ReadPlan:
+    return plan_reads(
+        leaves,
+        profile=options.profile(catalog.storage.kind),
+        memory_budget_bytes=options.memory_budget_bytes,
+        adopt=adopt,
+    )
 
+
+def _read(
+    plan: ReadPlan, catalog: Catalog, options: ReadOptions, deliver: Deliver, exact: Sequence[bool]
+) -> ReadStats:
     def convert(number: int, value: np.ndarray) -> np.ndarray:
-        leaf = leaves[number]
+        leaf = plan.leaves[number]
         return cast(value, leaf.dtype, exact=exact[number], leaf=leaf)
 
     with progress_callback(options.progress) as progress:
@@ -241,7 +276,6 @@ def _read(
             catalog.storage,
             deliver=deliver,
             convert=convert,
-            adopt=adopt,
             mmap=options.mmap,
             progress=progress,
         )
@@ -266,7 +300,7 @@ def _leaf_reads(
                 raise _shape_mismatch(want, entry)
             _check_rank(entry)
             wanted = want.dtype or entry.dtype.numpy
-            dtype = wanted if want.placement is None else _jax_dtype(wanted)
+            dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
             check_castable(entry, want.name, dtype)
             local = _local_boxes(want, entry, shards)
         except MismatchError as problem:
@@ -280,10 +314,12 @@ def _leaf_reads(
     return leaves, exact
 
 
-def _jax_dtype(dtype: np.dtype) -> np.dtype:
+def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
     """What JAX makes of a dtype: the same, or 32 bits of 64 where x64 is off."""
     canonical: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    if not jax_holds(canonical):
+    sharding = sharding_of(placement)
+    devices: Iterable[Any] = () if is_abstract(sharding) else sharding.addressable_devices
+    if not all(jax_holds(canonical, device) for device in itertools.islice(devices, 1)):
         raise DtypeMismatchError(
             f"jax {jax.__version__} has no arrays of this dtype",
             expected=f"a dtype of jax {jax.__version__}",

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from checkpoints import random_tensor, save
+from checkpoints import assert_same_bits, random_tensor, save
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from recording import RecordingStorage
+from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.plan.reads import SLOT_ALIGNMENT
+import orbax_safetensors_layout.transfer.jobs as jobs_module
+import orbax_safetensors_layout.transfer.read as read_module
+from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
+from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.read import read_leaves
 
@@ -67,15 +73,17 @@ def test_replicas_share_one_buffer(tmp_path):
     assert len(set(pointers(osl.load(path, {"t": leaf})["t"]))) == 1
 
 
-def test_mapped_pages_are_adopted_where_aligned(tmp_path):
-    # safetensors writes the largest alignment first and pads the header to 8 bytes, so look where
-    # the tensor came to stand and shift it to a multiple of 64 through the metadata.
-    tensor = random_tensor((256, 64), np.float32)
+def save_aligned(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
+    """A checkpoint whose first tensor begins at a multiple of 64: the metadata is padded."""
     for pad in range(64):
-        path = save(tmp_path / str(pad), {"t": tensor}, metadata={"pad": "x" * pad})
-        plan = osl.plan_load(path)
-        if plan.leaves[0].entry.start % 64 == 0:
-            break
+        path = save(folder / str(pad), tensors, metadata={"pad": "x" * pad})
+        if osl.plan_load(path).leaves[0].entry.start % 64 == 0:
+            return path
+    raise AssertionError("no padding aligns the data")
+
+
+def test_mapped_pages_are_adopted_where_aligned(tmp_path):
+    path = save_aligned(tmp_path, {"t": tensor})
     mesh = Mesh(np.array(jax.devices()), ("x",))
     leaf = jax.ShapeDtypeStruct(
         tensor.shape, tensor.dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))
@@ -104,11 +112,30 @@ def test_dropping_one_large_array_frees_its_memory(tmp_path):
     assert owner() is None
 
 
-def test_memory_budget_bounds_what_is_held(tmp_path):
+class Accelerator:
+    """Makes the load believe that arrays do not keep the buffers they are made of."""
+
+    def __init__(self, monkeypatch):
+        module = sys.modules["orbax_safetensors_layout.load"]
+        monkeypatch.setattr(module, "_adopts", lambda want: False)
+        monkeypatch.setattr(read_module, "destinations_of", self.destinations_of)
+        self.sizes: list[int] = []
+
+    def destinations_of(self, group):
+        made = jobs_module.destinations_of(group)
+        self.sizes.append(sum(destination.memory.size for destination in made))
+        return made
+
+
+def test_memory_budget_bounds_what_is_held(tmp_path, monkeypatch):
     """As on an accelerator, where a buffer is free once its array is on the device."""
     size = 5 << 20
-    path = save(tmp_path, {f"t{i}": np.full(size, i, np.uint8) for i in range(8)})
-    plan = osl.plan_load(path, options=osl.ReadOptions(memory_budget_bytes=11 << 20))
+    tensors = {f"t{i}": np.full(size, i, np.uint8) for i in range(8)}
+    path = save(tmp_path, tensors)
+    Accelerator(monkeypatch)
+    tree = {name: jax.ShapeDtypeStruct((size,), np.uint8) for name in tensors}
+    plan = osl.plan_load(path, tree, options=osl.ReadOptions(memory_budget_bytes=11 << 20))
+    assert plan.cost().peak_host_bytes == 11 << 20
     started: set[int] = set()
     released: list[int] = []
     most = []
@@ -117,13 +144,106 @@ def test_memory_budget_bounds_what_is_held(tmp_path):
         started.update(n for n, leaf in enumerate(plan.leaves) if leaf.entry.start <= start)
         most.append(len(started) - len(released))
 
-    def deliver(number, values):
+    def deliver(number, boxes, values):
         (value,) = values
         assert (value == number).all()
         return lambda: released.append(number)
 
     with RecordingStorage() as storage:
         storage.before_read = before_read
-        read_leaves(plan, storage, deliver=deliver, convert=lambda n, v: v, adopt=False)
+        read_leaves(plan, storage, deliver=deliver, convert=lambda n, v: v)
     assert sorted(released) == list(range(8))
     assert max(most) <= 2
+
+
+@pytest.mark.parametrize("spec", [("x",), (None, "x")])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_tensor_larger_than_the_budget_goes_shard_by_shard(tmp_path, monkeypatch, spec, dtype):
+    tensor = random_tensor((1024, 1024), np.float32)
+    path = save(tmp_path, {"t": tensor})
+    accelerator = Accelerator(monkeypatch)
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec(*spec))
+    tree = {"t": jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=sharding)}
+    options = osl.ReadOptions(memory_budget_bytes=1 << 20)
+    array = osl.load(path, tree, options=options)["t"]
+    assert max(accelerator.sizes) <= 1 << 20
+    assert sum(accelerator.sizes) == tensor.nbytes
+    assert array.sharding == sharding
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = tensor.astype(dtype)
+    for shard in array.addressable_shards:
+        assert_same_bits(shard.data, expected[shard.index])
+
+
+def test_cast_values_are_adopted_too(tmp_path):
+    path = save(tmp_path, {"t": np.arange(4096, dtype=np.float16)})
+    array = osl.load(path, {"t": jax.ShapeDtypeStruct((4096,), np.float32)})["t"]
+    assert len(set(pointers(array))) == 1
+
+
+def test_a_failed_load_drops_its_buffers(tmp_path):
+    """At once, by reference counts: memory may be what the next attempt lacks."""
+    path = save(tmp_path, {f"t{i}": np.ones(5 << 20, np.uint8) for i in range(6)})
+    alive: list[weakref.ref] = []
+
+    def before_read(file, start, stop):
+        if start > 15 << 20:
+            raise osl.StorageError("the disk broke", file=file)
+
+    def remember(group):
+        made = jobs_module.destinations_of(group)
+        alive.extend(weakref.ref(destination.memory.base) for destination in made)
+        return made
+
+    gc.collect()
+    gc.disable()
+    try:
+        with recording() as storage, mock.patch.object(read_module, "destinations_of", remember):
+            storage.before_read = before_read
+            with pytest.raises(osl.StorageError, match="the disk broke"):
+                osl.load(path)
+        assert len(alive) > 3
+        assert not [ref for ref in alive if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_cold_load_reads_the_disk_once(tmp_path):
+    tensors = {f"t{i}": random_tensor((16 << 20,), np.uint8, i) for i in range(4)}
+    path = save(tmp_path, tensors)
+    file = path / "model.safetensors"
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = disk_bytes()
+    loaded = osl.load(path)
+    read = disk_bytes() - before
+    assert read <= 1.1 * file.stat().st_size
+    for name, tensor in tensors.items():
+        assert_same_bits(loaded[name], tensor)
+
+
+def disk_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+@pytest.mark.parametrize("change", ["rewrite", "truncate"])
+def test_a_file_that_changed_since_its_header_is_not_mapped(tmp_path, monkeypatch, change):
+    path = save_aligned(tmp_path, {"t": np.ones(1 << 20, np.uint8)})
+    file = path / "model.safetensors"
+    original = LocalStorage.map
+
+    def changed_map(storage, name):
+        with open(file, "r+b") as opened:
+            if change == "truncate":
+                opened.truncate(5000)
+            else:
+                opened.seek(5000)
+                opened.write(b"new")
+        return original(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "map", changed_map)
+    with pytest.raises((osl.StorageError, osl.TruncatedFileError)) as caught:
+        osl.load(path, options=osl.ReadOptions(mmap=True))
+    assert caught.value.file == str(file)

@@ -39,6 +39,13 @@ def test_integers_widen_and_become_floats(tmp_path):
         (np.array([1.5], np.float32), np.int32),
         (np.array([np.nan], np.float32), np.int32),
         (np.array([2], np.int32), np.bool_),
+        (np.array([-np.inf], np.float16), np.int32),
+        (np.array([np.inf], ml_dtypes.float8_e5m2), np.uint64),
+        (np.array([np.nan], ml_dtypes.float8_e8m0fnu), np.int8),
+        (np.array([2**31], np.float32), np.int32),
+        (np.array([2.0**63], np.float64), np.int64),
+        (np.array([2**63], np.uint64), np.int64),
+        (np.array([16], ml_dtypes.float8_e8m0fnu), ml_dtypes.int4),
     ],
 )
 def test_integer_targets_must_hold_every_value(tmp_path, value, target):
@@ -46,6 +53,22 @@ def test_integer_targets_must_hold_every_value(tmp_path, value, target):
         load_as(tmp_path, value, target)
     assert caught.value.tensor == "t"
     assert caught.value.file.endswith("model.safetensors")
+
+
+@pytest.mark.parametrize("target", [np.int8, np.int32, ml_dtypes.int4, np.uint16])
+@pytest.mark.parametrize("source", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
+def test_integers_in_range_are_cast_from_every_float(tmp_path, source, target):
+    value = np.array([1, 2, 4], source)
+    found = load_as(tmp_path, value, target)
+    assert found.dtype == target
+    np.testing.assert_array_equal(np.asarray(found).astype(np.int32), [1, 2, 4])
+
+
+def test_dtypes_that_are_no_numbers_are_refused(tmp_path):
+    path = save(tmp_path, {"t": np.ones(2, np.float64)})
+    wanted = np.zeros(2, "V8")
+    with pytest.raises(osl.DtypeMismatchError, match="no numeric meaning"):
+        osl.load(path, {"t": wanted})
 
 
 def test_complex_to_real_is_refused_before_reading(tmp_path):

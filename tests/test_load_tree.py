@@ -271,10 +271,48 @@ def test_progress_bar(path, capfd):
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="memory_budget_bytes must be positive"):
+    with pytest.raises(ValueError, match="memory_budget_bytes must be a positive integer"):
         osl.ReadOptions(memory_budget_bytes=0)
     with pytest.raises(ValueError, match="unknown storage classes"):
         osl.ReadOptions(latency_seconds={"floppy": 1.0})
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="latency_seconds"):
+            osl.ReadOptions(latency_seconds={"local": seconds})
+    with pytest.raises(ValueError, match="bandwidth_bytes_per_second"):
+        osl.ReadOptions(bandwidth_bytes_per_second={"local": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (int, np.array(7, np.int64), 7),
+        (int, np.array(3.0, np.float32), 3),
+        (float, np.array(2.5, np.float16), 2.5),
+        (float, np.array(7, np.int8), 7.0),
+        (bool, np.array(1, np.int32), True),
+        (int, np.array(3.7, np.float32), None),
+        (int, np.array(np.nan, np.float32), None),
+        (int, np.array(np.inf, np.float32), None),
+        (bool, np.array(5, np.int64), None),
+        (float, np.array(2**60 + 1, np.int64), None),
+        (int, np.array(1j, np.complex64), None),
+    ],
+)
+def test_python_scalars_hold_the_value_or_refuse(tmp_path, kind, value, expected):
+    path = save(tmp_path, {"t": value})
+    for template in (kind, kind(0)):
+        if expected is None:
+            with pytest.raises(osl.DtypeMismatchError, match="the value is no") as caught:
+                osl.load(path, {"t": template})
+            assert (caught.value.tensor, bool(caught.value.file)) == ("t", True)
+        else:
+            found = osl.load(path, {"t": template})["t"]
+            assert (found, type(found)) == (expected, kind)
+
+
+def test_a_nan_is_a_float(tmp_path):
+    loaded = osl.load(save(tmp_path, {"t": np.array(np.nan, np.float32)}), {"t": float})
+    assert np.isnan(loaded["t"])
 
 
 def test_a_file_can_be_loaded_alone(path):

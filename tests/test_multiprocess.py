@@ -68,6 +68,16 @@ def main(path, api, options):
         total = sum(value.nbytes for value in expected.values() if value.ndim == 2)
         results[label] = {"read": list(read), "own": own, "total": total}
 
+    # Boxes of one process that are no neighbours: the devices of a mesh in another order.
+    shuffled = np.array(jax.devices())
+    shuffled = np.concatenate([shuffled[::2], shuffled[1::2]])
+    for spec in (P("x"), P(None, "x")):
+        name = "model.layers.0.mlp.up_proj.weight"
+        sharding = NamedSharding(Mesh(shuffled, ("x",)), spec)
+        leaf = jax.ShapeDtypeStruct(expected[name].shape, expected[name].dtype, sharding=sharding)
+        for shard in load({name: leaf})[name].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == expected[name][shard.index].tobytes()
+
     # One process holds nothing of a leaf that lives on the other's devices.
     mine = [d for d in jax.devices() if d.process_index == 0]
     few = NamedSharding(Mesh(np.array(mine), ("x",)), P("x"))

@@ -12,7 +12,8 @@ import pytest
 from checkpoints import save
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from recording import recording
 from test_load import MESHES, mesh_of, specs
 
 import orbax_safetensors_layout as osl
@@ -112,3 +113,39 @@ def divides(extent: int, axes) -> bool:
     sizes = {"fsdp": 128, "tensor": 8}
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     return extent % math.prod(sizes[name] for name in names) == 0
+
+
+def test_there_must_be_such_a_process(tmp_path):
+    path = save(tmp_path, {"w": np.zeros(8, np.float32)})
+    with pytest.raises(ValueError, match="no process 7 of 2"):
+        osl.plan_load(path, {"w": np.zeros(8, np.float32)}, process_index=7, process_count=2)
+
+
+def test_an_unconstrained_dimension_is_not_split(tmp_path):
+    sharding = NamedSharding(
+        AbstractMesh((8,), ("x",)), PartitionSpec(PartitionSpec.UNCONSTRAINED, "x")
+    )
+    (box,) = ProcessShards(1, 8).boxes(sharding, (4, 16)).boxes
+    assert box.shape == (4, 2)
+
+
+def test_planned_requests_are_those_that_are_made(tmp_path):
+    """Also where rows are longer than a staging buffer."""
+    shape = (5, 3 << 20)
+    path = save(tmp_path, {"t": np.zeros(shape, np.uint8)})
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    for spec, options in (
+        ((None, "x"), osl.ReadOptions()),
+        ((None, "x"), osl.ReadOptions(request_bytes=100_000)),
+        ((), osl.ReadOptions(request_bytes=1 << 20)),
+    ):
+        leaf = jax.ShapeDtypeStruct(
+            shape, np.uint8, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        with recording() as storage:
+            osl.load(path, {"t": leaf}, options=options)
+        cost = osl.plan_load(path, {"t": leaf}, options=options).cost()
+        assert cost.requests == len(storage.tensor_ranges())
+        assert cost.read_bytes == sum(b - a for _, a, b in storage.tensor_ranges()) == 15 << 20
+        if spec and options.request_bytes is None:
+            assert cost.requests <= 2 * 15, "a block takes several shards of a long row"

@@ -32,6 +32,11 @@ def sharding_of(placement: Placement) -> Sharding:
     return placement.sharding
 
 
+def is_abstract(sharding: Sharding) -> bool:
+    """Whether a sharding names no devices, only a mesh's shape."""
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+
+
 def box_of(index: Index, shape: Sequence[int]) -> Box:
     """A device's index, as JAX gives it, as a box."""
     starts, stops = [], []
@@ -48,12 +53,21 @@ class ProcessShards:
     Args:
         process_index: The process; `None` is this one.
         process_count: For an `AbstractMesh`: how many processes share its devices, which are
-            numbered in row-major order of the mesh and divided into equal blocks.
+            numbered in row-major order of the mesh and divided into equal blocks; `None` is
+            as many as there are.
+
+    Raises:
+        ValueError: There is no process of that index.
     """
 
     def __init__(self, process_index: int | None = None, process_count: int | None = None) -> None:
         self._process_index = jax.process_index() if process_index is None else process_index
-        self._process_count = process_count or 1
+        self._process_count = jax.process_count() if process_count is None else process_count
+        if not 0 <= self._process_index < self._process_count:
+            raise ValueError(
+                f"There is no process {self._process_index} of {self._process_count}; for an"
+                " abstract mesh say how many there are with process_count."
+            )
         self._cache: dict[tuple[Sharding, tuple[int, ...]], LocalBoxes] = {}
 
     def whole(self, shape: tuple[int, ...]) -> LocalBoxes:
@@ -70,7 +84,7 @@ class ProcessShards:
         found = self._cache.get(key)
         if found is None:
             try:
-                if _is_abstract(sharding):
+                if is_abstract(sharding):
                     owners = self._abstract_owners(sharding, shape)
                 else:
                     owners = _concrete_owners(sharding, shape)
@@ -102,7 +116,7 @@ class ProcessShards:
         cells, counts = [], []
         for axis, (names, extent) in enumerate(zip(spec, shape, strict=True)):
             cell, count = np.zeros(devices, np.int64), 1
-            for name in () if names is None else (names,) if isinstance(names, str) else names:
+            for name in _axis_names(names):
                 cell = cell * sizes[name] + coordinate[name]
                 count *= sizes[name]
             if extent % count:
@@ -120,8 +134,11 @@ class ProcessShards:
         return owners
 
 
-def _is_abstract(sharding: Sharding) -> bool:
-    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+def _axis_names(part: Any) -> tuple[str, ...]:
+    """The mesh axes that split one dimension; an unconstrained one is not split, as in JAX."""
+    if isinstance(part, str):
+        return (part,)
+    return part if isinstance(part, tuple) else ()
 
 
 def _concrete_owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:

@@ -59,6 +59,15 @@ class Storage(Protocol):
         """When `file` was last written, in seconds since the epoch."""
         ...
 
+    def check_unchanged(self, file: str) -> None:
+        """Checks that a file still is what it was when it was first opened.
+
+        Raises:
+            TruncatedFileError: It is shorter.
+            StorageError: It was replaced or written to.
+        """
+        ...
+
     def close(self) -> None:
         """Releases what is open; the object may not be used afterwards."""
         ...

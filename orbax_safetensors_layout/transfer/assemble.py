@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.experimental.layout import Format
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.plan.reads import LocalBoxes
 from orbax_safetensors_layout.plan.shards import Index, Placement, box_of, sharding_of
 
 
 @functools.cache
-def jax_holds(dtype: np.dtype) -> bool:
-    """Whether this version of JAX has arrays of a dtype on the host (`float6_*`: since 0.12)."""
-    cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+def jax_holds(dtype: np.dtype, device: Any) -> bool:
+    """Whether this version of JAX has arrays of a dtype (`float6_*`: since 0.12)."""
+    if not dtype.name.startswith("float6"):
+        return True
     try:
-        jax.make_array_from_callback((1,), cpu, lambda _: np.zeros(1, dtype), dtype=dtype)
-    except (TypeError, jax.errors.JaxRuntimeError):
+        jax.device_put(np.zeros(1, dtype), device)
+    except (TypeError, RuntimeError):
         return False
     return True
 
@@ -57,13 +60,58 @@ class Assembler:
         if sharding.is_fully_replicated:
             (whole,) = values
             return jax.make_array_from_callback(shape, placement, lambda _: whole, dtype=dtype)
-        numbers = self._numbers.get((sharding, shape))
-        if numbers is None:
-            numbers = _IndexNumbers(sharding, shape, local)
-            self._numbers[sharding, shape] = numbers
+        numbers = self._index_numbers(sharding, shape, local)
         return jax.make_array_from_callback(
             shape, placement, lambda index: values[numbers[index]], dtype=dtype
         )
+
+    def shards(
+        self,
+        shape: tuple[int, ...],
+        placement: Placement,
+        local: LocalBoxes,
+        values: Mapping[int, np.ndarray],
+    ) -> dict[Any, jax.Array]:
+        """Some of an array's shards, by device: for `join`, once all are there.
+
+        Args:
+            shape: Global shape.
+            placement: As for `array`.
+            local: The boxes of this process.
+            values: Values by the number of their box.
+        """
+        sharding = sharding_of(placement)
+        numbers = self._index_numbers(sharding, shape, local)
+        made = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            number = numbers[index]
+            if number in values:
+                alone = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+                layout = placement.layout if isinstance(placement, Format) else None
+                target = alone if layout is None else Format(layout, alone)
+                made[device] = jax.device_put(values[number], target)
+        return made
+
+    def join(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        placement: Placement,
+        shards: Mapping[Any, jax.Array],
+    ) -> jax.Array:
+        """The array of all shards of this process."""
+        sharding = sharding_of(placement)
+        devices = sharding.addressable_devices_indices_map(shape)
+        in_order = [shards[device] for device in devices]
+        return jax.make_array_from_single_device_arrays(shape, sharding, in_order, dtype=dtype)
+
+    def _index_numbers(
+        self, sharding: Sharding, shape: tuple[int, ...], local: LocalBoxes
+    ) -> _IndexNumbers:
+        numbers = self._numbers.get((sharding, shape))
+        if numbers is None:
+            numbers = self._numbers[sharding, shape] = _IndexNumbers(sharding, shape, local)
+        return numbers
 
 
 class _IndexNumbers:

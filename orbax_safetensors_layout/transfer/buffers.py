@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.plan.reads import SLOT_ALIGNMENT
+from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.plan.reads import LeafRead
+from orbax_safetensors_layout.transfer.buffers import allocate
 
-_NARROW_INTEGERS = {"int2", "uint2", "int4", "uint4"}  # ml_dtypes' integers have no numpy kind
+_NARROW_INTEGERS = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
+_CHUNK_ELEMENTS = 1 << 20  # bounds what a cast holds besides its result
 
 
 def check_castable(entry: TensorEntry, leaf: str, dtype: np.dtype) -> None:
@@ -20,8 +25,7 @@ def check_castable(entry: TensorEntry, leaf: str, dtype: np.dtype) -> None:
     source = entry.dtype.numpy
     if source == dtype:
         return
-    numeric = "biufcV"  # V: the ml_dtypes floats
-    if source.kind not in numeric or dtype.kind not in numeric or dtype.names:
+    if not (_is_number(source) and _is_number(dtype)):
         problem = "a cast that has no numeric meaning"
     elif source.kind == "c" and dtype.kind != "c":
         problem = "a cast from complex to real numbers would drop the imaginary part"
@@ -33,13 +37,13 @@ def check_castable(entry: TensorEntry, leaf: str, dtype: np.dtype) -> None:
 
 
 def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, leaf: LeafRead) -> np.ndarray:
-    """`value` as `dtype`.
+    """`value` as `dtype`, in memory that JAX's CPU backend adopts.
 
     Floating-point targets round as numpy does, unless `exact`. Integer and boolean targets must
     hold every value.
 
     Args:
-        value: One box of the tensor.
+        value: One box of the tensor, contiguous.
         dtype: The target.
         exact: Every value must survive: the cast was not asked for, JAX imposes it (x64 is off).
         leaf: The leaf, for the error.
@@ -47,29 +51,103 @@ def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, leaf: LeafRead) -> 
     Raises:
         DtypeMismatchError: A value would change.
     """
+    flat = value.reshape(-1)
+    result = allocate(flat.size * dtype.itemsize).view(dtype)
+    for start in range(0, flat.size, _CHUNK_ELEMENTS):
+        part = flat[start : start + _CHUNK_ELEMENTS]
+        result[start : start + part.size] = _cast(part, dtype, exact, leaf)
+    return result.reshape(value.shape)
+
+
+def python_scalar(value: np.ndarray, kind: type, leaf: LeafRead) -> bool | int | float:
+    """A 0-d array as a Python scalar of the wanted type.
+
+    Raises:
+        DtypeMismatchError: The type can not hold the value.
+    """
+    found = value.item() if value.dtype.kind in "biufc" else float(value)
+    try:
+        scalar: bool | int | float = kind(found)
+        kept = scalar == found or (kind is float and found != found)
+    except (TypeError, ValueError, OverflowError):  # complex, NaN or infinite
+        kept = False
+    if not kept:
+        raise DtypeMismatchError(
+            f"the value is no {kind.__name__}",
+            file=leaf.entry.file,
+            tensor=leaf.name,
+            expected=kind.__name__,
+            found=f"{found} ({value.dtype})",
+        )
+    return scalar
+
+
+def _is_number(dtype: np.dtype) -> bool:
+    return dtype.kind in "biufc" or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
+
+
+def _is_integer(dtype: np.dtype) -> bool:
+    return dtype.kind in "iu" or dtype.name in _NARROW_INTEGERS
+
+
+def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, leaf: LeafRead) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
+        if _is_integer(dtype) or dtype.kind == "b":
+            return _to_integer(value, dtype, exact, leaf)
         result = value.astype(dtype)
-        if exact or dtype.kind in "biu" or dtype.name in _NARROW_INTEGERS:
+        if exact:
             back = result.astype(value.dtype)
-            kept = (back == value) | ((back != back) & (value != value))
-            kept &= (result < 0) == (value < 0)  # wrapping around comes back equal
-            if not kept.all():
-                _refuse(value[~kept], dtype, exact, leaf)
+            _require((back == value) | ((back != back) & (value != value)), value, dtype, leaf)
     return result
 
 
-def _refuse(values: np.ndarray, dtype: np.dtype, exact: bool, leaf: LeafRead) -> None:
+def _to_integer(value: np.ndarray, dtype: np.dtype, exact: bool, leaf: LeafRead) -> np.ndarray:
+    """Checked by range, not by a round trip: what C makes of a number out of range is undefined."""
+    low, high = (0, 1) if dtype.kind == "b" else _range(dtype)
+    if not (_is_integer(value.dtype) or value.dtype.kind == "b"):
+        value = value.astype(np.float64)  # holds every float of 32 bits and fewer
+        whole = np.isfinite(value) & (np.trunc(value) == value)
+        # As floats: `high + 1` is a power of two and exact, `high` may not be.
+        _require(whole & (value >= low) & (value < float(high + 1)), value, dtype, leaf)
+    elif value.dtype.kind != "b":
+        if value.dtype.name in _NARROW_INTEGERS:
+            value = value.astype(np.int8)
+        bounds = np.iinfo(value.dtype)
+        kept = np.ones(value.shape, np.bool_)
+        if low > bounds.min:
+            kept &= value >= low
+        if high < bounds.max:
+            kept &= value <= high
+        _require(kept, value, dtype, leaf, exact)
+    if dtype.name in _NARROW_INTEGERS:
+        value = value.astype(np.int8)  # numpy has no cast from all floats
+    return value.astype(dtype)
+
+
+def _range(dtype: np.dtype) -> tuple[int, int]:
+    narrow: Any = ml_dtypes.iinfo  # untyped
+    bounds = narrow(dtype) if dtype.name in _NARROW_INTEGERS else np.iinfo(dtype)
+    return int(bounds.min), int(bounds.max)
+
+
+def _require(
+    kept: np.ndarray, values: np.ndarray, dtype: np.dtype, leaf: LeafRead, exact: bool = True
+) -> None:
+    if kept.all():
+        return
+    lost = values[~kept]
+    source = leaf.entry.dtype.numpy
     hint = "Ask for a dtype that holds the values."
-    if exact:
+    if exact and source.itemsize == 8 and dtype.itemsize == 4:
         hint = (
-            "JAX's 64-bit types are off: set jax.config.update('jax_enable_x64', True), or ask for"
-            f" {dtype} in the abstract tree if rounding is meant."
+            "If the tree asks for 64 bits: JAX's are off; set"
+            " jax.config.update('jax_enable_x64', True), or ask for a dtype that holds the values."
         )
     raise DtypeMismatchError(
-        f"{values.size} values do not fit {dtype}",
+        f"{lost.size} values do not fit {dtype}",
         file=leaf.entry.file,
         tensor=leaf.name,
         expected=dtype,
-        found=f"{leaf.entry.dtype.numpy}, for instance {values.flat[0]}",
+        found=f"{source}, for instance {lost.flat[0]}",
         hint=hint,
     )

@@ -15,14 +15,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.reads import Group, Region, TileRead
+from orbax_safetensors_layout.plan.reads import (
+    MAX_RANK,
+    TINY_REGION_BYTES,
+    Group,
+    Region,
+)
+from orbax_safetensors_layout.plan.tiles import TileRead
 from orbax_safetensors_layout.storage.base import Buffer, Storage
 from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
 
 _JOB_SECONDS = 1e-3  # many small requests share a job that takes about this long
-_MAX_GROUP_BUFFERS = 1000  # below IOV_MAX, 1024 on Linux
 
 
 class Destination(NamedTuple):
@@ -36,11 +42,19 @@ class Destination(NamedTuple):
     region: Region
     memory: Bytes
 
-    def member(self, number: int) -> Bytes:
-        """The bytes of one member, by its number in the grid's C order."""
+    def members(self, dtype: DType) -> list[np.ndarray]:
+        """Each member as an array over the memory; packed ones as their bytes."""
         read = self.region.read
-        start = number * read.slot_bytes
-        return self.memory[start : start + read.member_bytes]
+        stored = np.dtype(np.uint8) if dtype.packed else dtype.numpy
+        count, rank = len(read.tile.members), len(read.member_shape)
+        if count > 1 and 0 < rank < MAX_RANK:
+            strides = (read.slot_bytes, *read.staging.within)
+            shape = (count, *read.member_shape)
+            return [*np.ndarray(shape, stored, self.memory.data, 0, strides)]
+        return [
+            np.ndarray(read.member_shape, stored, self.memory.data, number * read.slot_bytes)
+            for number in range(count)
+        ]
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
         """Where bytes `start` to `stop` of the members' concatenation are."""
@@ -60,6 +74,11 @@ class Destination(NamedTuple):
 
 class Job(Protocol):
     """Something that one worker thread does."""
+
+    @property
+    def file(self) -> str:
+        """The file that it reads."""
+        ...
 
     @property
     def destinations(self) -> Sequence[Destination]:
@@ -152,10 +171,12 @@ class Pieces(NamedTuple):
         shape, sources, targets = zip(*reversed(grid), strict=True)
         return cls(shape, np.dtype(f"u{width}"), sources, targets)
 
-    def with_rows(self, rows: int, source_stride: int, target_stride: int) -> Pieces:
-        """The same for each of some indices of one more leading dimension."""
+    def repeated(self, count: int, source_stride: int, target_stride: int) -> Pieces:
+        """The same for each of `count` indices of one more leading dimension."""
+        if count == 1:
+            return self
         return Pieces(
-            (rows, *self.shape),
+            (count, *self.shape),
             self.dtype,
             (source_stride, *self.source_strides),
             (target_stride, *self.target_strides),
@@ -300,15 +321,29 @@ class _BufferList:
 
 
 def destinations_of(group: Group) -> list[Destination]:
-    """Allocates room for all regions of a group, in one piece."""
-    offsets = [0]
-    for region in group.regions:
-        offsets.append(offsets[-1] + region.read.memory_bytes)
-    memory = allocate(offsets[-1], file_offset=group.regions[0].start)
-    return [
-        Destination(region, memory[start:stop])
-        for region, (start, stop) in zip(group.regions, itertools.pairwise(offsets), strict=True)
-    ]
+    """Allocates room for all regions of a group.
+
+    Small regions share memory with their like: an array that is kept then does not keep much
+    larger ones from being freed.
+    """
+    regions = group.regions
+    if len(regions) == 1:
+        memory = allocate(regions[0].read.memory_bytes, file_offset=regions[0].start)
+        return [Destination(regions[0], memory)]
+    sizes = [region.read.memory_bytes for region in regions]
+    tiny = [size < TINY_REGION_BYTES for size in sizes]
+    arenas = {kind: allocate(_total(sizes, tiny, kind)) for kind in set(tiny)}
+    used = dict.fromkeys(arenas, 0)
+    destinations = []
+    for region, size, kind in zip(regions, sizes, tiny, strict=True):
+        start = used[kind]
+        used[kind] = start + size
+        destinations.append(Destination(region, arenas[kind][start : start + size]))
+    return destinations
+
+
+def _total(sizes: Sequence[int], tiny: Sequence[bool], kind: bool) -> int:
+    return sum(size for size, is_tiny in zip(sizes, tiny, strict=True) if is_tiny is kind)
 
 
 def jobs_of(
@@ -316,26 +351,14 @@ def jobs_of(
 ) -> Iterator[Job]:
     """The jobs that fill `destinations`, lazily."""
     if len(destinations) > 1:
-        yield from _group_jobs(group.file, destinations)
+        yield _group_job(group.file, destinations)
     elif destinations[0].region.read.direct:
         yield from _runs_jobs(group.file, destinations[0], profile)
     else:
-        blocks = _blocks(destinations[0], profile.staging_bytes)
+        blocks = _blocks(destinations[0])
         batch = _per_job(profile.staging_bytes, profile)
         while some := list(itertools.islice(blocks, batch)):
             yield BlocksJob(group.file, destinations[0], some)
-
-
-def _group_jobs(file: str, destinations: Sequence[Destination]) -> Iterator[GroupJob]:
-    """One job, or several where the members are more than one system call may fill."""
-    first = buffers = 0
-    for number, destination in enumerate(destinations):
-        more = len(destination.region.read.tile.members) + 1
-        if number > first and buffers + more > _MAX_GROUP_BUFFERS:
-            yield _group_job(file, destinations[first:number])
-            first, buffers = number, 0
-        buffers += more
-    yield _group_job(file, destinations[first:])
 
 
 def _group_job(file: str, destinations: Sequence[Destination]) -> GroupJob:
@@ -376,48 +399,45 @@ def _per_job(request_bytes: int, profile: StorageProfile) -> int:
     return max(1, min(profile.request_bytes // request_bytes, by_time))
 
 
-def _block(destination: Destination, index: tuple[int, ...], rows: int) -> Block:
+def _blocks(destination: Destination) -> Iterator[Block]:
+    read = destination.region.read
+    axis, cells, rows, _ = read.blocking
+    member, grid = read.member_shape[axis], read.tile.grid[axis]
+    for outer in itertools.product(*map(range, read.tile.box.shape[:axis])):
+        for cell in range(0, grid, cells):
+            for row in range(0, member, rows):
+                index = (*outer, cell * member + row)
+                yield _block(destination, index, min(cells, grid - cell), min(rows, member - row))
+
+
+def _block(destination: Destination, index: tuple[int, ...], cells: int, rows: int) -> Block:
     """One block of a tile.
 
     Args:
         destination: The tile in memory.
         index: Where the block begins in the leading dimensions.
-        rows: Its extent along the last of these; it has one index of those before and all of
-            those after.
+        cells: Members that it touches along the last of these.
+        rows: Indices that it has of each of them along it: all, or some of a single member. It
+            has one index of the dimensions before and all of those after.
     """
     region = destination.region
     read, staging = region.read, region.read.staging
-    member = read.member_shape
     axis = len(index) - 1
+    member, stride = read.member_shape[axis], staging.source[axis]
     offset = region.start + sum(i * s for i, s in zip(index, read.strides, strict=False))
     if axis >= staging.outer:
-        length = (rows - 1) * staging.source[axis] + read.staged_bytes(axis + 1)
+        length = (cells * rows - 1) * stride + read.staged_bytes(axis + 1)
         requests = StridedRuns(offset, length, ())
     else:
-        counts = (rows, *read.tile.box.shape[axis + 1 : staging.outer])
+        counts = (cells * rows, *read.tile.box.shape[axis + 1 : staging.outer])
         levels = zip(counts, read.strides[axis : staging.outer], strict=True)
         requests = StridedRuns(offset, read.requests.run_bytes, tuple(levels))
     target_offset = sum(
         (i // n) * across + (i % n) * within
-        for i, n, across, within in zip(index, member, staging.across, staging.within, strict=False)
+        for i, n, across, within in zip(
+            index, read.member_shape, staging.across, staging.within, strict=False
+        )
     )
-    pieces = Pieces.of(read, axis + 1)
-    pieces = pieces.with_rows(rows, staging.source[axis], staging.within[axis])
+    pieces = Pieces.of(read, axis + 1).repeated(rows, stride, staging.within[axis])
+    pieces = pieces.repeated(cells, member * stride, staging.across[axis])
     return Block(destination, requests, pieces, target_offset)
-
-
-def _blocks(destination: Destination, staging_bytes: int) -> Iterator[Block]:
-    read = destination.region.read
-    extents, member, grid = read.tile.box.shape, read.member_shape, read.tile.grid
-    staging_bytes = max(staging_bytes, read.itemsize)
-    axis = 0
-    while read.staged_bytes(axis + 1) > staging_bytes:
-        axis += 1
-    tail = read.staged_bytes(axis + 1)
-    most = max(1, (staging_bytes - tail) // read.staging.source[axis] + 1)
-    for outer in itertools.product(*map(range, extents[:axis])):
-        for cell in range(grid[axis]):
-            first = cell * member[axis]
-            for row in range(first, first + member[axis], most):
-                rows = min(most, first + member[axis] - row)
-                yield _block(destination, (*outer, row), rows)

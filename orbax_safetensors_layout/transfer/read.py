@@ -1,4 +1,4 @@
-"""Runs a read plan: threads fill host buffers, the caller's thread takes each finished leaf.
+"""Runs a read plan: threads fill host buffers, the caller's thread takes each finished region.
 
 The first failure stops everything: no further request starts, those in flight are waited for,
 the buffers are dropped, and the one error names file, tensor, byte range and cause.
@@ -12,24 +12,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.reads import (
-    SLOT_ALIGNMENT,
     Group,
     LeafRead,
     ReadPlan,
     Region,
-    TileRead,
 )
+from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.buffers import Bytes
 from orbax_safetensors_layout.transfer.jobs import (
     Destination,
     Job,
@@ -38,9 +36,9 @@ from orbax_safetensors_layout.transfer.jobs import (
     jobs_of,
 )
 
-Deliver = Callable[[int, Sequence[np.ndarray]], Callable[[], object] | None]
-"""Takes a leaf's number and its boxes' values, in the order of `LeafRead.local.boxes`. What it
-returns, if anything, is called before the leaf's buffers count as free: it waits for a transfer."""
+Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
+"""Takes a leaf's number, some of its boxes by number, and their values. What it returns, if
+anything, is called before the buffers count as free: it waits for a transfer."""
 
 Convert = Callable[[int, np.ndarray], np.ndarray]
 """Takes a leaf's number and one box as it stands in the file; gives it in the wanted dtype."""
@@ -69,7 +67,6 @@ def read_leaves(
     *,
     deliver: Deliver,
     convert: Convert,
-    adopt: bool,
     mmap: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> ReadStats:
@@ -78,14 +75,23 @@ def read_leaves(
     Args:
         plan: What to read.
         storage: Where from.
-        deliver: Called on the calling thread for each leaf, in the order in which they finish.
+        deliver: Called on the calling thread for each region, in the order in which they finish;
+            for a leaf that needs no byte, once.
         convert: Called on a worker thread for leaves whose dtype is not the file's.
-        adopt: Whether delivered buffers live on as arrays; if not, they count against the plan's
-            memory budget until they are released.
-        mmap: Take mapped pages of local files in place of reads where they are aligned.
-        progress: Told after each leaf.
+        mmap: Take mapped pages of local files in place of reads where they are aligned and the
+            arrays keep them.
+        progress: Told after each region.
     """
-    return _Reader(plan, storage, deliver, convert, adopt, mmap, progress).run()
+    return _Reader(plan, storage, deliver, convert, mmap, progress).run()
+
+
+class _Failure(NamedTuple):
+    """What a worker thread puts into the queue in place of a finished piece of work."""
+
+    error: BaseException
+
+
+_Event = Callable[[], None] | _Failure
 
 
 class _Reader:
@@ -97,7 +103,6 @@ class _Reader:
         storage: Storage,
         deliver: Deliver,
         convert: Convert,
-        adopt: bool,
         mmap: bool,
         progress: Callable[[Progress], None] | None,
     ) -> None:
@@ -105,31 +110,29 @@ class _Reader:
         self._storage = storage
         self._deliver = deliver
         self._convert = convert
-        self._adopt = adopt
-        self._map = storage.map if mmap and isinstance(storage, LocalStorage) else None
+        mapped = mmap and plan.adopt and isinstance(storage, LocalStorage)
+        self._map = storage.map if mapped and isinstance(storage, LocalStorage) else None
+        self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
         self._cancelled = threading.Event()
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._in_flight = 0
         self._reserved_bytes = 0
         self._held: deque[tuple[Callable[[], object], int]] = deque()
-        # Work that a leaf still waits for: its regions, each of which is one until its jobs end.
-        self._waiting = [0] * len(plan.leaves)
-        self._members: list[list[np.ndarray | None]] = [
-            [None] * len(leaf.local.boxes) for leaf in plan.leaves
-        ]
-        self._leaf_bytes = [0] * len(plan.leaves)
         self._total_bytes = self._done_bytes = 0
         self._bytes_read = self._num_reads = self._storage_reads = self._mapped_bytes = 0
 
     def run(self) -> ReadStats:
+        needing: set[int] = set()
         for _, regions in self._plan.regions:
             for region in regions:
-                self._waiting[region.leaf] += 1
-                self._leaf_bytes[region.leaf] += region.read.memory_bytes
-                self._total_bytes += region.read.memory_bytes
-        self._deliver_empty()
+                needing.add(region.leaf)
+                self._total_bytes += region.read.runs.total_bytes
+        for number, leaf in enumerate(self._plan.leaves):
+            if number not in needing:
+                empty = [np.empty(box.shape, leaf.dtype) for box in leaf.local.boxes]
+                self._deliver(number, range(len(empty)), empty)
         concurrency = self._plan.profile.concurrency
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="safetensors-read")
         try:
@@ -138,24 +141,34 @@ class _Reader:
                 if not self._adopt_mapped(group, pool):
                     self._schedule(group, pool)
             while self._in_flight:
-                self._events.get()()
+                self._next_event()
         finally:
             self._cancelled.set()
             pool.shutdown(wait=True, cancel_futures=True)
+            self._events = queue.SimpleQueue()  # what is left in it holds buffers, and this object
         while self._held:
             self._release_oldest()
+        for file in self._mapped_files:
+            self._storage.check_unchanged(file)
         return ReadStats(self._bytes_read, self._num_reads, self._storage_reads, self._mapped_bytes)
 
-    def _deliver_empty(self) -> None:
-        """Leaves that need no byte: zero-sized, or none of whose devices are this process's."""
-        for number, leaf in enumerate(self._plan.leaves):
-            if not self._waiting[number]:
-                empty = [np.empty(box.shape, leaf.dtype) for box in leaf.local.boxes]
-                self._finish(number, empty)
+    def _next_event(self) -> None:
+        event = self._events.get()
+        if not isinstance(event, _Failure):
+            event()
+            return
+        try:
+            raise event.error
+        finally:
+            del event  # the error's traceback holds this frame
 
     def _schedule(self, group: Group, pool: ThreadPoolExecutor) -> None:
-        self._make_room(sum(region.read.memory_bytes for region in group.regions))
-        destinations = destinations_of(group)
+        self._make_room(sum(map(self._plan.held_bytes, group.regions)))
+        try:
+            destinations = destinations_of(group)
+        except MemoryError as error:
+            error.add_note(f"while making room for {self._names(group.regions)} of {group.file}")
+            raise
         outstanding = [1]  # the group itself, until all its jobs are submitted
 
         def done() -> None:
@@ -166,57 +179,69 @@ class _Reader:
 
         for job in jobs_of(group, destinations, self._plan.profile):
             while self._in_flight >= 3 * self._plan.profile.concurrency:
-                self._events.get()()
+                self._next_event()
             outstanding[0] += 1
-            self._submit(pool, job, done)
+            self._submit_job(pool, job, done)
         done()
         while not self._events.empty():
-            self._events.get()()
+            self._next_event()
 
-    def _submit(self, pool: ThreadPoolExecutor, job: Job, done: Callable[[], None]) -> None:
-        def work() -> None:
+    def _submit_job(self, pool: ThreadPoolExecutor, job: Job, done: Callable[[], None]) -> None:
+        def work() -> Callable[[], None]:
+            nbytes, requests = job.run(self._storage, self._scratch)
+
+            def account() -> None:
+                self._bytes_read += nbytes
+                self._storage_reads += requests
+                done()
+
+            return account
+
+        self._submit(pool, work, job.file, [d.region for d in job.destinations])
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[], Callable[[], None]],
+        file: str,
+        regions: Sequence[Region],
+    ) -> None:
+        """Runs `work` on the pool, and what it returns on the calling thread."""
+
+        def run() -> None:
+            if self._cancelled.is_set():
+                return
             try:
-                if self._cancelled.is_set():
-                    return
-                nbytes, requests = job.run(self._storage, self._scratch)
+                then = work()
             except BaseException as error:
                 self._cancelled.set()
-                caught = self._named(error, job)
-
-                def fail() -> None:
-                    raise caught
-
-                self._events.put(fail)
+                if not isinstance(error, SafetensorsLayoutError):
+                    error.add_note(f"while loading {self._names(regions)} of {file}")
+                elif error.tensor is None:
+                    error.tensor = self._plan.leaves[regions[0].leaf].name
+                self._events.put(_Failure(error))
             else:
 
-                def account() -> None:
+                def finish() -> None:
                     self._in_flight -= 1
-                    self._bytes_read += nbytes
-                    self._storage_reads += requests
-                    done()
+                    then()
 
-                self._events.put(account)
+                self._events.put(finish)
 
         self._in_flight += 1
-        pool.submit(work)
+        pool.submit(run)
 
-    def _named(self, error: BaseException, job: Job) -> BaseException:
-        """The error with the tensors that it concerns."""
-        if isinstance(error, SafetensorsLayoutError) and error.tensor is None:
-            names = [self._plan.leaves[d.region.leaf].name for d in job.destinations]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            error.tensor = names[0] + more
-        return error
+    def _names(self, regions: Sequence[Region]) -> str:
+        more = f" and {len(regions) - 1} more tensors" if len(regions) > 1 else ""
+        return repr(self._plan.leaves[regions[0].leaf].name) + more
 
     def _make_room(self, nbytes: int) -> None:
         """Waits until `nbytes` more fit the budget, or nothing is left to wait for."""
-        if self._adopt:
-            return
-        while self._reserved_bytes + nbytes > self._plan.memory_budget_bytes:
+        while nbytes and self._reserved_bytes + nbytes > self._plan.memory_budget_bytes:
             if self._held:
                 self._release_oldest()
             elif self._in_flight:
-                self._events.get()()
+                self._next_event()
             else:
                 break
         self._reserved_bytes += nbytes
@@ -231,6 +256,7 @@ class _Reader:
         if self._map is None or not all(map(_adoptable, group.regions)):
             return False
         mapped = np.frombuffer(self._map(group.file), np.uint8)
+        self._mapped_files.add(group.file)
         for region in group.regions:
             self._mapped_bytes += region.stop - region.start
             self._region_done(Destination(region, mapped[region.start : region.stop]), pool)
@@ -239,87 +265,41 @@ class _Reader:
     def _region_done(self, destination: Destination, pool: ThreadPoolExecutor) -> None:
         region = destination.region
         leaf = self._plan.leaves[region.leaf]
-        dtype = leaf.entry.dtype.numpy
-        read = region.read
-        members = self._members[region.leaf]
-        stored = np.dtype(np.uint8) if leaf.entry.dtype.packed else dtype
-        values = _member_views(read, destination.memory, stored)
-        for box, value in zip(read.tile.members, values, strict=True):
-            members[box] = value
-        self._waiting[region.leaf] -= 1
-        if self._waiting[region.leaf]:
+        values = destination.members(leaf.entry.dtype)
+        if leaf.dtype == leaf.entry.dtype.numpy and not leaf.entry.dtype.packed:
+            self._finish(region, values)
             return
-        values = [value for value in members if value is not None]
-        self._members[region.leaf] = []
-        if dtype == leaf.dtype and not leaf.entry.dtype.packed:
-            self._finish(region.leaf, values)
-        else:
-            self._submit_conversion(pool, region.leaf, values)
 
-    def _converted(self, number: int, values: list[np.ndarray]) -> list[np.ndarray]:
-        leaf = self._plan.leaves[number]
-        if leaf.entry.dtype.packed:
+        def work() -> Callable[[], None]:
+            converted = self._converted(region, leaf, values)
+            return lambda: self._finish(region, converted)
+
+        self._submit(pool, work, leaf.entry.file, [region])
+
+    def _converted(
+        self, region: Region, leaf: LeafRead, values: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        dtype = leaf.entry.dtype
+        if dtype.packed:
+            boxes = [leaf.local.boxes[number] for number in region.read.tile.members]
+            packed = [packed_box(leaf.entry.shape, dtype.bits, box) for box in boxes]
             values = [
-                _unpacked(leaf, box, value)
-                for box, value in zip(leaf.local.boxes, values, strict=True)
+                unpack_box(value, dtype.bits, at).view(dtype.numpy)
+                for value, at in zip(values, packed, strict=True)
             ]
-        if leaf.dtype != leaf.entry.dtype.numpy:
-            values = [self._convert(number, value) for value in values]
+        if leaf.dtype != dtype.numpy:
+            values = [self._convert(region.leaf, value) for value in values]
         return values
 
-    def _submit_conversion(
-        self, pool: ThreadPoolExecutor, number: int, values: list[np.ndarray]
-    ) -> None:
-        def work() -> None:
-            try:
-                converted = self._converted(number, values)
-            except BaseException as error:
-                self._cancelled.set()
-                caught = error
-
-                def fail() -> None:
-                    raise caught
-
-                self._events.put(fail)
-            else:
-
-                def finish() -> None:
-                    self._in_flight -= 1
-                    self._finish(number, converted)
-
-                self._events.put(finish)
-
-        self._in_flight += 1
-        pool.submit(work)
-
-    def _finish(self, number: int, values: Sequence[np.ndarray]) -> None:
-        wait = self._deliver(number, values)
-        nbytes = self._leaf_bytes[number]
-        if not self._adopt:
-            self._held.append((wait or (lambda: None), nbytes))
-        self._done_bytes += nbytes
+    def _finish(self, region: Region, values: Sequence[np.ndarray]) -> None:
+        wait = self._deliver(region.leaf, region.read.tile.members, values)
+        held = self._plan.held_bytes(region)
+        if held:
+            self._held.append((wait or (lambda: None), held))
+        self._done_bytes += region.read.runs.total_bytes
         if self._progress is not None:
-            name = self._plan.leaves[number].name
+            name = self._plan.leaves[region.leaf].name
             self._progress(Progress(self._done_bytes, self._total_bytes, name))
-
-
-def _unpacked(leaf: LeafRead, box: Box, data: np.ndarray) -> np.ndarray:
-    """A box's elements, one a byte, from the packed bytes that were read for it."""
-    dtype = leaf.entry.dtype
-    packed = packed_box(leaf.entry.shape, dtype.bits, box)
-    return unpack_box(data, dtype.bits, packed).view(dtype.numpy)
-
-
-def _member_views(read: TileRead, memory: Bytes, dtype: np.dtype) -> list[np.ndarray]:
-    """Each member of a tile as an array over the tile's memory."""
-    count = len(read.tile.members)
-    if count > 1 and read.member_shape:
-        strides = (read.slot_bytes, *read.staging.within)
-        return [*np.ndarray((count, *read.member_shape), dtype, memory.data, 0, strides)]
-    return [
-        np.ndarray(read.member_shape, dtype, memory.data, number * read.slot_bytes)
-        for number in range(count)
-    ]
 
 
 def _adoptable(region: Region) -> bool:
