@@ -83,6 +83,7 @@ def save_aligned(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def test_mapped_pages_are_adopted_where_aligned(tmp_path):
+    tensor = random_tensor((256, 64), np.float32)
     path = save_aligned(tmp_path, {"t": tensor})
     mesh = Mesh(np.array(jax.devices()), ("x",))
     leaf = jax.ShapeDtypeStruct(

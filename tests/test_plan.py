@@ -12,7 +12,7 @@ import pytest
 from checkpoints import save
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from recording import recording
 from test_load import MESHES, mesh_of, specs
 
@@ -122,9 +122,8 @@ def test_there_must_be_such_a_process(tmp_path):
 
 
 def test_an_unconstrained_dimension_is_not_split(tmp_path):
-    sharding = NamedSharding(
-        AbstractMesh((8,), ("x",)), PartitionSpec(PartitionSpec.UNCONSTRAINED, "x")
-    )
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED, "x"))
     (box,) = ProcessShards(1, 8).boxes(sharding, (4, 16)).boxes
     assert box.shape == (4, 2)
 
