@@ -26,7 +26,14 @@ RETRY_AFTER_SECONDS = (5, 30)
 
 
 class Task(NamedTuple):
-    """What to install and what to run; a command is the arguments of the environment's Python."""
+    """What to install and what to run.
+
+    Attributes:
+        extra: The extra of the package to install with it; "" is none.
+        commands: Each the arguments of the environment's Python.
+        models: Whether the published weights of the tests are needed.
+        oldest: Whether to install the oldest supported dependencies.
+    """
 
     extra: str
     commands: tuple[tuple[str, ...], ...]
@@ -36,7 +43,7 @@ class Task(NamedTuple):
 
 PYTEST = ("-m", "pytest")
 TASKS = {
-    "quickstart": Task("examples", (("examples/quickstart.py",),)),
+    "quickstart": Task("", (("examples/quickstart.py",),)),
     "test": Task("test", (PYTEST,), models=True),
     "test-oldest": Task("test", (PYTEST,), models=True, oldest=True),
     "lint": Task(
@@ -102,14 +109,15 @@ def fingerprint(task: Task) -> str:
 def prepare(task: Task) -> Path:
     """The environment's Python, with all that the task needs."""
     environment = folder(task)
-    stamp = environment / f"ready-{task.extra}"
+    stamp = environment / f"ready-{task.extra or 'package'}"
+    target = f".[{task.extra}]" if task.extra else "."
     if stamp.is_file() and stamp.read_text() == fingerprint(task):
         return python_in(environment)
-    print(f"installing .[{task.extra}] into {environment}", flush=True)
+    print(f"installing {target} into {environment}", flush=True)
     if not python_matches(environment):
         create(environment)
     constraints = ("--constraint", str(OLDEST)) if task.oldest else ()
-    install(environment, *constraints, "--editable", f".[{task.extra}]")
+    install(environment, *constraints, "--editable", target)
     if task.models:
         import tomllib  # here, so that an older Python reaches the message at the end of this file
 
@@ -137,7 +145,9 @@ def main(arguments: list[str]) -> int:
     if len(task.commands) > 1 and arguments[1:]:
         give_up(f"{arguments[0]} takes no arguments")
     python = prepare(task)
-    codes = [run(python, *command, *arguments[1:]) for command in task.commands]
+    # Commands run in the repository; a path is meant from where the caller stands.
+    given = [str(Path(a).absolute()) if Path(a).exists() else a for a in arguments[1:]]
+    codes = [run(python, *command, *given) for command in task.commands]
     return max(codes, key=abs)
 
 

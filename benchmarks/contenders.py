@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import threading
@@ -14,6 +13,7 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+import pages
 import safetensors.numpy
 from cases import Stored, data_files, stored_tensors
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -126,7 +126,7 @@ def odirect(folder: Path, _: Abstract) -> Tree:
     failures: list[OSError] = []
 
     def drain() -> None:
-        scratch = [mmap.mmap(-1, _ODIRECT_BYTES)]  # page-aligned, as O_DIRECT asks
+        scratch = [pages.anonymous(_ODIRECT_BYTES)]  # page-aligned, as O_DIRECT asks
         while True:
             try:
                 descriptor, start = work.get_nowait()

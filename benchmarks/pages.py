@@ -17,9 +17,20 @@ _CHUNK_BYTES = 8 << 20
 _SLICE_BYTES = 1 << 30
 
 
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Page-aligned memory of this process, in huge pages where they fit.
+
+    Python's default is shared memory in 4 KiB pages, into which the kernel cuts a direct read of
+    4 MiB into many small ones: 1.3 GiB/s in place of 4.0.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def warm(files: Iterable[Path]) -> None:
     """Reads the files through once, so that the page cache holds them."""
-    scratch = memoryview(mmap.mmap(-1, _CHUNK_BYTES))
+    scratch = memoryview(anonymous(_CHUNK_BYTES))
     for path in files:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(scratch):
@@ -77,12 +88,13 @@ def touch_and_free(nbytes: int) -> None:
     """Writes to every page of so much fresh memory and gives it back.
 
     A virtual machine's free memory goes back to the hypervisor after a while; without this the
-    hypervisor is what a run measures.
+    hypervisor is what a run measures. The memory is private and in huge pages, so that it comes
+    back whole and is what the next allocation gets: after shared 4 KiB pages the same load took
+    1.2 s in place of 0.2.
     """
     held = []
     for start in range(0, nbytes, _SLICE_BYTES):
-        memory = mmap.mmap(-1, min(_SLICE_BYTES, nbytes - start))
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = anonymous(min(_SLICE_BYTES, nbytes - start))
         np.frombuffer(memory, np.uint8)[::PAGE] = 1
         held.append(memory)
     for memory in held:

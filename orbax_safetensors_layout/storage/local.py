@@ -7,6 +7,7 @@ kernel's page allocation (measured 2.4 against 1.8 GiB/s), and leaves the cache 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -24,6 +25,7 @@ from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.storage.base import Buffer
 
 _PAGE = mmap.PAGESIZE
+_HUGE_PAGE = 2 * MIB
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 _MAX_OPEN_FILES = 128
 _DIRECT_MIN_BYTES = 1 * MIB
@@ -285,10 +287,28 @@ class LocalStorage:
             return handle.direct_fd
 
     def _direct_scratch(self) -> memoryview:
-        scratch = getattr(self._scratch, "chunk", None)
-        if scratch is None:
-            scratch = self._scratch.chunk = memoryview(mmap.mmap(-1, _DIRECT_CHUNK_BYTES))
-        return scratch
+        """This thread's chunk. It is not a forked child's, so it is made again there."""
+        pid, chunk = getattr(self._scratch, "chunk", (0, memoryview(b"")))
+        if pid != os.getpid():
+            chunk = _huge_pages(_DIRECT_CHUNK_BYTES)
+            self._scratch.chunk = os.getpid(), chunk
+        return chunk
+
+
+def _huge_pages(nbytes: int) -> memoryview:
+    """Writable memory in huge pages where the system has them, which a fork does not share.
+
+    With 4 KiB pages the kernel cuts a direct read of 4 MiB into many small ones: 1.3 GiB/s in
+    place of 4.0 (Linux 6.18, virtio). A page that a fork shares may miss what the disk writes to it
+    (open(2), O_DIRECT).
+    """
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(getattr(mmap, advice))
+    start = -_address(memoryview(memory)) % _HUGE_PAGE
+    return memoryview(memory)[start : start + nbytes]
 
 
 def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> int:
