@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -63,8 +64,9 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
             latency_seconds=1e-5,
             bandwidth_bytes_per_second=2.4 * GIB,
             request_bytes=8 * MIB,
-            staging_bytes=1 * MIB,
-            concurrency=8,
+            staging_bytes=2 * MIB,
+            # Copies out of the page cache need a thread a core, disks a few requests in flight.
+            concurrency=min(32, max(4, 2 * (os.cpu_count() or 1))),
         ),
     }
 )

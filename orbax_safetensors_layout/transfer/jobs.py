@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -400,44 +401,47 @@ def _per_job(request_bytes: int, profile: StorageProfile) -> int:
 
 
 def _blocks(destination: Destination) -> Iterator[Block]:
-    read = destination.region.read
+    region = destination.region
+    read, staging = region.read, region.read.staging
     axis, cells, rows, _ = read.blocking
     member, grid = read.member_shape[axis], read.tile.grid[axis]
+    cuts: dict[tuple[int, int], tuple[StridedRuns, Pieces]] = {}  # all alike but those at the ends
     for outer in itertools.product(*map(range, read.tile.box.shape[:axis])):
         for cell in range(0, grid, cells):
             for row in range(0, member, rows):
+                extent = min(cells, grid - cell), min(rows, member - row)
+                if extent not in cuts:
+                    cuts[extent] = _cut(read, *extent)
+                runs, pieces = cuts[extent]
                 index = (*outer, cell * member + row)
-                yield _block(destination, index, min(cells, grid - cell), min(rows, member - row))
+                offset = region.start + sum(map(operator.mul, index, read.strides))
+                target = sum(
+                    (i // n) * across + (i % n) * within
+                    for i, n, across, within in zip(
+                        index, read.member_shape, staging.across, staging.within, strict=False
+                    )
+                )
+                requests = StridedRuns(offset, runs.run_bytes, runs.levels)
+                yield Block(destination, requests, pieces, target)
 
 
-def _block(destination: Destination, index: tuple[int, ...], cells: int, rows: int) -> Block:
-    """One block of a tile.
+def _cut(read: TileRead, cells: int, rows: int) -> tuple[StridedRuns, Pieces]:
+    """The requests, from offset 0, and the pieces of one block of a tile.
 
     Args:
-        destination: The tile in memory.
-        index: Where the block begins in the leading dimensions.
-        cells: Members that it touches along the last of these.
+        read: The tile.
+        cells: Members that the block touches along the dimension that is cut.
         rows: Indices that it has of each of them along it: all, or some of a single member. It
             has one index of the dimensions before and all of those after.
     """
-    region = destination.region
-    read, staging = region.read, region.read.staging
-    axis = len(index) - 1
+    staging, axis = read.staging, read.blocking.axis
     member, stride = read.member_shape[axis], staging.source[axis]
-    offset = region.start + sum(i * s for i, s in zip(index, read.strides, strict=False))
     if axis >= staging.outer:
         length = (cells * rows - 1) * stride + read.staged_bytes(axis + 1)
-        requests = StridedRuns(offset, length, ())
+        runs = StridedRuns(0, length, ())
     else:
         counts = (cells * rows, *read.tile.box.shape[axis + 1 : staging.outer])
         levels = zip(counts, read.strides[axis : staging.outer], strict=True)
-        requests = StridedRuns(offset, read.requests.run_bytes, tuple(levels))
-    target_offset = sum(
-        (i // n) * across + (i % n) * within
-        for i, n, across, within in zip(
-            index, read.member_shape, staging.across, staging.within, strict=False
-        )
-    )
+        runs = StridedRuns(0, read.requests.run_bytes, tuple(levels))
     pieces = Pieces.of(read, axis + 1).repeated(rows, stride, staging.within[axis])
-    pieces = pieces.repeated(cells, member * stride, staging.across[axis])
-    return Block(destination, requests, pieces, target_offset)
+    return runs, pieces.repeated(cells, member * stride, staging.across[axis])
