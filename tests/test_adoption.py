@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
+import orbax_safetensors_layout.transfer.assemble as assemble_module
 import orbax_safetensors_layout.transfer.jobs as jobs_module
 import orbax_safetensors_layout.transfer.read as read_module
 from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
@@ -248,3 +250,22 @@ def test_a_file_that_changed_since_its_header_is_not_mapped(tmp_path, monkeypatc
     with pytest.raises((osl.StorageError, osl.TruncatedFileError)) as caught:
         osl.load(path, options=osl.ReadOptions(mmap=True))
     assert caught.value.file == str(file)
+
+
+def test_arrays_are_the_same_without_the_private_way(tmp_path, monkeypatch):
+    tensors = {f"t{i}": random_tensor((16, 8), np.float32, i) for i in range(3)}
+    path = save(tmp_path, tensors)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    for spec in ((), ("x",), ("y", "x"), (None, ("x", "y"))):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        tree = dict.fromkeys(tensors, jax.ShapeDtypeStruct((16, 8), np.float32, sharding=sharding))
+        with monkeypatch.context() as patch:
+            patch.setattr(assemble_module, "batched_device_put", lambda: None)
+            public = osl.load(path, tree)
+        assert assemble_module.batched_device_put() is not None, "not checked with this JAX"
+        for name, array in osl.load(path, tree).items():
+            assert array.aval == public[name].aval
+            assert array.committed == public[name].committed
+            assert_same_bits(array, tensors[name])
+            assert_same_bits(public[name], tensors[name])
+            np.testing.assert_array_equal(jax.jit(jnp.negative)(array), -tensors[name])

@@ -38,6 +38,7 @@ FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floo
 
 MAY_IMPORT_JAX = (
     "plan.shards",
+    "transfer._jax",
     "transfer.assemble",
     "load",
     "save",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.plan.reads import LocalBoxes
 from orbax_safetensors_layout.plan.shards import Index, Placement, box_of, sharding_of
+from orbax_safetensors_layout.transfer._jax import batched_device_put
 
 
 @functools.cache
@@ -35,6 +36,8 @@ class Assembler:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Sharding, tuple[int, ...]], _IndexNumbers] = {}
+        self._put = batched_device_put()
+        self._recipes: dict[tuple[Sharding, tuple[int, ...], np.dtype], _Recipe] = {}
 
     def array(
         self,
@@ -57,10 +60,30 @@ class Assembler:
         sharding = sharding_of(placement)
         if not values:
             return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-        if sharding.is_fully_replicated:
-            (whole,) = values
-            return jax.make_array_from_callback(shape, placement, lambda _: whole, dtype=dtype)
-        numbers = self._index_numbers(sharding, shape, local)
+        if self._put is None or placement is not sharding:
+            return self._from_callback(shape, dtype, placement, local, values)
+        key = (sharding, shape, dtype)
+        recipe = self._recipes.get(key)
+        if recipe is None:
+            # The first array of a kind is made the public way; it shows how the others are made.
+            array = self._from_callback(shape, dtype, placement, local, values)
+            numbers = self._index_numbers(sharding, shape, local)
+            indices = sharding.addressable_devices_indices_map(shape)
+            order = [numbers[index] for index in indices.values()]
+            self._recipes[key] = _Recipe(array.aval, [*indices], order)
+            return array
+        in_order = [values[number] for number in recipe.order]
+        return self._put(recipe.aval, sharding, in_order, recipe.devices)
+
+    def _from_callback(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        placement: Placement,
+        local: LocalBoxes,
+        values: Sequence[np.ndarray],
+    ) -> jax.Array:
+        numbers = self._index_numbers(sharding_of(placement), shape, local)
         return jax.make_array_from_callback(
             shape, placement, lambda index: values[numbers[index]], dtype=dtype
         )
@@ -112,6 +135,20 @@ class Assembler:
         if numbers is None:
             numbers = self._numbers[sharding, shape] = _IndexNumbers(sharding, shape, local)
         return numbers
+
+
+class _Recipe(NamedTuple):
+    """What arrays of one shape, dtype and sharding have in common.
+
+    Attributes:
+        aval: JAX's abstract value.
+        devices: The devices of this process, in JAX's order.
+        order: For each the number of its box.
+    """
+
+    aval: Any
+    devices: list[Any]
+    order: list[int]
 
 
 class _IndexNumbers:
