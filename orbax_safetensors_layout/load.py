@@ -156,8 +156,7 @@ def plan_load(
         tree = WantedTree.parse(abstract)
         shards = ProcessShards(process_index, process_count)
         leaves, _ = _leaf_reads(catalog, tree, shards, options.strict)
-        adopt = all(_adopts(want) for want in tree.wants if want is not None)
-        return _plan(catalog, leaves, options, adopt=adopt)
+        return _plan(catalog, leaves, options, adopt=_adopt(tree.wants))
 
 
 def _read_host(
@@ -218,7 +217,7 @@ def _read_tree(
             values[number] = assembler.join(shape, leaf.dtype, placement, shards.pop(number))
         return lambda: [shard.block_until_ready() for shard in some.values()]
 
-    plan = _plan(catalog, leaves, options, adopt=all(map(_adopts, wants)))
+    plan = _plan(catalog, leaves, options, adopt=_adopt(wants))
     stats = _read(plan, catalog, options, deliver, exact)
     filled = iter(values)
     return tree.fill(
@@ -241,11 +240,14 @@ def _host_value(want: Want, leaf: LeafRead, value: np.ndarray) -> Any:
     return value if want.scalar is None else python_scalar(value, want.scalar, leaf)
 
 
-def _adopts(want: Want) -> bool:
-    """Whether the leaf's array keeps the buffers it is made of, as on the CPU backend."""
-    if want.placement is None:
-        return True
-    sharding = sharding_of(want.placement)
+def _adopt(wants: Iterable[Want | None]) -> bool:
+    """Whether all arrays keep the buffers they are made of, as on the CPU backend."""
+    placements = {id(want.placement): want.placement for want in wants if want is not None}
+    return all(_on_cpu(placement) for placement in placements.values() if placement is not None)
+
+
+def _on_cpu(placement: Placement) -> bool:
+    sharding = sharding_of(placement)
     if is_abstract(sharding):
         return False
     devices: Iterable[Any] = sharding.addressable_devices
@@ -293,6 +295,7 @@ def _leaf_reads(
     problems: list[MismatchError] = []
     leaves: list[LeafRead] = []
     exact: list[bool] = []
+    dtypes: dict[tuple[np.dtype, int], np.dtype] = {}
     for want, name in zip(wants, names, strict=True):
         entry = entries[name]
         try:
@@ -300,15 +303,18 @@ def _leaf_reads(
                 raise _shape_mismatch(want, entry)
             _check_rank(entry)
             wanted = want.dtype or entry.dtype.numpy
-            dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
+            dtype = dtypes.get((wanted, id(want.placement)))
+            if dtype is None:
+                dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
+                dtypes[wanted, id(want.placement)] = dtype
             check_castable(entry, want.name, dtype)
             local = _local_boxes(want, entry, shards)
         except MismatchError as problem:
             problem.file, problem.tensor = entry.file, want.name
             problems.append(problem)
             continue
-        leaves.append(LeafRead(name, entry, local, np.dtype(dtype)))
-        exact.append(np.dtype(dtype) != wanted)
+        leaves.append(LeafRead(name, entry, local, dtype))
+        exact.append(dtype != wanted)
     if problems:
         _raise_all(problems)
     return leaves, exact

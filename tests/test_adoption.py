@@ -120,7 +120,7 @@ class Accelerator:
 
     def __init__(self, monkeypatch):
         module = sys.modules["orbax_safetensors_layout.load"]
-        monkeypatch.setattr(module, "_adopts", lambda want: False)
+        monkeypatch.setattr(module, "_adopt", lambda wants: False)
         monkeypatch.setattr(read_module, "destinations_of", self.destinations_of)
         self.sizes: list[int] = []
 
