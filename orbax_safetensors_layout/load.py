@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -155,7 +156,7 @@ def plan_load(
         _refuse_only(only)
         tree = WantedTree.parse(abstract)
         shards = ProcessShards(process_index, process_count)
-        leaves, _ = _leaf_reads(catalog, tree, shards, options.strict)
+        leaves, _ = _leaf_reads(catalog, tree, shards, strict=options.strict, devices=False)
         return _plan(catalog, leaves, options, adopt=_adopt(tree.wants))
 
 
@@ -190,7 +191,7 @@ def _read_tree(
     """The abstract tree with its leaves filled."""
     _refuse_only(only)
     tree = WantedTree.parse(abstract)
-    leaves, exact = _leaf_reads(catalog, tree, ProcessShards(), options.strict)
+    leaves, exact = _leaf_reads(catalog, tree, ProcessShards(), strict=options.strict, devices=True)
     wants = [want for want in tree.wants if want is not None]
     assembler = Assembler()
     values: list[Any] = [None] * len(wants)
@@ -272,7 +273,7 @@ def _read(
         leaf = plan.leaves[number]
         return cast(value, leaf.dtype, exact=exact[number], leaf=leaf)
 
-    with progress_callback(options.progress) as progress:
+    with _explicit_transfer(), progress_callback(options.progress) as progress:
         return read_leaves(
             plan,
             catalog.storage,
@@ -283,10 +284,28 @@ def _read(
         )
 
 
+def _explicit_transfer() -> contextlib.AbstractContextManager[None]:
+    """Loading is an explicit transfer: a guard against implicit ones is not meant for it."""
+    config: Any = jax.config
+    modes = (config.jax_transfer_guard_host_to_device, config.jax_transfer_guard)
+    if any(mode in ("disallow_explicit", "log_explicit") for mode in modes):
+        return contextlib.nullcontext()
+    allowed: contextlib.AbstractContextManager[None] = jax.transfer_guard_host_to_device("allow")
+    return allowed
+
+
 def _leaf_reads(
-    catalog: Catalog, tree: WantedTree, shards: ProcessShards, strict: bool
+    catalog: Catalog, tree: WantedTree, shards: ProcessShards, *, strict: bool, devices: bool
 ) -> tuple[list[LeafRead], list[bool]]:
-    """The reads of a wanted tree, and for each whether its cast must keep every value."""
+    """The reads of a wanted tree, and for each whether its cast must keep every value.
+
+    Args:
+        catalog: The checkpoint.
+        tree: What is wanted.
+        shards: Whose shards.
+        strict: Refuse tensors that the tree does not name.
+        devices: Refuse shardings without devices.
+    """
     wants = [want for want in tree.wants if want is not None]
     names = [_tensor_name(catalog, want) for want in wants]
     entries = catalog.entries(names)
@@ -302,6 +321,7 @@ def _leaf_reads(
             if want.shape is not None and want.shape != entry.shape:
                 raise _shape_mismatch(want, entry)
             _check_rank(entry)
+            _check_placeable(want, devices)
             wanted = want.dtype or entry.dtype.numpy
             dtype = dtypes.get((wanted, id(want.placement)))
             if dtype is None:
@@ -322,7 +342,7 @@ def _leaf_reads(
 
 def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
     """What JAX makes of a dtype: the same, or 32 bits of 64 where x64 is off."""
-    canonical: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    canonical: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
     sharding = sharding_of(placement)
     devices: Iterable[Any] = () if is_abstract(sharding) else sharding.addressable_devices
     if not all(jax_holds(canonical, device) for device in itertools.islice(devices, 1)):
@@ -333,6 +353,17 @@ def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
             hint="Ask for another dtype in the abstract tree, or for a numpy array.",
         )
     return canonical
+
+
+def _check_placeable(want: Want, devices: bool) -> None:
+    if devices and want.placement is not None and is_abstract(sharding_of(want.placement)):
+        raise MismatchError(
+            "the sharding names no devices",
+            expected="a sharding over a mesh of devices",
+            found=sharding_of(want.placement),
+            hint="Put jax.sharding.NamedSharding(mesh, spec) with a concrete mesh in the tree, or"
+            " load inside `with jax.set_mesh(mesh)`. A plan (plan_load) needs no devices.",
+        )
 
 
 def _check_rank(entry: TensorEntry) -> None:

@@ -105,8 +105,12 @@ class ReadOptions:
     def __post_init__(self) -> None:
         for name in ("memory_budget_bytes", "concurrency", "request_bytes"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value > 0):
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_count and value > 0):
                 raise ValueError(f"ReadOptions.{name} must be a positive integer, got {value!r}.")
+        for name in ("mmap", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"ReadOptions.{name} must be True or False.")
         for name in ("latency_seconds", "bandwidth_bytes_per_second"):
             unknown = sorted(set(getattr(self, name)) - set(PROFILES))
             if unknown:
@@ -124,7 +128,9 @@ class ReadOptions:
     def profile(self, kind: str) -> StorageProfile:
         """The cost model of a storage class with this object's overrides applied."""
         base = PROFILES[kind]
-        request_bytes = min(self.request_bytes or base.request_bytes, self.memory_budget_bytes)
+        request_bytes = self.request_bytes
+        if request_bytes is None:  # a small budget does not make ever smaller requests
+            request_bytes = min(base.request_bytes, max(self.memory_budget_bytes, 64 * KIB))
         return StorageProfile(
             latency_seconds=self.latency_seconds.get(kind, base.latency_seconds),
             bandwidth_bytes_per_second=self.bandwidth_bytes_per_second.get(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.plan.shards import Placement
+from orbax_safetensors_layout.plan.shards import Placement, is_abstract
 
 PLACEHOLDER = ...
 """A leaf that is left alone: nothing is read for it and it comes back as it is."""
@@ -97,7 +97,7 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
     if hasattr(leaf, "restore_type"):
         return _parse_restore_args(name, unboxed, leaf)
     if isinstance(leaf, np.ndarray | np.generic) or not hasattr(leaf, "sharding"):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
                 f"Leaf {name!r} of the abstract tree is a {type(leaf).__name__}; expected a "
                 "jax.ShapeDtypeStruct, an array, a Python scalar or its type, or `...`."
@@ -130,9 +130,22 @@ def _placement(leaf: Any) -> Placement:
     if isinstance(format_, Format) and format_.layout is not None and not _is_array(leaf):
         return format_
     sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding) and is_abstract(sharding):
+        return _with_devices(sharding)
     if sharding is not None and not isinstance(sharding, Sharding):
         sharding = sharding.to_jax_sharding()  # orbax's ShardingMetadata
     return sharding or replicated_everywhere()
+
+
+def _with_devices(sharding: NamedSharding) -> NamedSharding:
+    """A sharding over an abstract mesh on the mesh that `jax.set_mesh` set, where that fits.
+
+    `jax.eval_shape` gives such shardings where mesh axes are explicit.
+    """
+    current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    if isinstance(current, Mesh) and dict(current.shape) == dict(sharding.mesh.shape):
+        return NamedSharding(current, sharding.spec)
+    return sharding
 
 
 def _is_array(leaf: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import ml_dtypes
@@ -330,3 +332,26 @@ def test_manager_with_the_registry_refuses_to_save_in_plain_words(tmp_path):
 def test_registry_needs_names():
     with pytest.raises(ValueError, match='"default"'):
         osl.handler_registry()
+
+
+def test_a_refused_asynchronous_save_lets_the_process_end(tmp_path):
+    code = f"""
+import numpy as np, orbax.checkpoint as ocp, orbax_safetensors_layout as osl
+checkpointer = ocp.AsyncCheckpointer(osl.SafetensorsCheckpointHandler())
+try:
+    checkpointer.save({str(tmp_path / "step")!r}, args=ocp.args.StandardSave({{"a": np.ones(2)}}))
+    checkpointer.wait_until_finished()
+except osl.SafetensorsLayoutError as error:
+    print("refused:", error)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "refused: this version" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr

@@ -445,3 +445,11 @@ def test_own_storage_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointNotFoundError):
         Catalog.open("/elsewhere")
     assert storage.closed
+
+
+def test_an_incomplete_numbered_set_without_an_index() -> None:
+    files = {f"/m/model-0000{n}-of-00004.safetensors": model_file({}) for n in (1, 3)}
+    with pytest.raises(InvalidIndexError, match="lacks files of a numbered set") as caught:
+        opened(files)
+    assert "numbers 00002, 00004" in str(caught.value)
+    assert caught.value.file == "/m"

@@ -148,3 +148,16 @@ def test_planned_requests_are_those_that_are_made(tmp_path):
         assert cost.read_bytes == sum(b - a for _, a, b in storage.tensor_ranges()) == 15 << 20
         if spec and options.request_bytes is None:
             assert cost.requests <= 2 * 15, "a block takes several shards of a long row"
+
+
+def test_a_concrete_mesh_is_planned_for_the_processes_that_there_are(tmp_path):
+    path = save(tmp_path, {"w": np.zeros(8, np.float32)})
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+    leaf = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)
+    with pytest.raises(osl.MismatchError, match="takes an AbstractMesh"):
+        osl.plan_load(path, {"w": leaf}, process_index=3, process_count=8)
+
+
+def test_a_small_budget_does_not_make_tiny_requests(tmp_path):
+    path = save(tmp_path, {"w": np.zeros(200_000, np.uint8)})
+    assert osl.plan_load(path, options=osl.ReadOptions(memory_budget_bytes=1)).cost().requests <= 4

@@ -173,6 +173,16 @@ def test_listing(tmp_path):
         assert not storage.is_file(str(tmp_path))
 
 
+def test_links_that_lead_nowhere_are_not_passed_over(tmp_path):
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "gone")
+    (tmp_path / "b.safetensors").symlink_to(tmp_path / "b.safetensors")
+    with LocalStorage() as storage:
+        assert storage.list(str(tmp_path)) == ["a.safetensors", "b.safetensors"]
+    with pytest.raises((osl.CheckpointNotFoundError, osl.StorageError)) as caught:
+        osl.load(tmp_path)
+    assert str(tmp_path) in caught.value.file
+
+
 def test_paths(tmp_path):
     for text in (str(tmp_path), f"file://{tmp_path}"):
         storage, path = open_storage(text)

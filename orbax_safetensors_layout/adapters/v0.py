@@ -38,7 +38,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import ReadOptions
 
 
-class SafetensorsCheckpointHandler(ocp.CheckpointHandler):
+class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     """Restores safetensors checkpoints in Orbax v0; each process reads its own shards' bytes.
 
     Args:
@@ -111,12 +111,25 @@ class SafetensorsCheckpointHandler(ocp.CheckpointHandler):
             SafetensorsLayoutError: Always.
         """
         del args, kwargs
-        raise SafetensorsLayoutError(
-            "this version of orbax_safetensors_layout reads checkpoints and does not save them",
-            file=directory,
-            hint="Save with a handler of Orbax's own, for instance through a second"
-            " CheckpointManager without this handler_registry.",
-        )
+        raise _saves_nothing(directory)
+
+    async def async_save(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses, as `save` does.
+
+        Raises:
+            SafetensorsLayoutError: Always.
+        """
+        del args, kwargs
+        raise _saves_nothing(directory)
+
+
+def _saves_nothing(directory: os.PathLike[str]) -> SafetensorsLayoutError:
+    return SafetensorsLayoutError(
+        "this version of orbax_safetensors_layout reads checkpoints and does not save them",
+        file=directory,
+        hint="Save with a handler of Orbax's own, for instance through a second"
+        " CheckpointManager without this handler_registry.",
+    )
 
 
 @ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_restore=True)

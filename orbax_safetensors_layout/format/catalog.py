@@ -7,6 +7,7 @@ of its tensors is asked for, once.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,8 @@ from orbax_safetensors_layout.storage.resolve import open_storage
 # Holds the header of about 2,000 tensors; at 100 MB/s it costs less than one more request does.
 _FIRST_REQUEST_BYTES = 256 * KIB
 _MAX_LISTED = 10
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_MAX_NUMBERED = 100_000
 _MAX_HINTS = 5
 
 
@@ -333,6 +336,7 @@ def _survey(storage: Storage, path: str) -> tuple[list[str], WeightIndex | None]
         _check_present(storage, path, index, names, index_file)
         return [join(path, name) for name in index.files], index
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
+    _check_complete(names, path)
     if files:
         return files, None
     if names:
@@ -348,6 +352,27 @@ def _survey(storage: Storage, path: str) -> tuple[list[str], WeightIndex | None]
         expected=f"a '{SUFFIX}' file, or a folder of them",
         found="no file",
     )
+
+
+def _check_complete(names: Sequence[str], path: str) -> None:
+    """Refuses a part of a numbered set: without an index nobody else would notice."""
+    sets: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered:
+            stem, number, count = numbered.groups()
+            sets.setdefault((stem, count), set()).add(int(number))
+    for (stem, count), numbers in sets.items():
+        missing = set(range(1, int(count) + 1)) - numbers
+        if missing and int(count) < _MAX_NUMBERED:
+            absent = [f"{number:0{len(count)}}" for number in sorted(missing)]
+            raise InvalidIndexError(
+                "the folder has no index and lacks files of a numbered set",
+                file=path,
+                expected=f"{int(count)} files {stem}-…-of-{count}{SUFFIX}",
+                found=f"{len(missing)} missing: numbers {_listed(absent)}",
+                hint="Complete the download, or give the path of one file.",
+            )
 
 
 def _index_name(names: Sequence[str], path: str) -> str | None:

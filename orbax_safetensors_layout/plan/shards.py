@@ -63,6 +63,7 @@ class ProcessShards:
     def __init__(self, process_index: int | None = None, process_count: int | None = None) -> None:
         self._process_index = jax.process_index() if process_index is None else process_index
         self._process_count = jax.process_count() if process_count is None else process_count
+        self._is_here = process_count in (None, jax.process_count())
         if not 0 <= self._process_index < self._process_count:
             raise ValueError(
                 f"There is no process {self._process_index} of {self._process_count}; for an"
@@ -86,12 +87,18 @@ class ProcessShards:
             try:
                 if is_abstract(sharding):
                     owners = self._abstract_owners(sharding, shape)
-                else:
+                elif self._is_here:
                     owners = _concrete_owners(sharding, shape)
-            except ValueError as error:
+                else:
+                    raise ValueError(
+                        f"its devices belong to {jax.process_count()} processes, not to"
+                        f" {self._process_count}; a plan for others takes an AbstractMesh"
+                    )
+            except (ValueError, IndexError) as error:
                 raise MismatchError(
-                    "the sharding does not divide the shape",
-                    expected=f"a shape that {sharding} divides evenly",
+                    "the sharding does not fit: it must divide the shape evenly, on devices of"
+                    " the processes that are planned for",
+                    expected=f"a shape that {sharding} can divide",
                     found=f"{shape}: {error}",
                     hint="Shard another dimension, or fewer ways.",
                 ) from error

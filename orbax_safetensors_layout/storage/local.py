@@ -114,7 +114,8 @@ class LocalStorage:
     def list(self, folder: str) -> list[str]:
         try:
             with os.scandir(folder) as entries:
-                return sorted(entry.name for entry in entries if entry.is_file())
+                # A link that leads nowhere is listed: opening it says what is wrong.
+                return sorted(e.name for e in entries if _is_file_or_broken_link(e))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -293,6 +294,13 @@ class LocalStorage:
             chunk = _huge_pages(_DIRECT_CHUNK_BYTES)
             self._scratch.chunk = os.getpid(), chunk
         return chunk
+
+
+def _is_file_or_broken_link(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
+    except OSError:  # a link to itself
+        return True
 
 
 def _huge_pages(nbytes: int) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import urllib.parse
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.storage.base import Storage
@@ -15,12 +16,12 @@ def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     Raises:
         StorageError: No storage of this package serves the path's scheme.
     """
-    text = os.fspath(path)
+    text = os.fsdecode(path)
     scheme, separator, rest = text.partition("://")
     if not separator:
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
-        return LocalStorage(), os.path.abspath(rest)
+        return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
     raise StorageError(
         f"can not open a {scheme}:// path",
         file=text,

@@ -1,4 +1,4 @@
-"""Casts of host values that never turn a number into another one unseen."""
+"""Casts of host values: floats round, and where that is not meant every value must survive."""
 
 from __future__ import annotations
 
