@@ -264,13 +264,13 @@ def test_an_abstract_mesh_can_be_planned_but_not_loaded(path):
     assert not storage.tensor_ranges()
 
 
-def test_shardings_of_eval_shape_find_the_mesh_that_is_set(path, tensors):
+def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors):
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     made = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=explicit)
     with jax.set_mesh(made):
-        abstract = jax.eval_shape(
-            lambda: {"layers.0.kernel": jax.device_put(jnp.zeros((8, 4)), PartitionSpec("a", "b"))}
-        )
+        # What jax.eval_shape gives where mesh axes are explicit.
+        sharding = NamedSharding(made.abstract_mesh, PartitionSpec("a", "b"))
+        abstract = {"layers.0.kernel": sds((8, 4), sharding=sharding)}
         array = osl.load(path, abstract)["layers.0.kernel"]
     assert array.sharding.spec == PartitionSpec("a", "b")
     assert len(array.addressable_shards) == 8
