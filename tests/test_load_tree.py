@@ -271,6 +271,10 @@ def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors
         # What jax.eval_shape gives where mesh axes are explicit.
         sharding = NamedSharding(made.abstract_mesh, PartitionSpec("a", "b"))
         abstract = {"layers.0.kernel": sds((8, 4), sharding=sharding)}
+        if not hasattr(jax.sharding, "get_mesh"):  # jax 0.7: nobody may ask which mesh is set
+            with pytest.raises(osl.MismatchError, match="names no devices"):
+                osl.load(path, abstract)
+            return
         array = osl.load(path, abstract)["layers.0.kernel"]
     assert array.sharding.spec == PartitionSpec("a", "b")
     assert len(array.addressable_shards) == 8
