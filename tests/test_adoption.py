@@ -49,6 +49,21 @@ def test_jax_adopts_exactly_the_aligned_buffers(offset):
     assert (pointers(array) == [host.ctypes.data]) == (offset == 0)
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        at(0, 8192).view(np.float32).reshape(32, 64)[:, ::2],
+        at(0, 4096).view(np.float64),
+        at(0, 4096).view(np.int64),
+    ],
+    ids=["strided", "float64", "int64"],
+)
+def test_jax_copies_what_it_can_not_take_as_it_is(host):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    array = jax.make_array_from_callback(host.shape, sharding, lambda _: host)
+    assert pointers(array) != [host.ctypes.data]
+
+
 @pytest.mark.parametrize("nbytes", [1, 63, 64, 5000, 5 << 20])
 @pytest.mark.parametrize("file_offset", [0, 8, 64, 4096, 4160])
 def test_buffers_are_aligned(nbytes, file_offset):

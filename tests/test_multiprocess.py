@@ -52,7 +52,7 @@ def main(path, api, options):
                 value.shape, value.dtype, sharding=NamedSharding(mesh, P(*spec[: value.ndim]))
             )
             for name, value in expected.items()
-            if value.ndim == 2
+            if value.ndim == 2 or label == "dim0"
         }
         read.clear()
         loaded = load(tree)
@@ -65,7 +65,7 @@ def main(path, api, options):
                 if str(shard.index) not in seen:
                     seen.add(str(shard.index))
                     own += part.nbytes
-        total = sum(value.nbytes for value in expected.values() if value.ndim == 2)
+        total = sum(expected[name].nbytes for name in tree)
         results[label] = {"read": list(read), "own": own, "total": total}
 
     # Boxes of one process that are no neighbours: the devices of a mesh in another order.

@@ -188,3 +188,19 @@ def test_the_plan_prints(tmp_path):
     text = str(osl.plan_load(path))
     assert "weight" in text
     assert "64 bytes needed, 64 bytes read (1.00x) in 1 requests from 1 files" in text
+
+
+def test_what_is_read_is_reported_to_jax_monitoring(tmp_path):
+    """The scalars of Orbax's own reader: bytes, planned ranges, and requests made."""
+    path = save(tmp_path, {"t": random_tensor((100_000,), np.uint8)})
+    seen: dict[str, float] = {}
+    active = True
+
+    def listen(event, value, **_):
+        if active and event.startswith("/jax/orbax/read/safetensors/"):
+            seen[event.rpartition("/")[2]] = value
+
+    jax.monitoring.register_scalar_listener(listen)
+    osl.load(path, options=osl.ReadOptions(request_bytes=30_000))
+    active = False
+    assert seen == {"bytes_read": 100_000, "num_reads": 1, "storage_reads": 4}
