@@ -238,7 +238,9 @@ def num_reads():
     jax.monitoring.clear_event_listeners()
 
 
-def test_options_of_orbax_context(installed, folder, num_reads):
+def test_options_of_orbax_context(installed, tmp_path, num_reads):
+    folder = save(tmp_path, {"t": np.zeros(500_000, np.uint8)})
+
     def reads_with(**options: int) -> float:
         context = context_of("safetensors")
         if "chunk" in options:
