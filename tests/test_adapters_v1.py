@@ -225,12 +225,12 @@ def test_x64_of_the_caller_reaches_the_reading_thread(layout, tmp_path):
 
 
 @pytest.fixture
-def num_reads():
-    """Numbers of reads, as each load reports them to `jax.monitoring`."""
+def storage_reads():
+    """Numbers of requests, as each load reports them to `jax.monitoring`."""
     found = []
 
     def listen(event, value, **_):
-        if event == "/jax/orbax/read/safetensors/num_reads":
+        if event == "/jax/orbax/read/safetensors/storage_reads":
             found.append(value)
 
     jax.monitoring.register_scalar_listener(listen)
@@ -238,7 +238,7 @@ def num_reads():
     jax.monitoring.clear_event_listeners()
 
 
-def test_options_of_orbax_context(installed, tmp_path, num_reads):
+def test_options_of_orbax_context(installed, tmp_path, storage_reads):
     folder = save(tmp_path, {"t": np.zeros(500_000, np.uint8)})
 
     def reads_with(**options: int) -> float:
@@ -249,7 +249,7 @@ def test_options_of_orbax_context(installed, tmp_path, num_reads):
             context.memory.read_concurrent_bytes = options["budget"]
         with context:
             ocp.load(folder)
-        return num_reads[-1]
+        return storage_reads[-1]
 
     usual = reads_with()
     assert reads_with(chunk=1024) > 2 * usual
