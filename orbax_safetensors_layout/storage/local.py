@@ -87,7 +87,6 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
-        requests: System calls made so far.
     """
 
     kind = "local"
