@@ -29,14 +29,19 @@ if TYPE_CHECKING:
         install,
         uninstall,
     )
+    from orbax_safetensors_layout.consolidate import consolidate
     from orbax_safetensors_layout.errors import (
+        CheckpointExistsError,
         CheckpointNotFoundError,
         DtypeMismatchError,
         FormatError,
         InvalidHeaderError,
         InvalidIndexError,
+        InvalidManifestError,
+        MappingError,
         MismatchError,
         MissingTensorError,
+        PeerError,
         SafetensorsLayoutError,
         ShapeMismatchError,
         StorageError,
@@ -44,11 +49,13 @@ if TYPE_CHECKING:
         UnexpectedTensorError,
         UnsupportedDtypeError,
     )
-    from orbax_safetensors_layout.format.catalog import is_safetensors_checkpoint
+    from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
     from orbax_safetensors_layout.load import TensorMetadata, load, metadata, plan_load
-    from orbax_safetensors_layout.options import Progress, ReadOptions
+    from orbax_safetensors_layout.options import Progress, ReadOptions, WriteOptions
     from orbax_safetensors_layout.plan.cost import Cost
     from orbax_safetensors_layout.plan.reads import ReadPlan
+    from orbax_safetensors_layout.plan.writes import WritePlan
+    from orbax_safetensors_layout.save import plan_save, save
 
 __version__ = "0.1.0.dev0"
 
@@ -56,14 +63,19 @@ _NAMES_BY_MODULE = {
     "adapters.settings": ("using",),
     "adapters.v0": ("SafetensorsCheckpointHandler", "SafetensorsRestore", "handler_registry"),
     "adapters.v1": ("SafetensorsHandler", "SafetensorsLayout", "context", "install", "uninstall"),
+    "consolidate": ("consolidate",),
     "errors": (
+        "CheckpointExistsError",
         "CheckpointNotFoundError",
         "DtypeMismatchError",
         "FormatError",
         "InvalidHeaderError",
         "InvalidIndexError",
+        "InvalidManifestError",
+        "MappingError",
         "MismatchError",
         "MissingTensorError",
+        "PeerError",
         "SafetensorsLayoutError",
         "ShapeMismatchError",
         "StorageError",
@@ -71,23 +83,29 @@ _NAMES_BY_MODULE = {
         "UnexpectedTensorError",
         "UnsupportedDtypeError",
     ),
-    "format.catalog": ("is_safetensors_checkpoint",),
+    "format.survey": ("is_safetensors_checkpoint",),
     "load": ("TensorMetadata", "load", "metadata", "plan_load"),
-    "options": ("Progress", "ReadOptions"),
+    "options": ("Progress", "ReadOptions", "WriteOptions"),
     "plan.cost": ("Cost",),
     "plan.reads": ("ReadPlan",),
+    "plan.writes": ("WritePlan",),
+    "save": ("plan_save", "save"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equal to the table
+    "CheckpointExistsError",
     "CheckpointNotFoundError",
     "Cost",
     "DtypeMismatchError",
     "FormatError",
     "InvalidHeaderError",
     "InvalidIndexError",
+    "InvalidManifestError",
+    "MappingError",
     "MismatchError",
     "MissingTensorError",
+    "PeerError",
     "Progress",
     "ReadOptions",
     "ReadPlan",
@@ -102,7 +120,10 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "TruncatedFileError",
     "UnexpectedTensorError",
     "UnsupportedDtypeError",
+    "WriteOptions",
+    "WritePlan",
     "__version__",
+    "consolidate",
     "context",
     "handler_registry",
     "install",
@@ -110,6 +131,8 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "load",
     "metadata",
     "plan_load",
+    "plan_save",
+    "save",
     "uninstall",
     "using",
 ]

@@ -4,6 +4,7 @@
     ├── FormatError(ValueError)            the bytes are not what the format asks for
     │   ├── InvalidHeaderError             a `.safetensors` header
     │   ├── InvalidIndexError              an index file, or a folder without one
+    │   ├── InvalidManifestError           the side file that this package writes
     │   ├── UnsupportedDtypeError          a dtype that the format does not know
     │   └── TruncatedFileError             a file is shorter than its header says
     ├── MismatchError(ValueError)          the checkpoint and the requested tree disagree
@@ -11,7 +12,10 @@
     │   ├── DtypeMismatchError             a cast that would change values
     │   ├── MissingTensorError(KeyError)   the checkpoint lacks a tensor of the tree
     │   └── UnexpectedTensorError          the tree lacks a tensor of the checkpoint
+    ├── MappingError(ValueError)           a mapping is malformed, or does not fit
     ├── StorageError(OSError)              a read or write failed
+    ├── PeerError(RuntimeError)            another process of the same save failed
+    ├── CheckpointExistsError(FileExistsError)
     └── CheckpointNotFoundError(FileNotFoundError)
 
 Each carries `file`, `tensor`, `expected` and `found` where they apply, as attributes and in its
@@ -84,6 +88,10 @@ class InvalidIndexError(FormatError):
     """A `model.safetensors.index.json`, or a folder of files without one, is inconsistent."""
 
 
+class InvalidManifestError(FormatError):
+    """An `orbax_safetensors_layout.json` is malformed, or of a newer version than this package."""
+
+
 class UnsupportedDtypeError(FormatError):
     """A dtype that the format does not define, or that numpy and ml_dtypes can not hold."""
 
@@ -139,8 +147,25 @@ class UnexpectedTensorError(MismatchError):
     """The checkpoint has tensors that the requested tree does not name."""
 
 
+class MappingError(SafetensorsLayoutError, ValueError):
+    """A mapping is malformed, or does not fit the names and shapes on either side of it."""
+
+    def _render(self) -> str:
+        if "\n" not in self.message:
+            return super()._render()
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
 class StorageError(SafetensorsLayoutError, OSError):
     """A read or write failed. The byte range is in the text, the cause is chained."""
+
+
+class PeerError(SafetensorsLayoutError, RuntimeError):
+    """Another process of the same operation failed or did not answer; the text has its error."""
+
+
+class CheckpointExistsError(SafetensorsLayoutError, FileExistsError):
+    """A checkpoint stands where one is to be saved."""
 
 
 class CheckpointNotFoundError(SafetensorsLayoutError, FileNotFoundError):

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 
-from orbax_safetensors_layout.errors import (
-    DtypeMismatchError,
-    MismatchError,
-    ShapeMismatchError,
-    UnexpectedTensorError,
-)
+from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.reads import LeafRead, LocalBoxes, ReadPlan, plan_reads
-from orbax_safetensors_layout.plan.shards import (
-    Placement,
-    ProcessShards,
-    is_abstract,
-    sharding_of,
-)
-from orbax_safetensors_layout.transfer.assemble import Assembler, jax_holds
-from orbax_safetensors_layout.transfer.casting import cast, check_castable, python_scalar
+from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
+from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
+from orbax_safetensors_layout.recorded import Recorded
+from orbax_safetensors_layout.transfer.assemble import Assembler
+from orbax_safetensors_layout.transfer.casting import cast, python_scalar
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.read import Deliver, ReadStats, read_leaves
 from orbax_safetensors_layout.tree import Want, WantedTree
+from orbax_safetensors_layout.wants import Cast, adopts, host_leaves, leaf_reads
 
 PathLike = str | os.PathLike[str]
-_MAX_RANK = 64  # numpy's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,10 +92,12 @@ def load(
     """
     options = options or ReadOptions()
     with Catalog.open(path) as catalog:
-        if abstract is None:
+        recorded = Recorded(catalog)
+        tree = _wanted_tree(recorded, abstract, only)
+        if tree is None:
             values, stats = _read_host(catalog, only, options)
         else:
-            values, stats = _read_tree(catalog, abstract, only, options)
+            values, stats = _read_tree(catalog, recorded, tree, options)
     _record(stats)
     return values
 
@@ -151,47 +143,53 @@ def plan_load(
     """
     options = options or ReadOptions()
     with Catalog.open(path) as catalog:
-        if abstract is None:
-            return _plan(catalog, _host_leaves(catalog, only), options, adopt=True)
-        _refuse_only(only)
-        tree = WantedTree.parse(abstract)
+        recorded = Recorded(catalog)
+        tree = _wanted_tree(recorded, abstract, only)
+        if tree is None:
+            return _plan(catalog, host_leaves(catalog, only), options, adopt=True)
         shards = ProcessShards(process_index, process_count)
-        leaves, _ = _leaf_reads(catalog, tree, shards, strict=options.strict, devices=False)
-        return _plan(catalog, leaves, options, adopt=_adopt(tree.wants))
+        leaves, _ = leaf_reads(
+            catalog, recorded, tree, shards, strict=options.strict, devices=False
+        )
+        return _plan(catalog, leaves, options, adopt=adopts(tree.wants))
 
 
 def _read_host(
     catalog: Catalog, only: str | Sequence[str] | None, options: ReadOptions
 ) -> tuple[dict[str, np.ndarray], ReadStats]:
     """Whole tensors as a flat dict of numpy arrays."""
-    leaves = _host_leaves(catalog, only)
+    leaves = host_leaves(catalog, only)
     values: dict[int, np.ndarray] = {}
 
     def deliver(number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
         (values[number],) = parts
 
     plan = _plan(catalog, leaves, options, adopt=True)
-    stats = _read(plan, catalog, options, deliver, [False] * len(leaves))
+    stats = _read(plan, catalog, options, deliver, [Cast.ROUND] * len(leaves))
     return {leaf.name: values[number] for number, leaf in enumerate(leaves)}, stats
 
 
-def _host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[LeafRead]:
-    entries = catalog.all_entries() if only is None else catalog.entries(catalog.select(only))
-    for entry in entries.values():
-        _check_rank(entry)
-    return [
-        LeafRead(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
-        for name, entry in entries.items()
-    ]
+def _wanted_tree(
+    recorded: Recorded, abstract: Any, only: str | Sequence[str] | None
+) -> WantedTree | None:
+    """What is wanted; None for a flat dict of tensors on the host."""
+    if abstract is None:
+        return recorded.tree() if only is None else None
+    if only is not None:
+        raise ValueError(
+            "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
+            " that are not wanted or put `...` in their place."
+        )
+    return recorded.settle(WantedTree.parse(abstract))
 
 
 def _read_tree(
-    catalog: Catalog, abstract: Any, only: str | Sequence[str] | None, options: ReadOptions
+    catalog: Catalog, recorded: Recorded, tree: WantedTree, options: ReadOptions
 ) -> tuple[Any, ReadStats]:
-    """The abstract tree with its leaves filled."""
-    _refuse_only(only)
-    tree = WantedTree.parse(abstract)
-    leaves, exact = _leaf_reads(catalog, tree, ProcessShards(), strict=options.strict, devices=True)
+    """The wanted tree with its leaves filled."""
+    leaves, casts = leaf_reads(
+        catalog, recorded, tree, ProcessShards(), strict=options.strict, devices=True
+    )
     wants = [want for want in tree.wants if want is not None]
     assembler = Assembler()
     values: list[Any] = [None] * len(wants)
@@ -204,7 +202,7 @@ def _read_tree(
         if placement is None:
             values[number] = _host_value(wants[number], leaf, parts[0])
             return None
-        shape = leaf.entry.shape
+        shape = leaf.shape
         by_box = dict(zip(boxes, parts, strict=True))
         if len(by_box) == len(leaf.local.boxes):
             in_order = [by_box[box] for box in range(len(by_box))]
@@ -218,10 +216,10 @@ def _read_tree(
             values[number] = assembler.join(shape, leaf.dtype, placement, shards.pop(number))
         return lambda: [shard.block_until_ready() for shard in some.values()]
 
-    plan = _plan(catalog, leaves, options, adopt=_adopt(wants))
-    stats = _read(plan, catalog, options, deliver, exact)
-    filled = iter(values)
-    return tree.fill(
+    plan = _plan(catalog, leaves, options, adopt=adopts(wants))
+    stats = _read(plan, catalog, options, deliver, casts)
+    filled = iter(map(_wrap_keys, wants, values))
+    return tree.build(
         [
             leaf if want is None else next(filled)
             for leaf, want in zip(tree.leaves, tree.wants, strict=True)
@@ -229,30 +227,14 @@ def _read_tree(
     ), stats
 
 
-def _refuse_only(only: str | Sequence[str] | None) -> None:
-    if only is not None:
-        raise ValueError(
-            "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
-            " that are not wanted or put `...` in their place."
-        )
-
-
 def _host_value(want: Want, leaf: LeafRead, value: np.ndarray) -> Any:
-    return value if want.scalar is None else python_scalar(value, want.scalar, leaf)
+    if want.scalar is None:
+        return value
+    return value[()] if want.scalar is np.generic else python_scalar(value, want.scalar, leaf)
 
 
-def _adopt(wants: Iterable[Want | None]) -> bool:
-    """Whether all arrays keep the buffers they are made of, as on the CPU backend."""
-    placements = {id(want.placement): want.placement for want in wants if want is not None}
-    return all(_on_cpu(placement) for placement in placements.values() if placement is not None)
-
-
-def _on_cpu(placement: Placement) -> bool:
-    sharding = sharding_of(placement)
-    if is_abstract(sharding):
-        return False
-    devices: Iterable[Any] = sharding.addressable_devices
-    return all(device.platform == "cpu" for device in devices)
+def _wrap_keys(want: Want, value: Any) -> Any:
+    return value if want.key_impl is None else prng.wrap(value, want.key_impl)
 
 
 def _plan(
@@ -267,11 +249,13 @@ def _plan(
 
 
 def _read(
-    plan: ReadPlan, catalog: Catalog, options: ReadOptions, deliver: Deliver, exact: Sequence[bool]
+    plan: ReadPlan, catalog: Catalog, options: ReadOptions, deliver: Deliver, casts: Sequence[Cast]
 ) -> ReadStats:
     def convert(number: int, value: np.ndarray) -> np.ndarray:
         leaf = plan.leaves[number]
-        return cast(value, leaf.dtype, exact=exact[number], leaf=leaf)
+        if casts[number] is Cast.RAW:
+            return value.view(leaf.dtype)
+        return cast(value, leaf.dtype, exact=casts[number] is Cast.EXACT, leaf=leaf)
 
     with _explicit_transfer(), progress_callback(options.progress) as progress:
         return read_leaves(
@@ -292,133 +276,6 @@ def _explicit_transfer() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     allowed: contextlib.AbstractContextManager[None] = jax.transfer_guard_host_to_device("allow")
     return allowed
-
-
-def _leaf_reads(
-    catalog: Catalog, tree: WantedTree, shards: ProcessShards, *, strict: bool, devices: bool
-) -> tuple[list[LeafRead], list[bool]]:
-    """The reads of a wanted tree, and for each whether its cast must keep every value.
-
-    Args:
-        catalog: The checkpoint.
-        tree: What is wanted.
-        shards: Whose shards.
-        strict: Refuse tensors that the tree does not name.
-        devices: Refuse shardings without devices.
-    """
-    wants = [want for want in tree.wants if want is not None]
-    names = [_tensor_name(catalog, want) for want in wants]
-    entries = catalog.entries(names)
-    if strict:
-        _refuse_unexpected(catalog, names, tree)
-    problems: list[MismatchError] = []
-    leaves: list[LeafRead] = []
-    exact: list[bool] = []
-    dtypes: dict[tuple[np.dtype, int], np.dtype] = {}
-    for want, name in zip(wants, names, strict=True):
-        entry = entries[name]
-        try:
-            if want.shape is not None and want.shape != entry.shape:
-                raise _shape_mismatch(want, entry)
-            _check_rank(entry)
-            _check_placeable(want, devices)
-            wanted = want.dtype or entry.dtype.numpy
-            dtype = dtypes.get((wanted, id(want.placement)))
-            if dtype is None:
-                dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
-                dtypes[wanted, id(want.placement)] = dtype
-            check_castable(entry, want.name, dtype)
-            local = _local_boxes(want, entry, shards)
-        except MismatchError as problem:
-            problem.file, problem.tensor = entry.file, want.name
-            problems.append(problem)
-            continue
-        leaves.append(LeafRead(name, entry, local, dtype))
-        exact.append(dtype != wanted)
-    if problems:
-        _raise_all(problems)
-    return leaves, exact
-
-
-def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
-    """What JAX makes of a dtype: the same, or 32 bits of 64 where x64 is off."""
-    canonical: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
-    sharding = sharding_of(placement)
-    devices: Iterable[Any] = () if is_abstract(sharding) else sharding.addressable_devices
-    if not all(jax_holds(canonical, device) for device in itertools.islice(devices, 1)):
-        raise DtypeMismatchError(
-            f"jax {jax.__version__} has no arrays of this dtype",
-            expected=f"a dtype of jax {jax.__version__}",
-            found=canonical,
-            hint="Ask for another dtype in the abstract tree, or for a numpy array.",
-        )
-    return canonical
-
-
-def _check_placeable(want: Want, devices: bool) -> None:
-    if devices and want.placement is not None and is_abstract(sharding_of(want.placement)):
-        raise MismatchError(
-            "the sharding names no devices",
-            expected="a sharding over a mesh of devices",
-            found=sharding_of(want.placement),
-            hint="Put jax.sharding.NamedSharding(mesh, spec) with a concrete mesh in the tree, or"
-            " load inside `with jax.set_mesh(mesh)`. A plan (plan_load) needs no devices.",
-        )
-
-
-def _check_rank(entry: TensorEntry) -> None:
-    if len(entry.shape) > _MAX_RANK:
-        raise ShapeMismatchError(
-            "numpy can not hold the tensor",
-            file=entry.file,
-            tensor=entry.name,
-            expected=f"at most {_MAX_RANK} dimensions",
-            found=f"{len(entry.shape)} dimensions",
-        )
-
-
-def _local_boxes(want: Want, entry: TensorEntry, shards: ProcessShards) -> LocalBoxes:
-    if want.placement is None:
-        return shards.whole(entry.shape)
-    return shards.boxes(sharding_of(want.placement), entry.shape)
-
-
-def _tensor_name(catalog: Catalog, want: Want) -> str:
-    if want.unboxed is not None and want.name not in catalog:
-        return want.unboxed
-    return want.name
-
-
-def _shape_mismatch(want: Want, entry: TensorEntry) -> ShapeMismatchError:
-    return ShapeMismatchError(
-        "Shape mismatch",
-        file=entry.file,
-        tensor=want.name,
-        expected=f"{want.shape} (the abstract tree)",
-        found=f"{entry.shape} (the file)",
-    )
-
-
-def _refuse_unexpected(catalog: Catalog, names: list[str], tree: WantedTree) -> None:
-    covered = tuple(f"{name}." for name in tree.skipped)
-    unexpected = [
-        name
-        for name in sorted(set(catalog.names) - set(names) - tree.skipped)
-        if not name.startswith(covered)
-    ]
-    if unexpected:
-        message = "the checkpoint has a tensor that the abstract tree does not name"
-        raise UnexpectedTensorError.collect(
-            [UnexpectedTensorError(message, file=catalog.path, tensor=name) for name in unexpected],
-            hint="Put `...` where a tensor is not wanted, or load with ReadOptions(strict=False).",
-        )
-
-
-def _raise_all(problems: list[MismatchError]) -> None:
-    """One error for all problems; of their common class where they have one."""
-    kinds = {type(problem) for problem in problems}
-    kind = kinds.pop() if len(kinds) == 1 else MismatchError
-    raise kind.collect(problems)
 
 
 def _record(stats: ReadStats) -> None:

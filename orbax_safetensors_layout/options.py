@@ -7,7 +7,9 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -103,11 +105,7 @@ class ReadOptions:
     progress: bool | Callable[[Progress], None] = False
 
     def __post_init__(self) -> None:
-        for name in ("memory_budget_bytes", "concurrency", "request_bytes"):
-            value = getattr(self, name)
-            is_count = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (is_count and value > 0):
-                raise ValueError(f"ReadOptions.{name} must be a positive integer, got {value!r}.")
+        _check_counts(self, ("memory_budget_bytes", "concurrency", "request_bytes"))
         for name in ("mmap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
@@ -140,3 +138,74 @@ class ReadOptions:
             staging_bytes=min(base.staging_bytes, request_bytes),
             concurrency=self.concurrency or base.concurrency,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        layout: `"hf"`: whole tensors in files that `safetensors` and `transformers` open.
+            `"sharded"`: every process writes its own shards to its own file and nothing is
+            exchanged; `consolidate` makes it `"hf"` later.
+        max_file_bytes: In layout `"hf"` the most bytes of tensors in one file, by default 5 GB; a
+            larger tensor has a file of its own. Files are what processes share out among them, so
+            several a process keep a save in balance.
+        metadata: `__metadata__` strings of every file; `format` is `"pt"` unless given.
+        dtype: Writes floating-point tensors in this dtype, rounded as numpy does.
+        memory_budget_bytes: Host bytes that a save may hold beyond its arrays. On devices with
+            memory of their own the blocking part of an asynchronous save then lasts until what is
+            left to write fits it; None copies everything to the host at once.
+        concurrency: Writes in flight at once; None takes one a core, at most eight.
+        fsync: Flush every file to the disk before the save counts as done. Without it a crash of
+            the machine, not of the process, can lose a save that was reported as done.
+        replicate_below_bytes: In layout `"sharded"` replicated shards up to this size are written
+            by every process that holds them, so that a restore on the same processes opens one
+            file each.
+        progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
+            given a `Progress`.
+        timeout_seconds: How long a process waits for the others at each step of a save.
+    """
+
+    layout: Literal["hf", "sharded"] = "hf"
+    max_file_bytes: int = 5 * 10**9
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    dtype: Any = None
+    memory_budget_bytes: int | None = None
+    concurrency: int | None = None
+    fsync: bool = True
+    replicate_below_bytes: int = 64 * KIB
+    progress: bool | Callable[[Progress], None] = False
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("hf", "sharded"):
+            raise ValueError(
+                f'WriteOptions.layout is {self.layout!r}; it must be "hf" or "sharded".'
+            )
+        _check_counts(self, ("max_file_bytes", "memory_budget_bytes", "concurrency"))
+        if not isinstance(self.fsync, bool):
+            raise ValueError("WriteOptions.fsync must be True or False.")
+        if self.replicate_below_bytes < 0:
+            raise ValueError("WriteOptions.replicate_below_bytes must be an integer of at least 0.")
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ValueError(f"WriteOptions.timeout_seconds is {self.timeout_seconds}.")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        for key, value in self.metadata.items():
+            if type(key) is not str or type(value) is not str:
+                raise ValueError(f"WriteOptions.metadata: {key!r} and {value!r} must both be str.")
+
+    @property
+    def writers(self) -> int:
+        """Threads that write."""
+        return self.concurrency or min(8, max(2, os.cpu_count() or 1))
+
+
+def _check_counts(options: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(options, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_count and value > 0):
+            kind = type(options).__name__
+            raise ValueError(f"{kind}.{name} must be a positive integer, got {value!r}.")

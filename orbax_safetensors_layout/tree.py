@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
 from orbax_safetensors_layout.plan.shards import Placement, is_abstract
@@ -17,7 +19,7 @@ from orbax_safetensors_layout.plan.shards import Placement, is_abstract
 PLACEHOLDER = ...
 """A leaf that is left alone: nothing is read for it and it comes back as it is."""
 
-_SCALARS = (bool, int, float)
+_SCALARS = (bool, int, float, str)
 
 
 class Want(NamedTuple):
@@ -29,7 +31,10 @@ class Want(NamedTuple):
         shape: Required shape; None takes the file's.
         dtype: Wanted dtype; None takes the file's.
         placement: Sharding or format of a `jax.Array`; None for a host value.
-        scalar: The Python type of a scalar leaf; None for arrays.
+        scalar: The Python type of a scalar leaf, `np.generic` for a numpy scalar; None for arrays.
+        is_placed: Whether the tree says where the array goes. Otherwise a sharding that was
+            recorded with the tensor takes the place of `placement`.
+        key_impl: Of an array of typed PRNG keys, whose data is read, the implementation's name.
     """
 
     name: str
@@ -37,7 +42,9 @@ class Want(NamedTuple):
     shape: tuple[int, ...] | None
     dtype: np.dtype | None
     placement: Placement | None
-    scalar: type[bool] | type[int] | type[float] | None
+    scalar: type[bool | int | float | str | np.generic] | None
+    is_placed: bool = True
+    key_impl: str | None = None
 
 
 class WantedTree(NamedTuple):
@@ -48,13 +55,13 @@ class WantedTree(NamedTuple):
         wants: What is wanted of each leaf; None for a placeholder.
         skipped: Names of the placeholders, with and without a flax box. One stands for all
             tensors below it.
-        treedef: Puts values back into the tree.
+        build: Puts values back into the tree.
     """
 
     leaves: list[Any]
     wants: list[Want | None]
     skipped: set[str]
-    treedef: Any
+    build: Callable[[Sequence[Any]], Any]
 
     @classmethod
     def parse(cls, abstract: Any) -> WantedTree:
@@ -63,7 +70,8 @@ class WantedTree(NamedTuple):
         Args:
             abstract: Any pytree. Leaves may be `jax.ShapeDtypeStruct` (or anything with `shape`,
                 `dtype` and `sharding`), concrete arrays as templates, numpy arrays (or anything
-                with `shape` and `dtype` alone) for host arrays, Python scalars or their types,
+                with `shape` and `dtype` alone) for host arrays, Python scalars and strings or
+                their types,
                 `orbax.checkpoint` restore arguments, and `...`.
         """
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
@@ -75,11 +83,8 @@ class WantedTree(NamedTuple):
             for name in (dotted_name(path), unboxed_name(path))
             if name is not None
         }
-        return cls([leaf for _, leaf in paths], wants, skipped, treedef)
-
-    def fill(self, values: Sequence[Any]) -> Any:
-        """The tree with `values` in place of the leaves."""
-        return jax.tree_util.tree_unflatten(self.treedef, values)
+        build = functools.partial(jax.tree_util.tree_unflatten, treedef)
+        return cls([leaf for _, leaf in paths], wants, skipped, build)
 
 
 def replicated_everywhere() -> NamedSharding:
@@ -104,8 +109,13 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
             )
         return Want(name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, None)
     placement = _placement(leaf)
-    shape = None if leaf.shape is None else tuple(leaf.shape)
-    return Want(name, unboxed, shape, _dtype(name, leaf.dtype), placement, None)
+    is_placed = placement is not None
+    impl = prng.implementation(leaf) if prng.is_key(leaf) else None
+    data = leaf if impl is None else jax.eval_shape(jax.random.key_data, leaf)
+    shape = None if data.shape is None else tuple(data.shape)
+    dtype = _dtype(name, data.dtype)
+    placement = placement or replicated_everywhere()
+    return Want(name, unboxed, shape, dtype, placement, None, is_placed, impl)
 
 
 def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
@@ -122,10 +132,12 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
         placement = NamedSharding(args.mesh, args.mesh_axes)
     shape = getattr(args, "global_shape", None) or getattr(args, "shape", None)
     shape = None if shape is None else tuple(shape)
-    return Want(name, unboxed, shape, dtype, placement or replicated_everywhere(), None)
+    is_placed = placement is not None
+    placement = placement or replicated_everywhere()
+    return Want(name, unboxed, shape, dtype, placement, None, is_placed)
 
 
-def _placement(leaf: Any) -> Placement:
+def _placement(leaf: Any) -> Placement | None:
     format_ = getattr(leaf, "format", None)
     if isinstance(format_, Format) and format_.layout is not None and not _is_array(leaf):
         return format_
@@ -134,7 +146,8 @@ def _placement(leaf: Any) -> Placement:
         return _with_devices(sharding)
     if sharding is not None and not isinstance(sharding, Sharding):
         sharding = sharding.to_jax_sharding()  # orbax's ShardingMetadata
-    return sharding or replicated_everywhere()
+    found: Sharding | None = sharding
+    return found
 
 
 def _with_devices(sharding: NamedSharding) -> NamedSharding:

@@ -19,7 +19,7 @@ from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.transfer.assemble as assemble_module
-import orbax_safetensors_layout.transfer.jobs as jobs_module
+import orbax_safetensors_layout.transfer.destinations as destinations_module
 import orbax_safetensors_layout.transfer.read as read_module
 from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 from orbax_safetensors_layout.storage.local import LocalStorage
@@ -94,7 +94,7 @@ def save_aligned(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
     """A checkpoint whose first tensor begins at a multiple of 64: the metadata is padded."""
     for pad in range(64):
         path = save(folder / str(pad), tensors, metadata={"pad": "x" * pad})
-        if osl.plan_load(path).leaves[0].entry.start % 64 == 0:
+        if osl.plan_load(path).leaves[0].sources[0].entry.start % 64 == 0:
             return path
     raise AssertionError("no padding aligns the data")
 
@@ -135,12 +135,12 @@ class Accelerator:
 
     def __init__(self, monkeypatch):
         module = sys.modules["orbax_safetensors_layout.load"]
-        monkeypatch.setattr(module, "_adopt", lambda wants: False)
+        monkeypatch.setattr(module, "adopts", lambda wants: False)
         monkeypatch.setattr(read_module, "destinations_of", self.destinations_of)
         self.sizes: list[int] = []
 
-    def destinations_of(self, group):
-        made = jobs_module.destinations_of(group)
+    def destinations_of(self, group, opened):
+        made = destinations_module.destinations_of(group, opened)
         self.sizes.append(sum(destination.memory.size for destination in made))
         return made
 
@@ -159,7 +159,9 @@ def test_memory_budget_bounds_what_is_held(tmp_path, monkeypatch):
     most = []
 
     def before_read(file, start, stop):
-        started.update(n for n, leaf in enumerate(plan.leaves) if leaf.entry.start <= start)
+        started.update(
+            n for n, leaf in enumerate(plan.leaves) if leaf.sources[0].entry.start <= start
+        )
         most.append(len(started) - len(released))
 
     def deliver(number, boxes, values):
@@ -208,8 +210,8 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
         if start > 15 << 20:
             raise osl.StorageError("the disk broke", file=file)
 
-    def remember(group):
-        made = jobs_module.destinations_of(group)
+    def remember(group, opened):
+        made = destinations_module.destinations_of(group, opened)
         alive.extend(weakref.ref(destination.memory.base) for destination in made)
         return made
 

@@ -18,7 +18,9 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     StorageError,
 )
-from orbax_safetensors_layout.format.catalog import Catalog, is_safetensors_checkpoint, read_header
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.headers import read_header
+from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 INDEX = "/m/model.safetensors.index.json"
 

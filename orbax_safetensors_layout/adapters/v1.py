@@ -27,7 +27,7 @@ from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents
 from orbax_safetensors_layout.adapters.strictness import load_item
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, SafetensorsLayoutError
-from orbax_safetensors_layout.format.catalog import is_safetensors_checkpoint
+from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 from orbax_safetensors_layout.load import load
 
 _SCALARS = (bool, int, float)

@@ -103,13 +103,22 @@ def _weight_map(value: object, file: str) -> dict[str, str]:
                 found=repr(name)[:80],
             )
         if name not in names:
-            _check_file_name(name, tensor, file)
+            check_file_name(name, tensor, file)
         weight_map[tensor] = names.setdefault(name, name)
     return weight_map
 
 
-def _check_file_name(name: str, tensor: str, file: str) -> None:
-    """Refuses a name that would leave the index's folder on any system."""
+def check_file_name(name: str, tensor: str, file: str) -> None:
+    """Refuses a name that would leave the index's folder on any system.
+
+    Args:
+        name: The file name that the index gives.
+        tensor: The tensor that it gives it for, for the error.
+        file: The index file's path, for the error.
+
+    Raises:
+        InvalidIndexError: The name leads out of the folder, or is not of a `.safetensors` file.
+    """
     leaves = (
         "\\" in name
         or _DRIVE.match(name)

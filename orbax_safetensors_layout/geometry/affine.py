@@ -47,3 +47,15 @@ class AffineView(NamedTuple):
         """
         shift = sum(map(operator.mul, box.start, self.strides))
         return AffineView(self.offset + shift, box.shape, self.strides)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first element that it touches, and one past the last, of a view that is not empty.
+
+        Example:
+            >>> AffineView(5, (2, 6), (8, -1)).bounds
+            (0, 14)
+        """
+        reach = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        low = sum(r for r in reach if r < 0)
+        return self.offset + low, self.offset + sum(reach) - low + 1

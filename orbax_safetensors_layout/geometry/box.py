@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Box(NamedTuple):
@@ -105,10 +107,32 @@ def tile(boxes: Sequence[Box]) -> list[Tile]:
     return sorted(tiles, key=lambda t: t.box)
 
 
-def cover(boxes: Iterable[Box], whole: Box) -> bool:
-    """Whether disjoint `boxes` cover `whole` exactly."""
-    boxes = list(boxes)
-    return all(whole.contains(b) for b in boxes) and sum(b.size for b in boxes) == whole.size
+def cover(boxes: Sequence[Box], whole: Box) -> bool:
+    """Whether `boxes` cover `whole` exactly, each index once.
+
+    Example:
+        >>> cover([Box((0,), (2,)), Box((2,), (3,))], Box((0,), (3,)))
+        True
+        >>> cover([Box((0,), (2,)), Box((1,), (2,))], Box((0,), (3,)))
+        False
+    """
+    inside = all(whole.contains(box) for box in boxes)
+    if not inside or sum(box.size for box in boxes) != whole.size:
+        return False
+    if len(boxes) < 2 or not whole.start:
+        return len(boxes) == 1 or not whole.size
+    # Cells between all bounds of all boxes: a box is a block of cells, each may be hit once.
+    starts, stops = np.array([b.start for b in boxes]), np.array([b.stop for b in boxes])
+    edges = [np.unique((starts[:, d], stops[:, d])) for d in range(len(whole.start))]
+    first = np.stack([np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)], 1)
+    last = np.stack([np.searchsorted(e, stops[:, d]) for d, e in enumerate(edges)], 1)
+    hit = np.zeros([len(e) - 1 for e in edges], np.bool_)
+    for low, high in zip(first.tolist(), last.tolist(), strict=True):
+        cells = hit[tuple(map(slice, low, high))]
+        if cells.any():
+            return False
+        cells[...] = True
+    return True
 
 
 def _by_shape(boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], list[int]]]:

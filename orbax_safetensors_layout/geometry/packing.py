@@ -86,3 +86,21 @@ def unpack_bits(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
         word = triple[:, 0] | triple[:, 1] << 8 | triple[:, 2] << 16
         out = np.stack([(word >> shift & 0x3F).astype(np.uint8) for shift in (0, 6, 12, 18)], -1)
     return out.reshape(-1)
+
+
+def pack_bits(elements: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """The inverse of `unpack_bits`: elements that fill whole bytes, one a byte, packed.
+
+    Example:
+        >>> pack_bits(np.array([1, 2, 3, 4], np.uint8), 4).tolist()
+        [33, 67]
+    """
+    flat = elements.reshape(-1)
+    if bits == 4:
+        low: npt.NDArray[np.uint8] = np.bitwise_and(flat[0::2], 0x0F)
+        return np.bitwise_or(low, np.left_shift(flat[1::2], 4), out=low)
+    word = np.zeros(flat.size // 4, np.uint32)
+    for number in range(4):
+        word |= (flat[number::4].astype(np.uint32) & 0x3F) << (6 * number)
+    parts = [(word >> shift & 0xFF).astype(np.uint8) for shift in (0, 8, 16)]
+    return np.stack(parts, -1).reshape(-1)

@@ -31,26 +31,34 @@ class StridedRuns:
     def of(cls, view: AffineView, itemsize: int, base: int = 0) -> StridedRuns:
         """The runs of all elements of `view`, whose element 0 of the sequence is at byte `base`.
 
-        Strides must be positive. Dimensions that nest without a gap become one run.
+        Dimensions that nest without a gap become one run. Those that are walked backwards are
+        turned around, and of those that repeat elements (stride 0) each element counts once.
 
         Example:
             >>> StridedRuns.of(AffineView(8, (2, 2), (6, 1)), itemsize=4)
             StridedRuns(base=32, run_bytes=8, levels=((2, 24),))
+
+        Raises:
+            ValueError: The dimensions interlace: a run would begin before another one ends.
         """
-        start = base + view.offset * itemsize
         if 0 in view.shape:
-            return cls(start, 0, ())
+            return cls(base + view.offset * itemsize, 0, ())
         run = itemsize
         levels: list[tuple[int, int]] = []
-        axes = [(n, s * itemsize) for n, s in zip(view.shape, view.strides, strict=True) if n > 1]
+        sides = zip(view.shape, view.strides, strict=True)
+        axes = [(n, abs(stride) * itemsize) for n, stride in sides if n > 1 and stride]
+        reach = itemsize
         for count, stride in sorted(axes, key=lambda axis: axis[1]):
+            if stride < reach:
+                raise ValueError(f"the dimensions of {view} interlace")
+            reach += (count - 1) * stride
             if not levels and stride == run:
                 run *= count
             elif levels and stride == levels[-1][0] * levels[-1][1]:
                 levels[-1] = (levels[-1][0] * count, levels[-1][1])
             else:
                 levels.append((count, stride))
-        return cls(start, run, tuple(reversed(levels)))
+        return cls(base + view.bounds[0] * itemsize, run, tuple(reversed(levels)))
 
     @property
     def count(self) -> int:

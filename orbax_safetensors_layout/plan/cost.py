@@ -7,12 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one process's share of a load; `+` adds shares.
+    """The cost of one process's share of a load or a save; `+` adds shares.
 
     Attributes:
         tensors: Tensors of which the process reads something.
         needed_bytes: Bytes of the distinct shards that the process's devices hold.
-        read_bytes: Bytes requested from storage: needed bytes plus gaps that are read through.
+        read_bytes: Bytes requested from storage: needed bytes plus gaps that are read through. For
+            a save: bytes of pieces that are put together into files.
+        written_bytes: For a save: bytes written, pieces and headers included.
         requests: Ranged reads.
         files: Files opened for data (their headers are read besides). A sum counts a file once
             for each process that opens it.
@@ -26,6 +28,7 @@ class Cost:
     requests: int = 0
     files: int = 0
     peak_host_bytes: int = 0
+    written_bytes: int = 0
 
     @property
     def over_read(self) -> float:
@@ -37,6 +40,11 @@ class Cost:
         return Cost(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     def __str__(self) -> str:
+        if self.written_bytes:
+            return (
+                f"{self.tensors:,} tensors, {self.written_bytes:,} bytes written to"
+                f" {self.files:,} files, {self.read_bytes:,} bytes of pieces read back"
+            )
         return (
             f"{self.tensors:,} tensors, {self.needed_bytes:,} bytes needed, "
             f"{self.read_bytes:,} bytes read ({self.over_read:.2f}x) in {self.requests:,} requests "

@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.reads import LocalBoxes
+from orbax_safetensors_layout.plan.leaves import LocalBoxes
+from orbax_safetensors_layout.plan.owners import HeldBoxes
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format
@@ -70,6 +71,17 @@ class ProcessShards:
                 " abstract mesh say how many there are with process_count."
             )
         self._cache: dict[tuple[Sharding, tuple[int, ...]], LocalBoxes] = {}
+        self._held: dict[tuple[Sharding | None, tuple[int, ...]], HeldBoxes] = {}
+
+    @property
+    def process_index(self) -> int:
+        """The process."""
+        return self._process_index
+
+    @property
+    def process_count(self) -> int:
+        """How many processes there are."""
+        return self._process_count
 
     def whole(self, shape: tuple[int, ...]) -> LocalBoxes:
         """All of an array on the host; other processes may want it too."""
@@ -84,31 +96,61 @@ class ProcessShards:
         key = (sharding, shape)
         found = self._cache.get(key)
         if found is None:
-            try:
-                if is_abstract(sharding):
-                    owners = self._abstract_owners(sharding, shape)
-                elif self._is_here:
-                    owners = _concrete_owners(sharding, shape)
-                else:
-                    raise ValueError(
-                        f"its devices belong to {jax.process_count()} processes, not to"
-                        f" {self._process_count}; a plan for others takes an AbstractMesh"
-                    )
-            except (ValueError, IndexError) as error:
-                raise MismatchError(
-                    "the sharding does not fit: it must divide the shape evenly, on devices of"
-                    " the processes that are planned for",
-                    expected=f"a shape that {sharding} can divide",
-                    found=f"{shape}: {error}",
-                    hint="Shard another dimension, or fewer ways.",
-                ) from error
+            owners = self._owners(sharding, shape, everyone=False)
             mine = [box for box, processes in owners.items() if self._process_index in processes]
             found = self._cache[key] = LocalBoxes(
                 tuple(mine), tuple(len(owners[box]) > 1 for box in mine)
             )
         return found
 
-    def _abstract_owners(self, sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
+    def held(self, sharding: Sharding | None, shape: tuple[int, ...]) -> HeldBoxes:
+        """All distinct boxes of `shape` and the processes that hold each.
+
+        Args:
+            sharding: Its sharding; None for a value that every process has on its host.
+            shape: The global shape.
+
+        Raises:
+            MismatchError: The sharding does not divide the shape.
+        """
+        key = (sharding, shape)
+        found = self._held.get(key)
+        if found is None:
+            if sharding is None:
+                owners = {Box.whole(shape): set(range(self._process_count))}
+            else:
+                owners = self._owners(sharding, shape, everyone=True)
+            if not math.prod(shape):
+                owners = {Box.whole(shape): set().union(*owners.values())}
+            boxes = sorted(owners)
+            holders = tuple(tuple(sorted(owners[box])) for box in boxes)
+            found = self._held[key] = HeldBoxes(tuple(boxes), holders)
+        return found
+
+    def _owners(
+        self, sharding: Sharding, shape: tuple[int, ...], *, everyone: bool
+    ) -> dict[Box, set[int]]:
+        try:
+            if is_abstract(sharding):
+                return self._abstract_owners(sharding, shape, everyone)
+            if self._is_here:
+                return _concrete_owners(sharding, shape)
+            raise ValueError(
+                f"its devices belong to {jax.process_count()} processes, not to"
+                f" {self._process_count}; a plan for others takes an AbstractMesh"
+            )
+        except (ValueError, IndexError) as error:
+            raise MismatchError(
+                "the sharding does not fit: it must divide the shape evenly, on devices of"
+                " the processes that are planned for",
+                expected=f"a shape that {sharding} can divide",
+                found=f"{shape}: {error}",
+                hint="Shard another dimension, or fewer ways.",
+            ) from error
+
+    def _abstract_owners(
+        self, sharding: Sharding, shape: tuple[int, ...], everyone: bool
+    ) -> dict[Box, set[int]]:
         assert isinstance(sharding, NamedSharding)
         sizes = dict(sharding.mesh.shape)
         devices = math.prod(sizes.values())
@@ -132,9 +174,9 @@ class ProcessShards:
             counts.append(count)
         parts = np.array([n // c for n, c in zip(shape, counts, strict=True)], np.int64)
         grid = np.stack(cells, 1) if cells else np.zeros((devices, 0), np.int64)
-        mine = np.unique(grid[process == self._process_index], axis=0)
+        wanted = grid if everyone else grid[process == self._process_index]
         owners: dict[Box, set[int]] = {}
-        for cell in mine:
+        for cell in np.unique(wanted, axis=0):
             start = cell * parts
             box = Box(tuple(start.tolist()), tuple((start + parts).tolist()))
             owners[box] = set(np.unique(process[(grid == cell).all(1)]).tolist())

@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 Buffer: TypeAlias = memoryview
 """A writable, contiguous memoryview of bytes."""
+
+Source: TypeAlias = "memoryview | npt.NDArray[np.uint8]"
+"""Contiguous bytes to be written: what has the buffer protocol and `nbytes`."""
+
+
+class FileWriter(Protocol):
+    """A new file of known size that appears under its name only when it is complete."""
+
+    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+        """Writes `buffers`, one after the other, from byte `offset` on.
+
+        Ranges written by several calls, also from several threads, do not overlap and together
+        are the whole file.
+
+        Raises:
+            StorageError: The write failed; names file and range, with the cause chained.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Begins to make durable what was written so far, where that saves time later."""
+        ...
+
+    def finish(self) -> None:
+        """Makes the file durable, if it was asked to be, and visible under its name."""
+        ...
+
+    def abort(self) -> None:
+        """Drops the file, as far as that is possible. Never raises; does nothing when finished."""
+        ...
 
 
 class Storage(Protocol):
@@ -68,8 +101,37 @@ class Storage(Protocol):
         """
         ...
 
+    def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
+        """Begins a new file of `size` bytes in a folder that exists.
+
+        Args:
+            file: Its path; a file that stands there is replaced when the new one is finished.
+            size: Its size in bytes.
+            durable: Whether it must survive a crash of the machine once it is finished.
+
+        Raises:
+            StorageError: There is no room for it, or it can not be created.
+        """
+        ...
+
+    def make_folder(self, folder: str) -> None:
+        """Makes a folder and those above it, where they are missing."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Removes a file, or a folder with all that is in it; does nothing if it is not there."""
+        ...
+
     def close(self) -> None:
         """Releases what is open; the object may not be used afterwards."""
+        ...
+
+    def __enter__(self) -> Self:
+        """For a `with` block that closes the storage."""
+        ...
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the storage."""
         ...
 
 

@@ -11,8 +11,10 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -22,7 +24,8 @@ from orbax_safetensors_layout.errors import (
     TruncatedFileError,
 )
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.storage.base import Buffer
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter
+from orbax_safetensors_layout.storage.local_write import LocalFileWriter, storage_errors
 
 _PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 * MIB
@@ -171,6 +174,20 @@ class LocalStorage:
         with self._handle(file) as handle:
             self._check_unchanged(handle, 0, handle.identity[2])
 
+    def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
+        return LocalFileWriter(file, size, durable=durable)
+
+    def make_folder(self, folder: str) -> None:
+        with storage_errors("can not make the folder", folder):
+            os.makedirs(folder, exist_ok=True)
+
+    def remove(self, path: str) -> None:
+        with storage_errors("can not remove", path), contextlib.suppress(FileNotFoundError):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -178,7 +195,7 @@ class LocalStorage:
                 handle.close()
             self._open.clear()
 
-    def __enter__(self) -> LocalStorage:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

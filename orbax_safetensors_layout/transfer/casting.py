@@ -8,21 +8,23 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.plan.reads import LeafRead
+from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.transfer.buffers import allocate
 
 _NARROW_INTEGERS = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
 _CHUNK_ELEMENTS = 1 << 20  # bounds what a cast holds besides its result
 
 
-def check_castable(entry: TensorEntry, leaf: str, dtype: np.dtype) -> None:
+def check_castable(source: np.dtype, dtype: np.dtype) -> None:
     """Refuses casts that have no numeric meaning.
+
+    Args:
+        source: The dtype in the file.
+        dtype: The dtype that is wanted.
 
     Raises:
         DtypeMismatchError: Complex to real, or to or from a dtype that is no number.
     """
-    source = entry.dtype.numpy
     if source == dtype:
         return
     if not (_is_number(source) and _is_number(dtype)):
@@ -31,9 +33,7 @@ def check_castable(entry: TensorEntry, leaf: str, dtype: np.dtype) -> None:
         problem = "a cast from complex to real numbers would drop the imaginary part"
     else:
         return
-    raise DtypeMismatchError(
-        problem, file=entry.file, tensor=leaf, expected=f"{dtype} (the abstract tree)", found=source
-    )
+    raise DtypeMismatchError(problem, expected=f"{dtype} (the abstract tree)", found=source)
 
 
 def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, leaf: LeafRead) -> np.ndarray:
@@ -74,7 +74,7 @@ def python_scalar(value: np.ndarray, kind: type, leaf: LeafRead) -> bool | int |
     if not kept:
         raise DtypeMismatchError(
             f"the value is no {kind.__name__}",
-            file=leaf.entry.file,
+            file=leaf.file,
             tensor=leaf.name,
             expected=kind.__name__,
             found=f"{found} ({value.dtype})",
@@ -136,7 +136,7 @@ def _require(
     if kept.all():
         return
     lost = values[~kept]
-    source = leaf.entry.dtype.numpy
+    source = leaf.stored.numpy
     hint = "Ask for a dtype that holds the values."
     if exact and source.itemsize == 8 and dtype.itemsize == 4:
         hint = (
@@ -145,7 +145,7 @@ def _require(
         )
     raise DtypeMismatchError(
         f"{lost.size} values do not fit {dtype}",
-        file=leaf.entry.file,
+        file=leaf.file,
         tensor=leaf.name,
         expected=dtype,
         found=f"{source}, for instance {lost.flat[0]}",

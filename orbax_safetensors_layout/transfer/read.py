@@ -1,4 +1,4 @@
-"""Runs a read plan: threads fill host buffers, the caller's thread takes each finished region.
+"""Runs a read plan: threads fill host buffers, the caller's thread takes each finished tile.
 
 The first failure stops everything: no further request starts, those in flight are waited for,
 the buffers are dropped, and the one error names file, tensor, byte range and cause.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -19,22 +18,17 @@ import numpy as np
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.plan.reads import (
-    Group,
-    LeafRead,
-    ReadPlan,
-    Region,
-)
-from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
+from orbax_safetensors_layout.plan.groups import Group
+from orbax_safetensors_layout.plan.reads import ReadPlan
+from orbax_safetensors_layout.plan.regions import Region
+from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT, TileLayout
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.jobs import (
-    Destination,
-    Job,
-    Scratch,
-    destinations_of,
-    jobs_of,
-)
+from orbax_safetensors_layout.transfer.blocks import Scratch
+from orbax_safetensors_layout.transfer.budget import Budget
+from orbax_safetensors_layout.transfer.buffers import Bytes
+from orbax_safetensors_layout.transfer.destinations import Destination, destinations_of
+from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
 
 Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
 """Takes a leaf's number, some of its boxes by number, and their values. What it returns, if
@@ -75,12 +69,12 @@ def read_leaves(
     Args:
         plan: What to read.
         storage: Where from.
-        deliver: Called on the calling thread for each region, in the order in which they finish;
+        deliver: Called on the calling thread for each tile, in the order in which they finish;
             for a leaf that needs no byte, once.
         convert: Called on a worker thread for leaves whose dtype is not the file's.
         mmap: Take mapped pages of local files in place of reads where they are aligned and the
             arrays keep them.
-        progress: Told after each region.
+        progress: Told after each tile.
     """
     return _Reader(plan, storage, deliver, convert, mmap, progress).run()
 
@@ -92,6 +86,17 @@ class _Failure(NamedTuple):
 
 
 _Event = Callable[[], None] | _Failure
+
+
+class _OpenTile:
+    """A tile that several regions fill, from the first that is scheduled to the last."""
+
+    __slots__ = ("bytes_read", "left", "memory")
+
+    def __init__(self, memory: Bytes, parts: int) -> None:
+        self.memory = memory
+        self.left = parts
+        self.bytes_read = 0
 
 
 class _Reader:
@@ -118,14 +123,14 @@ class _Reader:
         self._cancelled = threading.Event()
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._in_flight = 0
-        self._reserved_bytes = 0
-        self._held: deque[tuple[Callable[[], object], int]] = deque()
+        self._budget = Budget(plan.memory_budget_bytes)
+        self._tiles: dict[tuple[int, int], _OpenTile] = {}
         self._total_bytes = self._done_bytes = 0
         self._bytes_read = self._num_reads = self._storage_reads = self._mapped_bytes = 0
 
     def run(self) -> ReadStats:
         needing: set[int] = set()
-        for _, regions in self._plan.regions:
+        for _, regions in self._plan.batches:
             for region in regions:
                 needing.add(region.leaf)
                 self._total_bytes += region.read.runs.total_bytes
@@ -146,8 +151,8 @@ class _Reader:
             self._cancelled.set()
             pool.shutdown(wait=True, cancel_futures=True)
             self._events = queue.SimpleQueue()  # what is left in it holds buffers, and this object
-        while self._held:
-            self._release_oldest()
+            self._tiles.clear()
+        self._budget.release_all()
         for file in self._mapped_files:
             self._storage.check_unchanged(file)
         return ReadStats(self._bytes_read, self._num_reads, self._storage_reads, self._mapped_bytes)
@@ -163,12 +168,7 @@ class _Reader:
             del event  # the error's traceback holds this frame
 
     def _schedule(self, group: Group, pool: ThreadPoolExecutor) -> None:
-        self._make_room(sum(map(self._plan.held_bytes, group.regions)))
-        try:
-            destinations = destinations_of(group)
-        except MemoryError as error:
-            error.add_note(f"while making room for {self._names(group.regions)} of {group.file}")
-            raise
+        destinations = self._destinations(group)
         outstanding = [1]  # the group itself, until all its jobs are submitted
 
         def done() -> None:
@@ -185,6 +185,31 @@ class _Reader:
         done()
         while not self._events.empty():
             self._next_event()
+
+    def _destinations(self, group: Group) -> list[Destination]:
+        """The memory of a group's regions; waits until there is room for tiles that are new."""
+        if not self._plan.adopt:
+            fresh = {r.tile: r.layout for r in group.regions if r.tile not in self._tiles}
+            held = (self._plan.held_bytes(leaf, layout) for (leaf, _), layout in fresh.items())
+            self._budget.reserve(sum(held), self._make_progress)
+        opened = {
+            r.tile: self._tiles[r.tile].memory for r in group.regions if r.tile in self._tiles
+        }
+        try:
+            destinations = destinations_of(group, opened)
+        except MemoryError as error:
+            error.add_note(f"while making room for {self._names(group.regions)} of {group.file}")
+            raise
+        for region, memory in destinations:
+            if region.parts > 1 and region.tile not in self._tiles:
+                self._tiles[region.tile] = _OpenTile(memory, region.parts)
+        return destinations
+
+    def _make_progress(self) -> bool:
+        if self._in_flight:
+            self._next_event()
+            return True
+        return False
 
     def _submit_job(self, pool: ThreadPoolExecutor, job: Job, done: Callable[[], None]) -> None:
         def work() -> Callable[[], None]:
@@ -203,7 +228,7 @@ class _Reader:
         self,
         pool: ThreadPoolExecutor,
         work: Callable[[], Callable[[], None]],
-        file: str,
+        file: str | None,
         regions: Sequence[Region],
     ) -> None:
         """Runs `work` on the pool, and what it returns on the calling thread."""
@@ -218,7 +243,7 @@ class _Reader:
                 if not isinstance(error, SafetensorsLayoutError):
                     error.add_note(f"while loading {self._names(regions)} of {file}")
                 elif error.tensor is None:
-                    error.tensor = self._plan.leaves[regions[0].leaf].name
+                    error.tensor = self._tensor(regions[0])
                 self._events.put(_Failure(error))
             else:
 
@@ -233,23 +258,10 @@ class _Reader:
 
     def _names(self, regions: Sequence[Region]) -> str:
         more = f" and {len(regions) - 1} more tensors" if len(regions) > 1 else ""
-        return repr(self._plan.leaves[regions[0].leaf].name) + more
+        return repr(self._tensor(regions[0])) + more
 
-    def _make_room(self, nbytes: int) -> None:
-        """Waits until `nbytes` more fit the budget, or nothing is left to wait for."""
-        while nbytes and self._reserved_bytes + nbytes > self._plan.memory_budget_bytes:
-            if self._held:
-                self._release_oldest()
-            elif self._in_flight:
-                self._next_event()
-            else:
-                break
-        self._reserved_bytes += nbytes
-
-    def _release_oldest(self) -> None:
-        wait, nbytes = self._held.popleft()
-        wait()
-        self._reserved_bytes -= nbytes
+    def _tensor(self, region: Region) -> str:
+        return self._plan.leaves[region.leaf].sources[region.source].entry.name
 
     def _adopt_mapped(self, group: Group, pool: ThreadPoolExecutor) -> bool:
         """Takes a group's bytes from mapped pages where every shard is aligned there."""
@@ -264,50 +276,59 @@ class _Reader:
 
     def _region_done(self, destination: Destination, pool: ThreadPoolExecutor) -> None:
         region = destination.region
+        nbytes = region.read.runs.total_bytes
+        if region.parts > 1:
+            tile = self._tiles[region.tile]
+            tile.left -= 1
+            tile.bytes_read += nbytes
+            if tile.left:
+                return
+            nbytes = self._tiles.pop(region.tile).bytes_read
         leaf = self._plan.leaves[region.leaf]
-        values = destination.members(leaf.entry.dtype)
-        if leaf.dtype == leaf.entry.dtype.numpy and not leaf.entry.dtype.packed:
-            self._finish(region, values)
+        values = destination.members(leaf.stored)
+        if leaf.dtype == leaf.stored.numpy and not leaf.stored.packed:
+            self._finish(region, values, nbytes)
             return
 
         def work() -> Callable[[], None]:
-            converted = self._converted(region, leaf, values)
-            return lambda: self._finish(region, converted)
+            converted = self._converted(region.leaf, region.layout, values)
+            return lambda: self._finish(region, converted, nbytes)
 
-        self._submit(pool, work, leaf.entry.file, [region])
+        self._submit(pool, work, leaf.file, [region])
 
     def _converted(
-        self, region: Region, leaf: LeafRead, values: list[np.ndarray]
+        self, number: int, layout: TileLayout, values: list[np.ndarray]
     ) -> list[np.ndarray]:
-        dtype = leaf.entry.dtype
+        leaf = self._plan.leaves[number]
+        dtype = leaf.stored
         if dtype.packed:
-            boxes = [leaf.local.boxes[number] for number in region.read.tile.members]
-            packed = [packed_box(leaf.entry.shape, dtype.bits, box) for box in boxes]
+            boxes = [leaf.local.boxes[member] for member in layout.tile.members]
+            packed = [packed_box(leaf.shape, dtype.bits, box) for box in boxes]
             values = [
                 unpack_box(value, dtype.bits, at).view(dtype.numpy)
                 for value, at in zip(values, packed, strict=True)
             ]
         if leaf.dtype != dtype.numpy:
-            values = [self._convert(region.leaf, value) for value in values]
+            values = [self._convert(number, value) for value in values]
         return values
 
-    def _finish(self, region: Region, values: Sequence[np.ndarray]) -> None:
-        wait = self._deliver(region.leaf, region.read.tile.members, values)
-        held = self._plan.held_bytes(region)
-        if held:
-            self._held.append((wait or (lambda: None), held))
-        self._done_bytes += region.read.runs.total_bytes
+    def _finish(self, region: Region, values: Sequence[np.ndarray], nbytes: int) -> None:
+        wait = self._deliver(region.leaf, region.layout.tile.members, values)
+        self._budget.hold(wait, self._plan.held_bytes(region.leaf, region.layout))
+        self._done_bytes += nbytes
         if self._progress is not None:
             name = self._plan.leaves[region.leaf].name
             self._progress(Progress(self._done_bytes, self._total_bytes, name))
 
 
 def _adoptable(region: Region) -> bool:
-    """Whether every member's bytes begin at an aligned place of the file."""
-    read = region.read
+    """Whether every member's bytes begin at an aligned place of the file, and fill it."""
+    read, layout = region.read, region.layout
     return (
-        read.direct
+        region.parts == 1
+        and read.spans is not None
+        and not read.spans.levels
         and not read.requests.levels
         and region.start % SLOT_ALIGNMENT == 0
-        and (len(read.tile.members) == 1 or read.slot_bytes == read.member_bytes)
+        and (len(layout.tile.members) == 1 or layout.slot_bytes == layout.member_bytes)
     )

@@ -1,0 +1,121 @@
+"""A checkpoint of layout `sharded` made into one of layout `hf`, streaming, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.manifest import (
+    Container,
+    Manifest,
+    Node,
+    TensorLeaf,
+    leaves,
+)
+from orbax_safetensors_layout.format.pieces import StoredPieces
+from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.plan.shards import ProcessShards
+from orbax_safetensors_layout.plan.writes import plan_consolidation
+from orbax_safetensors_layout.save import PathLike, PreparedSave
+from orbax_safetensors_layout.transfer.host import HostValues
+
+_PACKED = {dtype.numpy.name: dtype for dtype in DTYPES.values() if dtype.packed}
+
+
+def consolidate(
+    path: PathLike,
+    target: PathLike | None = None,
+    *,
+    options: WriteOptions | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Makes files that `safetensors` and `transformers` open from a checkpoint stored in pieces.
+
+    The result has the bytes that a save in layout `hf` would have written. Memory is bounded by
+    `options.memory_budget_bytes`, whatever the checkpoint's size. Several processes of one program
+    share the files out among them; no device is needed.
+
+    Args:
+        path: A checkpoint saved with `WriteOptions(layout="sharded")`.
+        target: The folder to write; by default `path` itself, whose pieces are then replaced when
+            all is complete.
+        options: How to write; `layout` and `dtype` do not count, and `metadata` is the saved one.
+        overwrite: Replace a checkpoint that stands at `target`.
+
+    Raises:
+        SafetensorsLayoutError: `path` is not stored in pieces.
+        CheckpointExistsError: A checkpoint stands at `target`, without `overwrite`.
+        CheckpointNotFoundError: Nothing stands at `path`.
+        FormatError: A file is malformed.
+        StorageError: A read or write failed.
+
+    Example:
+        >>> import tempfile, numpy as np, safetensors.numpy
+        >>> import orbax_safetensors_layout as osl
+        >>> folder = tempfile.mkdtemp()
+        >>> tree = {"weight": np.arange(4.0, dtype=np.float32)}
+        >>> osl.save(folder, tree, options=osl.WriteOptions(layout="sharded"))
+        >>> consolidate(folder)
+        >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
+        {'weight': array([0., 1., 2., 3.], dtype=float32)}
+    """
+    with Catalog.open(path) as catalog:
+        manifest = catalog.manifest()
+        if manifest is None or manifest.pieces is None or catalog.pieces is None:
+            raise SafetensorsLayoutError(
+                "the checkpoint is not stored in pieces",
+                file=path,
+                expected='layout "sharded"',
+                hint="It needs no consolidation.",
+            )
+        folder = catalog.path
+    options = dataclasses.replace(
+        options or WriteOptions(), layout="hf", dtype=None, metadata=manifest.metadata
+    )
+    packed = _packed_tensors(manifest)
+    tensors = _tensors(manifest.pieces, packed)
+    shards = ProcessShards()
+    plan = plan_consolidation(
+        tensors,
+        manifest.pieces,
+        options=options,
+        process_index=shards.process_index,
+        process_count=shards.process_count,
+    )
+    tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
+    whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
+    prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces_folder=folder)
+    prepared.publish(path if target is None else target, overwrite=overwrite or target is None)
+
+
+def _packed_tensors(manifest: Manifest) -> dict[str, str]:
+    """Tensors whose sub-byte elements stand one a byte and can be packed, with their dtype."""
+    assert manifest.pieces is not None
+    found = {}
+    for leaf in () if manifest.tree is None else leaves(manifest.tree):
+        if isinstance(leaf, TensorLeaf) and leaf.dtype in _PACKED:
+            size = math.prod(manifest.pieces.tensors[leaf.tensor].shape)
+            if size % 8 == 0:
+                found[leaf.tensor] = leaf.dtype
+    return found
+
+
+def _tensors(pieces: StoredPieces, packed: dict[str, str]) -> list[NewTensor]:
+    return [
+        NewTensor(name, _PACKED[packed[name]] if name in packed else DTYPES[code], shape)
+        for name, (code, shape, _) in pieces.tensors.items()
+    ]
+
+
+def _with_dtypes(node: Node, packed: dict[str, str]) -> Node:
+    """The tree, in which packed tensors need no note of their dtype any more."""
+    if isinstance(node, Container):
+        children = tuple(_with_dtypes(child, packed) for child in node.children)
+        return dataclasses.replace(node, children=children)
+    if isinstance(node, TensorLeaf) and node.tensor in packed:
+        return node._replace(dtype=None)
+    return node

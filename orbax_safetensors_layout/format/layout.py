@@ -1,0 +1,163 @@
+"""How tensors are laid out in new files: which file, which order, which header, which index.
+
+Everything is a function of names, dtypes and shapes alone, so that every process of a save works
+out the same layout by itself, and the same values make the same bytes whoever writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.errors import FormatError
+from orbax_safetensors_layout.format.dtypes import DType
+from orbax_safetensors_layout.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry
+
+DATA_ALIGNMENT = 4096
+"""Headers are padded with spaces so that the data begins at a multiple of this many bytes: the
+page size, and what O_DIRECT asks of an offset."""
+
+_ADOPTABLE_BYTES = 64
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+class NewTensor(NamedTuple):
+    """A tensor that is to be written.
+
+    Attributes:
+        name: Its name.
+        dtype: Its dtype in the file.
+        shape: Its shape, in logical elements also where `dtype.packed`.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file, in bytes."""
+        return math.prod(self.shape) * self.dtype.bits // 8
+
+
+class FileLayout(NamedTuple):
+    """One new file.
+
+    Attributes:
+        header: Its first bytes: the length, the JSON and the padding.
+        tensors: Where each tensor goes, in the order of the file's bytes; `file` is the file's
+            name.
+        size: Size of the whole file in bytes.
+    """
+
+    header: bytes
+    tensors: tuple[TensorEntry, ...]
+    size: int
+
+
+def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:
+    """Sorts `layers.2` before `layers.10`.
+
+    Example:
+        >>> sorted(["a.10", "a.2", "a"], key=natural_key)
+        ['a', 'a.2', 'a.10']
+    """
+    parts: list[tuple[str, int, str]] = []
+    for number, part in enumerate(_DIGITS.split(name)):
+        digits = part.lstrip("0")
+        parts.append(("", len(digits), digits) if number % 2 else (part, 0, ""))
+    return tuple(parts), name
+
+
+def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, list[NewTensor]]]:
+    """Deals tensors out to files as Hugging Face does: in order, a new file where one is full.
+
+    Args:
+        tensors: All tensors; they are taken in the natural order of their names.
+        max_file_bytes: Most bytes of tensors in one file; a larger tensor has a file of its own.
+
+    Returns:
+        File names, `model.safetensors` or `model-00001-of-00002.safetensors`, with their tensors.
+    """
+    groups: list[list[NewTensor]] = [[]]
+    used = 0
+    for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name)):
+        if groups[-1] and used + tensor.nbytes > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(tensor)
+        used += tensor.nbytes
+    if len(groups) == 1:
+        return [("model.safetensors", groups[0])]
+    count = len(groups)
+    return [
+        (f"model-{number:05}-of-{count:05}.safetensors", group)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> FileLayout:
+    """The layout of one file.
+
+    Tensors of whole pages come first, then those whose size is a multiple of 64 bytes, so that all
+    of them begin where mapped pages can be adopted; the others follow by falling element size, so
+    that each begins at a multiple of its own.
+
+    Args:
+        file: The file's name.
+        tensors: What it holds.
+        metadata: Its `__metadata__` strings.
+
+    Raises:
+        FormatError: The header would be longer than the format allows.
+    """
+    ordered = sorted(tensors, key=_place)
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets = [0]
+    for tensor in ordered:
+        offsets.append(offsets[-1] + tensor.nbytes)
+        fields[tensor.name] = {
+            "dtype": tensor.dtype.code,
+            "shape": tensor.shape,
+            "data_offsets": offsets[-2:],
+        }
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    data_start = -(-(PREFIX_BYTES + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    length = data_start - PREFIX_BYTES
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(
+            "the header would be longer than the format allows",
+            file=file,
+            expected=f"at most {MAX_HEADER_BYTES} bytes",
+            found=f"{length} bytes for {len(ordered)} tensors",
+            hint="Set a smaller WriteOptions(max_file_bytes=...).",
+        )
+    header = length.to_bytes(PREFIX_BYTES, "little") + text.ljust(length)
+    entries = tuple(
+        TensorEntry(t.name, t.dtype, t.shape, file, data_start + start, data_start + stop)
+        for t, start, stop in zip(ordered, offsets, offsets[1:], strict=False)
+    )
+    return FileLayout(header, entries, data_start + offsets[-1])
+
+
+def _place(tensor: NewTensor) -> tuple[object, ...]:
+    return (
+        tensor.nbytes % DATA_ALIGNMENT != 0,
+        tensor.nbytes % _ADOPTABLE_BYTES != 0,
+        -tensor.dtype.bits,
+        natural_key(tensor.name),
+    )
+
+
+def index_bytes(files: Sequence[tuple[str, Sequence[NewTensor]]]) -> bytes:
+    """The `model.safetensors.index.json` of several files, as `transformers` writes it."""
+    file_of = {tensor.name: file for file, tensors in files for tensor in tensors}
+    total = sum(tensor.nbytes for _, tensors in files for tensor in tensors)
+    document = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file_of[name] for name in sorted(file_of, key=natural_key)},
+    }
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

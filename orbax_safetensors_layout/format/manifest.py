@@ -1,0 +1,268 @@
+"""`orbax_safetensors_layout.json`: what stands beside the tensors because safetensors has no place.
+
+The `.safetensors` files are plain and complete for other tools. This file lets a tree come back as
+it was: its containers, its leaves that are no tensors, the shardings, and, where tensors are stored
+in pieces, which box is in which file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Literal
+
+from orbax_safetensors_layout.errors import InvalidManifestError
+from orbax_safetensors_layout.format import strict_json
+from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.nodes import (
+    Container,
+    Leaf,
+    Node,
+    TensorLeaf,
+    ValueLeaf,
+    leaf_names,
+    leaves,
+)
+from orbax_safetensors_layout.format.nodes_json import dump_tree, parse_tree
+from orbax_safetensors_layout.format.pieces import (
+    StoredBox,
+    StoredPieces,
+    StoredTensor,
+    dump_pieces,
+    parse_pieces,
+    piece_name,
+)
+from orbax_safetensors_layout.format.shardings import (
+    UNCONSTRAINED,
+    MeshRecord,
+    NamedRecord,
+    ShardingRecord,
+    SingleDeviceRecord,
+    dump_sharding,
+    parse_sharding,
+)
+
+__all__ = [
+    "MANIFEST",
+    "MAX_MANIFEST_BYTES",
+    "UNCONSTRAINED",
+    "VERSION",
+    "Container",
+    "Layout",
+    "Leaf",
+    "Manifest",
+    "MeshRecord",
+    "NamedRecord",
+    "Node",
+    "ShardingRecord",
+    "SingleDeviceRecord",
+    "StoredBox",
+    "StoredPieces",
+    "StoredTensor",
+    "TensorLeaf",
+    "ValueLeaf",
+    "leaf_names",
+    "leaves",
+    "parse_manifest",
+    "piece_name",
+]
+
+MANIFEST = "orbax_safetensors_layout.json"
+VERSION = 1
+MAX_MANIFEST_BYTES = 1_000_000_000  # 100,000 tensors need 10 MB; string leaves stand in it, too
+
+Layout = Literal["hf", "sharded"]
+_VERSION_KEY = "orbax_safetensors_layout"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """A validated manifest.
+
+    Attributes:
+        layout: How the tensors are stored: `hf` whole, `sharded` in pieces.
+        tree: The tree with its leaves; None where only a flat dict of tensors is known.
+        shardings: The shardings that leaves refer to by number.
+        metadata: Custom metadata, strings; they stand in the tensor files' headers as well.
+        custom: Custom metadata, any JSON value.
+        pieces: Where the pieces are, in layout `sharded`.
+    """
+
+    layout: Layout
+    tree: Node | None = None
+    shardings: tuple[ShardingRecord, ...] = ()
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
+    custom: object = None
+    pieces: StoredPieces | None = None
+
+    def to_json(self) -> bytes:
+        """The file's bytes: one member a line, and the same bytes for the same manifest.
+
+        Raises:
+            TypeError: The custom metadata is no JSON value.
+            ValueError: A name is not Unicode text.
+
+        Example:
+            >>> tree = Container("dict", (TensorLeaf("w"), ValueLeaf(7)), ("w", "step"))
+            >>> print(Manifest("hf", tree).to_json().decode())
+            {
+            "orbax_safetensors_layout":1,
+            "layout":"hf",
+            "tree":[{"dict":["w","step"]},{"tensor":"w"},{"value":7}]
+            }
+        """
+        document: dict[str, object] = {_VERSION_KEY: VERSION, "layout": self.layout}
+        if self.tree is not None:
+            document["tree"] = dump_tree(self.tree)
+        if self.shardings:
+            document["shardings"] = [dump_sharding(record) for record in self.shardings]
+        if self.metadata:
+            document["metadata"] = self.metadata
+        if self.custom is not None:
+            document |= _dump_custom(self.custom)
+        if self.pieces is not None:
+            document["pieces"] = dump_pieces(self.pieces)
+        lines = [f"{_dumps(key)}:{_dumps(value)}" for key, value in document.items()]
+        return "{\n{}\n}\n".replace("{}", ",\n".join(lines)).encode()
+
+
+def parse_manifest(data: bytes, *, file: str) -> Manifest:
+    """Parses and validates a manifest.
+
+    Args:
+        data: The file's bytes.
+        file: The file's path, for errors.
+
+    Raises:
+        InvalidManifestError: It is not JSON, repeats a key, is of a newer version, or is malformed.
+        UnsupportedDtypeError: A piece has a dtype that the format does not define.
+
+    Example:
+        >>> data = b'{"orbax_safetensors_layout": 1, "layout": "hf", "tree": [{"list": 0}]}'
+        >>> parse_manifest(data, file=MANIFEST).tree
+        Container(kind='list', children=(), keys=(), type=None)
+    """
+    checks = Checks(file)
+    try:
+        return _parse(_document(data.decode(), checks), checks)
+    except UnicodeDecodeError as error:
+        raise InvalidManifestError(
+            "the manifest is not UTF-8",
+            file=file,
+            expected="UTF-8 text",
+            found=f"{error.reason} at byte {error.start}",
+        ) from error
+    except strict_json.JsonError as error:
+        raise InvalidManifestError(
+            "the manifest is not valid JSON",
+            file=file,
+            expected="one JSON object",
+            found=str(error),
+        ) from error
+    except (RecursionError, MemoryError) as error:
+        raise InvalidManifestError(
+            "the manifest is too large or nested too deeply", file=file, found=f"{len(data)} bytes"
+        ) from error
+
+
+def _document(text: str, checks: Checks) -> dict[str, object]:
+    """The members, raw, of a version that this package reads."""
+    document: dict[str, object] = {}
+    look_closely = strict_json.has_surrogate_escape(text)
+    for key, value in strict_json.members(text.lstrip(" \t\n\r")):
+        if key in document:
+            raise strict_json.JsonError(f"key {key!r} is repeated")
+        if look_closely:
+            strict_json.plain(value)
+        document[key] = value
+    version = document.get(_VERSION_KEY)
+    if type(version) is not int or version < 1:
+        checks.refuse(
+            f"malformed version {_VERSION_KEY!r}",
+            expected="a positive integer",
+            found=brief(version),
+        )
+    if version > VERSION:
+        raise InvalidManifestError(
+            "the checkpoint was written by a newer version of this package",
+            file=checks.file,
+            expected=f"format version: at most {VERSION}",
+            found=version,
+            hint="Upgrade with `pip install --upgrade orbax-safetensors-layout`.",
+        )
+    return document
+
+
+def _parse(document: dict[str, object], checks: Checks) -> Manifest:
+    layout = document.get("layout")
+    if layout not in ("hf", "sharded"):
+        checks.refuse("unknown layout", expected="'hf' or 'sharded'", found=brief(layout))
+    shardings = tuple(
+        parse_sharding(raw, checks)
+        for raw in checks.items(document.get("shardings", []), "shardings")
+    )
+    tree = pieces = None
+    if "tree" in document:
+        tree = parse_tree(document["tree"], checks, shardings=len(shardings))
+    if "pieces" in document:
+        pieces = parse_pieces(document["pieces"], checks)
+    if (pieces is not None) != (layout == "sharded"):
+        checks.refuse(
+            "layout and pieces do not fit",
+            expected="pieces in layout 'sharded', and there alone",
+            found=f"layout {layout!r} {'without' if pieces is None else 'with'} pieces",
+        )
+    if tree is not None and pieces is not None:
+        _check_stored(tree, pieces, checks)
+    metadata = checks.members(document.get("metadata", ()), "metadata")
+    return Manifest(
+        layout,
+        tree,
+        shardings,
+        {key: checks.text(value, "metadata") for key, value in metadata.items()},
+        _parse_custom(document, checks),
+        pieces,
+    )
+
+
+def _check_stored(tree: Node, pieces: StoredPieces, checks: Checks) -> None:
+    tensors = (leaf.tensor for leaf in leaves(tree) if isinstance(leaf, TensorLeaf))
+    missing = [name for name in tensors if name not in pieces.tensors]
+    if missing:
+        checks.refuse(
+            "the tree names tensors that have no pieces",
+            tensor=missing[0],
+            expected="pieces of every tensor of the tree",
+            found=f"none of {len(missing)}: {brief(missing)}",
+        )
+
+
+def _dump_custom(custom: object) -> dict[str, object]:
+    """The custom metadata as it is, or as text where it is JSON to Python alone, as NaN is."""
+    try:
+        strict_json.plain(_raw(custom))
+    except strict_json.JsonError:
+        return {"custom_text": json.dumps(custom)}
+    return {"custom": custom}
+
+
+def _raw(custom: object) -> object:
+    text = json.dumps({"custom": custom})
+    ((_, value),) = strict_json.members(text)
+    return value
+
+
+def _parse_custom(document: dict[str, object], checks: Checks) -> object:
+    if "custom_text" not in document:
+        return strict_json.plain(document.get("custom"))
+    text = checks.text(document["custom_text"], "custom_text")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidManifestError(
+            "malformed custom_text", file=checks.file, expected="JSON", found=str(error)
+        ) from error
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

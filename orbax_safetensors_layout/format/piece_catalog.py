@@ -1,0 +1,118 @@
+"""Pieces of tensors, found in their files; only headers that are needed are fetched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from orbax_safetensors_layout.errors import InvalidManifestError
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format.header import Header, TensorEntry
+from orbax_safetensors_layout.format.pieces import (
+    StoredBox,
+    StoredPieces,
+    piece_file_prefix,
+    piece_name,
+)
+from orbax_safetensors_layout.geometry.box import Box
+
+Fetch = Callable[[Sequence[str]], Mapping[str, Header]]
+
+
+class PieceCatalog:
+    """Where the pieces of tensors are.
+
+    Args:
+        stored: The boxes and files.
+        files: Path of each of `stored.files`.
+        fetch: Gives the headers of some of them.
+    """
+
+    def __init__(self, stored: StoredPieces, files: Sequence[str], fetch: Fetch) -> None:
+        self.stored = stored
+        self._files = tuple(files)
+        self._fetch = fetch
+        self._own_file: int | None = None
+        self._lock = threading.Lock()
+        self._chosen: dict[tuple[int, tuple[Box, ...]], tuple[StoredBox, ...]] = {}
+        self._used: set[int] = set()
+
+    def prefer(self, process: int) -> None:
+        """Prefers the file that the process of this number wrote, where a box is in several."""
+        prefix = piece_file_prefix(process)
+        for number, file in enumerate(self.stored.files):
+            if file.rpartition("/")[2].startswith(prefix):
+                self._own_file = number
+
+    def whole(self, name: str) -> TensorEntry:
+        """A tensor as if it stood in one place; its `file` is the first that has a piece of it."""
+        tensor = self.stored.tensors[name]
+        dtype = DTYPES[tensor.dtype]
+        nbytes = Box.whole(tensor.shape).size * dtype.bits // 8
+        file = self._files[self.stored.boxes(name)[0].file]
+        return TensorEntry(name, dtype, tensor.shape, file, 0, nbytes)
+
+    def find(
+        self, wanted: Mapping[str, tuple[Box, ...]]
+    ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:
+        """The pieces that some regions of some tensors are made of.
+
+        Args:
+            wanted: The regions by the tensor's name.
+
+        Returns:
+            For each name the pieces that overlap a region, with where they are.
+
+        Raises:
+            InvalidManifestError: A file lacks a piece, or has it in another shape.
+            FormatError: A header is malformed.
+            StorageError: A read failed.
+        """
+        chosen = {name: self._choose(name, boxes) for name, boxes in wanted.items()}
+        numbers = sorted({stored.file for boxes in chosen.values() for stored in boxes})
+        headers = self._fetch([self._files[number] for number in numbers])
+        return {
+            name: tuple((stored.box, self._entry(name, stored, headers)) for stored in boxes)
+            for name, boxes in chosen.items()
+        }
+
+    def _choose(self, name: str, boxes: tuple[Box, ...]) -> tuple[StoredBox, ...]:
+        key = (self.stored.tensors[name].number, boxes)
+        with self._lock:
+            found = self._chosen.get(key)
+            if found is None:
+                found = self._chosen[key] = self._nearest(self.stored.boxes(name), boxes)
+        return found
+
+    def _nearest(self, stored: Sequence[StoredBox], boxes: Sequence[Box]) -> tuple[StoredBox, ...]:
+        """Of equal boxes one, in a file that is opened anyway where there is one."""
+        best: dict[Box, StoredBox] = {}
+        for candidate in stored:
+            box = candidate.box
+            if not any(box.intersect(wanted) for wanted in boxes):
+                continue
+            rival = best.get(box)
+            if rival is None or self._cost(candidate.file) < self._cost(rival.file):
+                best[box] = candidate
+        self._used.update(found.file for found in best.values())
+        return tuple(best.values())
+
+    def _cost(self, file: int) -> int:
+        return 0 if file == self._own_file else 1 if file in self._used else 2
+
+    def _entry(self, name: str, stored: StoredBox, headers: Mapping[str, Header]) -> TensorEntry:
+        tensor = self.stored.tensors[name]
+        file = self._files[stored.file]
+        entry = headers[file].tensors.get(piece_name(name, tensor.shape, stored))
+        found = "none" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
+        expected = f"{tensor.dtype} {list(stored.box.shape)}"
+        if entry is None or found != expected:
+            raise InvalidManifestError(
+                "a file does not hold the piece that the manifest says",
+                file=file,
+                tensor=piece_name(name, tensor.shape, stored),
+                expected=expected,
+                found=found,
+                hint="Files of two saves may be mixed in the folder.",
+            )
+        return entry

@@ -1,0 +1,233 @@
+"""Tensors that are stored in pieces, as the `sharded` layout does: which box is in which file."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.errors import InvalidIndexError
+from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.dtypes import dtype_from_code
+from orbax_safetensors_layout.format.index import check_file_name
+from orbax_safetensors_layout.geometry.box import Box
+
+_MAX_CORNERS = 1 << 21
+_ends_like_a_piece = re.compile(r"@(\d+(,\d+)*)?\Z").search
+
+
+class StoredBox(NamedTuple):
+    """A box of a tensor that stands as one tensor in one file.
+
+    Attributes:
+        start: First index along each dimension.
+        stop: One past the last index along each dimension.
+        file: Number of the file in `StoredPieces.files`.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    file: int
+
+    @property
+    def box(self) -> Box:
+        """The region, without the file."""
+        return Box(self.start, self.stop)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that is stored in pieces.
+
+    Attributes:
+        dtype: Its dtype's code, for instance `"BF16"`.
+        shape: Its whole shape.
+        number: Number of its class of boxes in `StoredPieces.classes`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredPieces:
+    """Where the pieces of all tensors are.
+
+    Attributes:
+        files: File names, relative to the folder.
+        classes: Lists of boxes; tensors of equal shape and sharding share one. The distinct boxes
+            of a class cover the shape exactly; a box that occurs several times is in several files,
+            and any of them will do.
+        tensors: Tensor name to its dtype, shape and class.
+    """
+
+    files: tuple[str, ...]
+    classes: tuple[tuple[StoredBox, ...], ...]
+    tensors: dict[str, StoredTensor]
+
+    def boxes(self, name: str) -> tuple[StoredBox, ...]:
+        """The boxes of a tensor."""
+        return self.classes[self.tensors[name].number]
+
+
+def piece_name(name: str, shape: Sequence[int], box: Box | StoredBox) -> str:
+    """What the piece of a tensor is called in its file. No two pieces have the same name.
+
+    Args:
+        name: The tensor's name.
+        shape: The tensor's whole shape.
+        box: The piece's region.
+
+    Example:
+        >>> piece_name("kernel", (8, 4), Box((0, 0), (8, 4)))
+        'kernel'
+        >>> piece_name("kernel", (8, 4), Box((4, 0), (8, 4)))
+        'kernel@4,0'
+    """
+    # A whole tensor that is itself called `kernel@4,0` becomes `kernel@4,0@0,0`.
+    if Box(box.start, box.stop) == Box.whole(shape) and not _ends_like_a_piece(name):
+        return name
+    return f"{name}@{','.join(map(str, box.start))}"
+
+
+def piece_file_prefix(process: int) -> str:
+    """What the name of a process's file of pieces begins with.
+
+    Example:
+        >>> piece_file_prefix(0)
+        'shard-00001-of-'
+    """
+    return f"shard-{process + 1:05}-of-"
+
+
+def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
+    """The pieces as a JSON value."""
+    return {"files": pieces.files, "classes": pieces.classes, "tensors": pieces.tensors}
+
+
+def parse_pieces(raw: object, checks: Checks) -> StoredPieces:
+    """Parses and validates the pieces.
+
+    Args:
+        raw: The raw JSON value.
+        checks: For the file's path in errors.
+
+    Raises:
+        InvalidManifestError: The value is malformed, a file is outside of the folder, or boxes do
+            not cover their tensor exactly.
+        UnsupportedDtypeError: A tensor has a dtype that the format does not define.
+    """
+    fields = checks.members(raw, "pieces")
+    files = checks.texts(fields.get("files"), "files of pieces")
+    for name in files:
+        try:
+            check_file_name(name, "", checks.file)
+        except InvalidIndexError as error:
+            checks.refuse(
+                error.message.replace("the index", "the manifest"),
+                expected=error.expected,
+                found=error.found,
+            )
+    classes = tuple(
+        _boxes(boxes, len(files), checks)
+        for boxes in checks.items(fields.get("classes"), "classes of pieces")
+    )
+    whole: set[tuple[tuple[int, ...], int]] = set()  # (shape, class) that fit
+    tensors: dict[str, StoredTensor] = {}
+    for name, item in checks.members(fields.get("tensors"), "tensors of pieces").items():
+        tensor = tensors[name] = _tensor(name, item, len(classes), checks)
+        if tensor[1:] not in whole:
+            _check_cover(name, tensor.shape, classes[tensor.number], checks)
+            whole.add(tensor[1:])
+    return StoredPieces(files, classes, tensors)
+
+
+def _tensor(name: str, item: object, classes: int, checks: Checks) -> StoredTensor:
+    if type(item) is not list or len(item) != 3:
+        checks.refuse(
+            "malformed tensor of pieces",
+            tensor=name,
+            expected="an array of a dtype code, a shape and a class number",
+            found=brief(item),
+        )
+    code = checks.text(item[0], "dtype of a tensor of pieces")
+    dtype_from_code(code, file=checks.file, tensor=name)
+    shape = checks.sizes(item[1], "shape of a tensor of pieces")
+    return StoredTensor(code, shape, checks.size(item[2], "class of pieces", below=classes))
+
+
+def _boxes(raw: object, files: int, checks: Checks) -> tuple[StoredBox, ...]:
+    boxes = []
+    for item in checks.items(raw, "class of pieces"):
+        if type(item) is not list or len(item) != 3:
+            checks.refuse(
+                "malformed box", expected="an array of start, stop and file", found=brief(item)
+            )
+        start, stop = (
+            checks.sizes(item[0], "start of a box"),
+            checks.sizes(item[1], "stop of a box"),
+        )
+        if len(start) != len(stop) or any(a > b for a, b in zip(start, stop, strict=True)):
+            checks.refuse("malformed box", expected="start <= stop", found=brief(item))
+        boxes.append(StoredBox(start, stop, checks.size(item[2], "file of a box", below=files)))
+    if len(set(boxes)) != len(boxes):
+        checks.refuse("a box is given twice in the same file", found=brief(boxes))
+    return tuple(boxes)
+
+
+def _check_cover(
+    name: str, shape: tuple[int, ...], stored: tuple[StoredBox, ...], checks: Checks
+) -> None:
+    """Refuses boxes that leave a part of the tensor out, or overlap, or reach beyond it."""
+    boxes = list(dict.fromkeys(box.box for box in stored))
+    if any(len(box.start) != len(shape) for box in boxes):
+        problem = "boxes have another number of dimensions than their tensor"
+    elif not boxes or not _covers(boxes, shape):
+        problem = "boxes do not cover their tensor exactly"
+    else:
+        return
+    checks.refuse(
+        problem, tensor=name, expected=f"boxes that tile the shape {shape}", found=brief(boxes, 300)
+    )
+
+
+def _covers(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes tile the shape: each index is in exactly one of them.
+
+    The number of boxes that hold an index, as a function of the index, is determined by its mixed
+    difference, which each box changes at its corners alone: by +1 or -1, as the corner has an even
+    or odd number of stops. So boxes tile the shape if and only if these sums are the shape's own.
+    """
+    whole = Box.whole(shape)
+    if whole.size == 0:
+        return all(whole.contains(box) for box in boxes)
+    if any(box.size == 0 for box in boxes):
+        return False
+    starts, stops = (
+        np.array([getattr(box, side) for box in [*boxes, whole]], np.int64) for side in Box._fields
+    )
+    split = (starts != starts[-1]).any(0) | (stops != stops[-1]).any(0)
+    starts, stops = starts[:, split], stops[:, split]
+    rank = starts.shape[1]
+    if rank == 0:
+        return len(boxes) == 1
+    return len(starts) << rank <= _MAX_CORNERS and _corners_cancel(starts, stops)
+
+
+def _corners_cancel(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
+    """Whether the signed corners of all boxes but the last are those of the last."""
+    count, rank = starts.shape
+    sides = np.array(list(np.ndindex(*[2] * rank)), bool)
+    corners = np.where(sides[:, None], stops, starts).reshape(-1, rank)
+    signs = np.repeat(1 - 2 * (sides.sum(1) % 2), count).reshape(-1, count)
+    signs[:, -1] *= -1
+    order = np.lexsort(corners.T)
+    corners = corners[order]
+    is_new = np.ones(len(corners), bool)
+    is_new[1:] = (corners[1:] != corners[:-1]).any(1)
+    sums = np.add.reduceat(signs.reshape(-1)[order], np.flatnonzero(is_new))
+    return not sums.any()

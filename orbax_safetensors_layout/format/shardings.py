@@ -1,0 +1,143 @@
+"""Shardings as data: what is needed to place an array again as it was, without JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import TypeAlias
+
+from orbax_safetensors_layout.format.checks import Checks, brief
+
+
+class Unconstrained(enum.Enum):
+    """The part of a spec that leaves a dimension to the compiler."""
+
+    UNCONSTRAINED = "unconstrained"
+
+
+UNCONSTRAINED = Unconstrained.UNCONSTRAINED
+SpecPart: TypeAlias = str | tuple[str, ...] | Unconstrained | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshRecord:
+    """A mesh of devices.
+
+    Attributes:
+        axis_names: Names of its axes.
+        sizes: Number of devices along each axis.
+        axis_types: `"auto"`, `"explicit"` or `"manual"` for each axis.
+        devices: Position of each device in `jax.devices()`, in row-major order of the mesh.
+    """
+
+    axis_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    axis_types: tuple[str, ...]
+    devices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedRecord:
+    """A `NamedSharding`.
+
+    Attributes:
+        mesh: Its mesh.
+        spec: What splits each dimension: nothing, a mesh axis, several, or what the compiler likes.
+        memory_kind: Its memory, None where that is the devices' default.
+    """
+
+    mesh: MeshRecord
+    spec: tuple[SpecPart, ...]
+    memory_kind: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SingleDeviceRecord:
+    """A `SingleDeviceSharding`.
+
+    Attributes:
+        device: Position of its device in `jax.devices()`.
+        memory_kind: Its memory, None where that is the device's default.
+    """
+
+    device: int
+    memory_kind: str | None = None
+
+
+ShardingRecord: TypeAlias = NamedRecord | SingleDeviceRecord
+
+
+def dump_sharding(record: ShardingRecord) -> dict[str, object]:
+    """A sharding as a JSON value."""
+    if isinstance(record, SingleDeviceRecord):
+        return {"device": record.device, "memory_kind": record.memory_kind}
+    mesh = record.mesh
+    return {
+        "mesh": dict(zip(mesh.axis_names, mesh.sizes, strict=True)),
+        "axis_types": mesh.axis_types,
+        "devices": mesh.devices,
+        "spec": [
+            {part.value: True} if isinstance(part, Unconstrained) else part for part in record.spec
+        ],
+        "memory_kind": record.memory_kind,
+    }
+
+
+def parse_sharding(raw: object, checks: Checks) -> ShardingRecord:
+    """Parses and validates a sharding.
+
+    Args:
+        raw: The raw JSON value.
+        checks: For the file's path in errors.
+
+    Raises:
+        InvalidManifestError: It is malformed.
+    """
+    fields = checks.members(raw, "sharding")
+    memory_kind = fields.get("memory_kind")
+    if memory_kind is not None:
+        memory_kind = checks.text(memory_kind, "memory kind")
+    if "device" in fields:
+        return SingleDeviceRecord(checks.size(fields["device"], "device"), memory_kind)
+    mesh = _mesh(fields, checks)
+    spec = tuple(_part(part, checks) for part in checks.items(fields.get("spec"), "spec"))
+    axes = [axis for part in spec for axis in _axes(part)]
+    if not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
+        checks.refuse(
+            "malformed spec",
+            expected=f"each of the mesh axes {brief(mesh.axis_names)} at most once",
+            found=brief(spec),
+        )
+    return NamedRecord(mesh, spec, memory_kind)
+
+
+def _mesh(fields: dict[str, object], checks: Checks) -> MeshRecord:
+    axes = checks.members(fields.get("mesh"), "mesh")
+    sizes = tuple(checks.size(size, "size of a mesh axis") for size in axes.values())
+    types = checks.texts(fields.get("axis_types"), "axis types")
+    devices = checks.sizes(fields.get("devices"), "devices of a mesh")
+    fits = len(types) == len(axes) and math.prod(sizes) == len(set(devices)) == len(devices)
+    if not fits or not devices:
+        checks.refuse(
+            "malformed mesh",
+            expected="a type for each axis, and distinct devices, as many as the sizes multiply to",
+            found=f"axes {brief(axes)}, {len(types)} types, {len(devices)} devices",
+        )
+    return MeshRecord(tuple(axes), sizes, types, devices)
+
+
+def _part(raw: object, checks: Checks) -> SpecPart:
+    if raw is None:
+        return None
+    if isinstance(raw, list):
+        return checks.texts(raw, "spec")
+    if raw == ((UNCONSTRAINED.value, True),):
+        return UNCONSTRAINED
+    return checks.text(raw, "spec")
+
+
+def _axes(part: SpecPart) -> tuple[str, ...]:
+    if isinstance(part, str):
+        return (part,)
+    return part if isinstance(part, tuple) else ()

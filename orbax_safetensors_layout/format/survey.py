@@ -1,0 +1,216 @@
+"""What stands at a path, by names alone: which files count, and what says so."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    InvalidIndexError,
+    InvalidManifestError,
+    StorageError,
+)
+from orbax_safetensors_layout.format.headers import read_range
+from orbax_safetensors_layout.format.index import (
+    INDEX_SUFFIX,
+    MAIN_INDEX,
+    MAX_INDEX_BYTES,
+    SUFFIX,
+    WeightIndex,
+    parse_index,
+)
+from orbax_safetensors_layout.format.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    parse_manifest,
+)
+from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.resolve import open_storage
+
+_MAX_LISTED = 10
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_MAX_NUMBERED = 100_000
+
+
+def is_safetensors_checkpoint(
+    path: str | os.PathLike[str], *, storage: Storage | None = None
+) -> bool:
+    """Whether `path` is a `.safetensors` file, or a folder with one or with an index.
+
+    Looks at names only. A path that does not exist, or that no storage serves, is none.
+    """
+    owned: Storage | None = None
+    try:
+        if storage is None:
+            storage, text = open_storage(path)
+            owned = storage
+        else:
+            text = os.fspath(path)
+        if storage.is_file(text):
+            return text.endswith(SUFFIX)
+        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in storage.list(text))
+    except (StorageError, CheckpointNotFoundError):
+        return False
+    finally:
+        if owned is not None:
+            owned.close()
+
+
+class Survey(NamedTuple):
+    """What counts at a path.
+
+    Attributes:
+        files: Paths of the `.safetensors` files.
+        weights: The index of Hugging Face, where there is one.
+        manifest_file: Path of the manifest, where there is one.
+        manifest: The manifest itself, where it had to be read to know the files.
+    """
+
+    files: list[str]
+    weights: WeightIndex | None = None
+    manifest_file: str | None = None
+    manifest: Manifest | None = None
+
+
+def survey(storage: Storage, path: str) -> Survey:
+    """Looks at what stands at a path.
+
+    Raises:
+        CheckpointNotFoundError: There is no `.safetensors` file.
+        FormatError: The index or the manifest is malformed, or lists files that are missing.
+        StorageError: A read failed.
+    """
+    if storage.is_file(path):
+        if not path.endswith(SUFFIX):
+            raise CheckpointNotFoundError(
+                "the path is a file of another format",
+                file=path,
+                expected=f"a '{SUFFIX}' file, or a folder of them",
+                found=os.path.basename(path),
+                hint="Give the folder that holds the index." if path.endswith(".json") else None,
+            )
+        return Survey([path])
+    names = storage.list(path)
+    manifest_file = join(path, MANIFEST) if MANIFEST in names else None
+    index_name = _index_name(names, path)
+    if index_name is not None:
+        index_file = join(path, index_name)
+        index = _read_index(storage, index_file)
+        _check_present(storage, path, index.files, names, index_file)
+        return Survey([join(path, name) for name in index.files], index, manifest_file)
+    manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
+    if manifest is not None and manifest.pieces is not None:
+        pieces = manifest.pieces.files
+        _check_present(storage, path, pieces, names, join(path, MANIFEST))
+        return Survey([join(path, name) for name in pieces], None, manifest_file, manifest)
+    files = [join(path, name) for name in names if name.endswith(SUFFIX)]
+    _check_complete(names, path)
+    if files:
+        return Survey(files, None, manifest_file, manifest)
+    if names:
+        raise CheckpointNotFoundError(
+            f"the folder does not contain any '{SUFFIX}' files",
+            file=path,
+            expected=f"'{SUFFIX}' files directly in it",
+            found=listed(names),
+        )
+    raise CheckpointNotFoundError(
+        f"the path does not exist, or is a folder that does not contain any '{SUFFIX}' files",
+        file=path,
+        expected=f"a '{SUFFIX}' file, or a folder of them",
+        found="no file",
+    )
+
+
+def _check_complete(names: Sequence[str], path: str) -> None:
+    """Refuses a part of a numbered set: without an index nobody else would notice."""
+    sets: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered:
+            stem, number, count = numbered.groups()
+            sets.setdefault((stem, count), set()).add(int(number))
+    for (stem, count), numbers in sets.items():
+        missing = set(range(1, int(count) + 1)) - numbers
+        if missing and int(count) < _MAX_NUMBERED:
+            absent = [f"{number:0{len(count)}}" for number in sorted(missing)]
+            raise InvalidIndexError(
+                "the folder has no index and lacks files of a numbered set",
+                file=path,
+                expected=f"{int(count)} files {stem}-…-of-{count}{SUFFIX}",
+                found=f"{len(missing)} missing: numbers {listed(absent)}",
+                hint="Complete the download, or give the path of one file.",
+            )
+
+
+def _index_name(names: Sequence[str], path: str) -> str | None:
+    if MAIN_INDEX in names:
+        return MAIN_INDEX
+    found = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(found) > 1:
+        raise InvalidIndexError(
+            "the folder has several indices",
+            file=path,
+            expected=f"'{MAIN_INDEX}', or only one other",
+            found=", ".join(found),
+            hint=f"Rename the one that counts to '{MAIN_INDEX}'.",
+        )
+    return found[0] if found else None
+
+
+def _read_index(storage: Storage, file: str) -> WeightIndex:
+    size = storage.size(file)
+    if size > MAX_INDEX_BYTES:
+        raise InvalidIndexError(
+            "the index is too large",
+            file=file,
+            expected=f"at most {MAX_INDEX_BYTES} bytes",
+            found=f"{size} bytes",
+        )
+    return parse_index(read_range(storage, file, 0, size), file=file)
+
+
+def read_manifest(storage: Storage, file: str) -> Manifest:
+    """Reads a manifest.
+
+    Raises:
+        InvalidManifestError: It is malformed, or of a newer version.
+        StorageError: The read failed.
+    """
+    size = storage.size(file)
+    if size > MAX_MANIFEST_BYTES:
+        raise InvalidManifestError(
+            "the manifest is too large",
+            file=file,
+            expected=f"at most {MAX_MANIFEST_BYTES} bytes",
+            found=f"{size} bytes",
+        )
+    return parse_manifest(read_range(storage, file, 0, size), file=file)
+
+
+def _check_present(
+    storage: Storage, path: str, files: Sequence[str], names: Sequence[str], index_file: str
+) -> None:
+    present = set(names)
+    folders = {name.rpartition("/")[0] for name in files} - {""}
+    for folder in folders:
+        present.update(f"{folder}/{name}" for name in storage.list(join(path, folder)))
+    missing = [name for name in files if name not in present]
+    if missing:
+        raise InvalidIndexError(
+            "the index lists files that are missing",
+            file=index_file,
+            expected=f"{len(files)} files",
+            found=f"{len(missing)} missing: {', '.join(missing)}",
+            hint="The download or copy of the checkpoint may be incomplete.",
+        )
+
+
+def listed(items: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = len(items) - _MAX_LISTED
+    return ", ".join(items[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,165 @@
+"""Axes: the dimensions of a region in the order of the file, each with its way through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+from orbax_safetensors_layout.plan.tiles import TileLayout
+
+
+class Axis(NamedTuple):
+    """One dimension of a region.
+
+    Index `i` of it is index `phase + i` of the members that it runs through, one after the other.
+    One that stays inside a member, or to which members are one piece, has a member of its own
+    extent.
+
+    Attributes:
+        extent: Indices.
+        source: Bytes from one to the next in the file; 0 where elements are repeated.
+        member: Indices of one member.
+        phase: Where in its member the first index stands.
+        within: Bytes from one to the next in memory inside a member; may be negative.
+        across: Bytes from member to member in memory.
+    """
+
+    extent: int
+    source: int
+    member: int
+    phase: int
+    within: int
+    across: int
+
+    @classmethod
+    def of(
+        cls, extent: int, source: int, member: int, phase: int, within: int, across: int
+    ) -> Axis:
+        """The axis, simplified where the bounds of members do not matter."""
+        if phase + extent <= member or across == member * within:
+            return cls(extent, source, extent, 0, within, 0)
+        return cls(extent, source, member, phase, within, across)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it runs through several members that are not one piece."""
+        return self.member < self.phase + self.extent
+
+    @property
+    def whole(self) -> int:
+        """The length of a range that is all of it: indices of the members that it touches."""
+        return -(-(self.phase + self.extent) // self.member) * self.member
+
+    def memory_offset(self, index: int) -> int:
+        """Bytes from index 0 to `index` in memory."""
+        cell, inside = divmod(self.phase + index, self.member)
+        return cell * self.across + (inside - self.phase) * self.within
+
+    def ranges(self, length: int) -> Iterator[tuple[int, int]]:
+        """Cuts the axis into half-open ranges of at most `length` indices.
+
+        Shorter ones than a member stay inside one, longer ones end where a member ends; so all
+        of it is one range if `length` is `whole`.
+        """
+        low, stop = self.phase, self.phase + self.extent
+        while low < stop:
+            cell = low // self.member * self.member
+            if length < self.member:
+                high = min(cell + (low - cell) // length * length + length, cell + self.member)
+            else:
+                high = cell + length // self.member * self.member
+            high = min(high, stop)
+            yield low - self.phase, high - self.phase
+            low = high
+
+    def segments(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """A range as (first index, members, indices of each): whole members, or some of one."""
+        low, high = low + self.phase, high + self.phase
+        while low < high:
+            inside = low % self.member
+            cells = (high - low) // self.member
+            if inside or not cells:
+                count = min(self.member - inside, high - low)
+                yield low - self.phase, 1, count
+                low += count
+            else:
+                yield low - self.phase, cells, self.member
+                low += cells * self.member
+
+
+def axes_of(
+    layout: TileLayout,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    phases: Sequence[int],
+) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes of a region, outermost in the file first, and those that repeat elements.
+
+    Args:
+        layout: The tile in memory.
+        extents: The region's shape.
+        strides: Its byte strides in the file. Where one is negative, so that the file has the
+            indices in reverse, the axis is turned around.
+        phases: The first index of each dimension within its member, counted from the member's
+            end where the dimension is reversed.
+    """
+    axes = []
+    sides = zip(extents, strides, phases, layout.member_shape, strict=True)
+    for (extent, stride, phase, member), within, across in zip(
+        sides, layout.within, layout.across, strict=True
+    ):
+        if extent > 1:
+            sign = -1 if stride < 0 else 1
+            axes.append(Axis.of(extent, abs(stride), member, phase, sign * within, sign * across))
+    repeats = tuple(axis for axis in axes if not axis.source)
+    moving = sorted((axis for axis in axes if axis.source), key=lambda a: -a.source)
+    return tuple(_merged(moving)), repeats
+
+
+def _merged(axes: Sequence[Axis]) -> list[Axis]:
+    """Joins axes that follow one another alike in the file and in memory."""
+    merged: list[Axis] = []
+    for inner in axes:
+        outer = merged[-1] if merged else None
+        if (
+            outer is not None
+            and not inner.crosses
+            and outer.source == inner.extent * inner.source
+            and outer.within == inner.extent * inner.within
+        ):
+            count = inner.extent
+            merged[-1] = Axis(
+                outer.extent * count,
+                inner.source,
+                outer.member * count,
+                outer.phase * count,
+                inner.within,
+                outer.across,
+            )
+        else:
+            merged.append(inner)
+    return merged
+
+
+def memory_runs(axes: Sequence[Axis], itemsize: int) -> StridedRuns | None:
+    """The region's bytes in memory, in the order of the file, from its first byte.
+
+    None where they are no regular runs: where the region begins or ends within a member.
+    """
+    run = itemsize
+    levels: list[tuple[int, int]] = []
+    for axis in reversed(axes):
+        if axis.crosses and (axis.phase or axis.extent % axis.member):
+            return None
+        cells = axis.extent // axis.member
+        for count, stride in ((axis.member, axis.within), (cells, axis.across)):
+            if count == 1:
+                continue
+            if not levels and stride == run:
+                run *= count
+            elif levels and stride == levels[0][0] * levels[0][1]:
+                levels[0] = (levels[0][0] * count, levels[0][1])
+            else:
+                levels.insert(0, (count, stride))
+    return StridedRuns(0, run, tuple(levels))

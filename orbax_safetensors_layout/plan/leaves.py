@@ -1,0 +1,169 @@
+"""Leaves: what is wanted of an array, and the pieces of file tensors that it is made of.
+
+A leaf is a piecewise-affine view of the file: boxes that cover it, each with the tensor whose
+elements fill it and where in that tensor they are. See ARCHITECTURE.md, The correspondence.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    UnsupportedDtypeError,
+)
+from orbax_safetensors_layout.format.dtypes import DType
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.affine import AffineView
+from orbax_safetensors_layout.geometry.box import Box, cover
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+
+
+class LocalBoxes(NamedTuple):
+    """The distinct regions of one array that the devices of one process hold.
+
+    Attributes:
+        boxes: Each region once, however many local devices hold it.
+        shared: For each box, whether devices of other processes hold it too.
+    """
+
+    boxes: tuple[Box, ...]
+    shared: tuple[bool, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> LocalBoxes:
+        """All of an array, for one reader."""
+        return cls((Box.whole(shape),), (False,))
+
+
+class Source(NamedTuple):
+    """One piece of a leaf.
+
+    Attributes:
+        entry: The tensor that it comes from.
+        box: The region of the leaf that it fills.
+        view: Of the box's shape: from an index within the box to an element of the tensor.
+            Strides may be negative (reversed) and 0 (repeated).
+    """
+
+    entry: TensorEntry
+    box: Box
+    view: AffineView
+
+
+class LeafRead(NamedTuple):
+    """One leaf of the wanted tree and the tensors it comes from.
+
+    Attributes:
+        name: The leaf's name: the tensor's, where it is one.
+        shape: The leaf's shape.
+        stored: The dtype of all its tensors.
+        sources: The pieces; their boxes cover each of `local`, each index once.
+        local: The boxes this process needs of it.
+        dtype: The dtype that the leaf will have.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: DType
+    sources: tuple[Source, ...]
+    local: LocalBoxes
+    dtype: np.dtype
+
+    @classmethod
+    def plain(cls, name: str, entry: TensorEntry, local: LocalBoxes, dtype: np.dtype) -> LeafRead:
+        """A leaf that is one tensor as it stands in the file."""
+        source = Source(entry, *_whole(entry.shape))
+        return cls(name, entry.shape, entry.dtype, (source,), local, dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the leaf is one tensor as it stands in the file."""
+        if len(self.sources) != 1:
+            return False
+        entry, box, view = self.sources[0]
+        return entry.shape == self.shape and (box, view) == _whole(self.shape)
+
+    @property
+    def file(self) -> str | None:
+        """The file that the leaf is in, the first of several: for errors."""
+        return self.sources[0].entry.file if self.sources else None
+
+    def check(self) -> None:
+        """Checks that the pieces make the leaf.
+
+        Raises:
+            DtypeMismatchError: They have several dtypes.
+            MismatchError: They do not cover the leaf, each index once, or leave their tensor.
+            UnsupportedDtypeError: Elements that share bytes are not taken as they stand.
+        """
+        if self.is_plain:
+            return
+        self._check_dtypes()
+        for source in self.sources:
+            self._check_source(source)
+        for box in self.local.boxes:
+            common = [box.intersect(source.box) for source in self.sources]
+            if box.size and not cover([part for part in common if part is not None], box):
+                raise MismatchError(
+                    f"the {len(self.sources)} pieces of the leaf do not cover it, each index once",
+                    tensor=self.name,
+                    expected=f"boxes that tile {list(box.start)} to {list(box.stop)}",
+                    found=_some([source.box for source in self.sources]),
+                )
+
+    def _check_dtypes(self) -> None:
+        for entry, _, _ in self.sources:
+            if entry.dtype != self.stored:
+                raise DtypeMismatchError(
+                    f"tensors of several dtypes make one leaf: '{entry.name}' is not"
+                    f" {self.stored.code} as the others",
+                    file=entry.file,
+                    tensor=self.name,
+                    expected=self.stored.code,
+                    found=entry.dtype.code,
+                )
+        if self.stored.packed:
+            raise UnsupportedDtypeError(
+                "the elements of the tensor share bytes, so it can not be rearranged or be part"
+                " of a larger leaf",
+                file=self.file,
+                tensor=self.name,
+                expected="a dtype of whole bytes",
+                found=self.stored.code,
+                hint="Load the tensor by itself and rearrange the array.",
+            )
+
+    def _check_source(self, source: Source) -> None:
+        entry, box, view = source
+        problem = None
+        if view.shape != box.shape or len(view.strides) != len(view.shape):
+            problem = f"a view of shape {view.shape} can not fill {box}"
+        elif 0 not in view.shape:
+            low, high = view.bounds
+            if low < 0 or high > math.prod(entry.shape):
+                problem = f"{view} leaves the tensor '{entry.name}' of shape {entry.shape}"
+            else:
+                try:
+                    StridedRuns.of(view, 1)
+                except ValueError as error:
+                    problem = str(error)
+        if problem:
+            raise MismatchError(
+                f"a piece of the leaf is wrong: {problem}", file=entry.file, tensor=self.name
+            )
+
+
+@functools.lru_cache(1024)
+def _whole(shape: tuple[int, ...]) -> tuple[Box, AffineView]:
+    return Box.whole(shape), AffineView.row_major(shape)
+
+
+def _some(boxes: list[Box]) -> str:
+    listed = ", ".join(f"{list(box.start)} to {list(box.stop)}" for box in boxes[:4])
+    return listed + (f" and {len(boxes) - 4} more" if len(boxes) > 4 else "")

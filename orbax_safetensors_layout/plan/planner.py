@@ -1,0 +1,154 @@
+"""The planner of regions: leaves to regions, with all geometry made once for what is alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from orbax_safetensors_layout.geometry.affine import AffineView
+from orbax_safetensors_layout.geometry.box import Box, Tile, tile
+from orbax_safetensors_layout.geometry.packing import packed_box
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.regions import Region, RegionRead
+from orbax_safetensors_layout.plan.tiles import TileLayout
+
+
+class RegionPlanner:
+    """From leaves to regions: O(pieces x tiles x dimensions) for each.
+
+    Leaves of one piece that have shape, strides, dtype and boxes in common share all geometry but
+    the offset; regions of leaves of several pieces share it where they lie alike.
+
+    Args:
+        profile: The cost model.
+        most_bytes: Tiles of more bytes are taken apart into their members.
+    """
+
+    def __init__(self, profile: StorageProfile, most_bytes: int | None) -> None:
+        self._profile = profile
+        self._most_bytes = most_bytes
+        self._reads: dict[tuple[object, ...], RegionRead] = {}
+        # The values hold the `LocalBoxes`, so that an id stays its own.
+        self._layouts: dict[tuple[object, ...], tuple[LocalBoxes, list[TileLayout]]] = {}
+        self._single: dict[tuple[object, ...], tuple[LocalBoxes, list[Region]]] = {}
+
+    def regions(self, number: int, leaf: LeafRead) -> list[Region]:
+        """The regions of a leaf, tile by tile.
+
+        Args:
+            number: The leaf's number in the plan.
+            leaf: The leaf.
+
+        Raises:
+            SafetensorsLayoutError: Its pieces do not make it; see `LeafRead.check`.
+        """
+        if len(leaf.sources) != 1:
+            leaf.check()
+            return list(self._several(number, leaf))
+        ((entry, box, view),) = leaf.sources
+        key = (
+            leaf.shape,
+            leaf.stored.code,
+            id(leaf.local),
+            view,
+            box,
+            entry.shape,
+            entry.dtype.code,
+        )
+        found = self._single.get(key)
+        if found is None:
+            leaf.check()
+            make = self._packed if leaf.stored.packed else self._several
+            # From the tensor's first byte, for every tensor alike.
+            regions = [r._replace(start=r.start - entry.start) for r in make(number, leaf)]
+            found = self._single[key] = (leaf.local, regions)
+        shift = entry.start
+        return [
+            Region(number, 0, start + shift, at, read, layout, parts)
+            for _, _, start, at, read, layout, parts in found[1]
+        ]
+
+    def _several(self, number: int, leaf: LeafRead) -> Iterator[Region]:
+        starts = np.array([source.box.start for source in leaf.sources])
+        stops = np.array([source.box.stop for source in leaf.sources])
+        for layout in self._layouts_of(leaf):
+            box = layout.tile.box
+            meet = (starts < box.stop).all(-1) & (stops > box.start).all(-1)
+            touched = np.flatnonzero(meet).tolist()
+            for index in touched:
+                source = leaf.sources[index]
+                start, at, read = self._overlap(source, layout)
+                yield Region(number, index, start, at, read, layout, len(touched))
+
+    def _overlap(self, source: Source, layout: TileLayout) -> tuple[int, int, RegionRead]:
+        """The region of a piece and a tile that meet: its first byte, its place, its geometry."""
+        entry, piece, view = source
+        box = layout.tile.box
+        first, at = view.offset, 0
+        extents, phases, strides = [], [], []
+        for axis, stride in enumerate(view.strides):
+            low = max(box.start[axis], piece.start[axis])
+            extent = min(box.stop[axis], piece.stop[axis]) - low
+            member = layout.member_shape[axis]
+            lead = low - box.start[axis]
+            phase = lead % member
+            if stride < 0:  # the file has the last index first
+                phase = -(lead + extent) % member
+                low, lead = low + extent - 1, lead + extent - 1
+            cell, inside = divmod(lead, member)
+            at += cell * layout.across[axis] + inside * layout.within[axis]
+            first += (low - piece.start[axis]) * stride
+            extents.append(extent)
+            strides.append(stride if extent > 1 else 1)
+            phases.append(phase if phase + extent > member else 0)
+        alike = (layout.member_shape, layout.tile.grid, layout.itemsize)
+        key = (*alike, *extents, *strides, *phases)
+        read = self._reads.get(key)
+        if read is None:
+            read = RegionRead.plan(layout, extents, strides, phases, self._profile)
+            self._reads[key] = read
+        return entry.start + first * layout.itemsize, at, read
+
+    def _layouts_of(self, leaf: LeafRead) -> list[TileLayout]:
+        itemsize = leaf.stored.bits // 8
+        key = (itemsize, id(leaf.local))
+        found = self._layouts.get(key)
+        if found is None:
+            layouts = list(self._tiled(leaf.local, itemsize))
+            found = self._layouts[key] = (leaf.local, layouts)
+        return found[1]
+
+    def _tiled(self, local: LocalBoxes, itemsize: int) -> Iterator[TileLayout]:
+        # Shared and private boxes are tiled apart: they are read differently.
+        for shared in (False, True):
+            numbers = [i for i, s in enumerate(local.shared) if s is shared]
+            boxes = [local.boxes[i] for i in numbers]
+            for found in self._bounded(tile(boxes), boxes, itemsize):
+                found = found._replace(members=tuple(numbers[i] for i in found.members))
+                yield TileLayout.of(found, itemsize, shared=shared)
+
+    def _bounded(
+        self, tiles: Sequence[Tile], boxes: Sequence[Box], itemsize: int
+    ) -> Iterator[Tile]:
+        """The tiles, those that are too large for the budget taken apart."""
+        for found in tiles:
+            if self._most_bytes is None or found.box.size * itemsize <= self._most_bytes:
+                yield found
+                continue
+            for number in found.members:
+                yield Tile(boxes[number], (1,) * len(found.grid), (number,))
+
+    def _packed(self, number: int, leaf: LeafRead) -> Iterator[Region]:
+        """Elements that share bytes: each box by itself, as whole bytes."""
+        ((entry, _, _),) = leaf.sources
+        local = leaf.local
+        for index, (box, shared) in enumerate(zip(local.boxes, local.shared, strict=True)):
+            packed = packed_box(entry.shape, leaf.stored.bits, box)
+            alone = Tile(packed.box, (1,) * len(packed.shape), (index,))
+            layout = TileLayout.of(alone, 1, shared=shared)
+            view = AffineView.row_major(packed.shape)
+            source = Source(entry, Box.whole(packed.shape), view)
+            start, at, read = self._overlap(source, layout)
+            yield Region(number, 0, start, at, read, layout, 1)

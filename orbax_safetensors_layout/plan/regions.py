@@ -1,0 +1,122 @@
+"""Regions: what one tensor gives to one tile, in the file and in memory.
+
+The geometry is in bytes from the region's first one, made once for all regions that are alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.geometry.affine import AffineView
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan.axes import Axis, axes_of, memory_runs
+from orbax_safetensors_layout.plan.blocking import Blocking
+from orbax_safetensors_layout.plan.tiles import TileLayout
+
+_DIRECT_SPAN_BYTES = 16 << 10
+"""Pieces of this size are read straight into their places, however many they are: a buffer more
+costs less time than copying it from a staging buffer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegionRead:
+    """How a region is read, wherever in the file and in memory it is.
+
+    Attributes:
+        itemsize: Bytes of an element.
+        axes: Its dimensions, outermost in the file first.
+        repeats: Dimensions along which each element is put in several places.
+        runs: The needed bytes.
+        requests: The same with the gaps that are cheaper to read than to skip.
+        spans: Where those bytes go in memory, in the order of the file, if they are read straight
+            into it; None where they are staged.
+        blocking: How a region that is staged is cut.
+    """
+
+    itemsize: int
+    axes: tuple[Axis, ...]
+    repeats: tuple[Axis, ...]
+    runs: StridedRuns
+    requests: StridedRuns
+    spans: StridedRuns | None
+    blocking: Blocking
+
+    @classmethod
+    def plan(
+        cls,
+        layout: TileLayout,
+        extents: Sequence[int],
+        strides: Sequence[int],
+        phases: Sequence[int],
+        profile: StorageProfile,
+    ) -> RegionRead:
+        """The read of a region.
+
+        Args:
+            layout: The tile in memory.
+            extents: The region's shape.
+            strides: Its element strides in the tensor.
+            phases: As `axes_of` takes them.
+            profile: The cost model.
+        """
+        itemsize = layout.itemsize
+        forward = AffineView(0, tuple(extents), tuple(map(abs, strides)))
+        runs = StridedRuns.of(forward, itemsize)
+        requests = runs.coalesce(profile.max_gap_bytes)
+        in_bytes = [stride * itemsize for stride in strides]
+        axes, repeats = axes_of(layout, extents, in_bytes, phases)
+        spans = None
+        if not repeats and requests.total_bytes == runs.total_bytes:
+            spans = memory_runs(axes, itemsize)
+            members = len(layout.tile.members)
+            if spans and spans.run_bytes < _DIRECT_SPAN_BYTES and spans.count > members:
+                spans = None
+        blocking = Blocking.plan(axes, itemsize, requests.run_bytes, profile)
+        return cls(itemsize, axes, repeats, runs, requests, spans, blocking)
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is read straight into its place."""
+        return self.spans is not None
+
+    def storage_requests(self, profile: StorageProfile) -> int:
+        """Ranged reads that fetch the region by itself."""
+        requests = self.requests
+        if self.direct:
+            return requests.count * -(-requests.run_bytes // profile.request_bytes)
+        return self.blocking.requests(self.axes)
+
+
+class Region(NamedTuple):
+    """A region at its place.
+
+    Attributes:
+        leaf: Number of the leaf in the plan.
+        source: Number of the piece of the leaf.
+        start: First byte read, in the file.
+        at: Where in the tile's memory the first byte goes.
+        read: The geometry.
+        layout: The tile.
+        parts: How many regions fill the tile.
+    """
+
+    leaf: int
+    source: int
+    start: int
+    at: int
+    read: RegionRead
+    layout: TileLayout
+    parts: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte read."""
+        return self.start + self.read.requests.stop
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """What tells its tile from all others of the plan."""
+        return self.leaf, self.layout.tile.members[0]

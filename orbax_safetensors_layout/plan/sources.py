@@ -1,0 +1,19 @@
+"""Leaves that come from pieces of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.affine import AffineView
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.leaves import Source
+
+
+def sources_of(pieces: Sequence[tuple[Box, TensorEntry]]) -> tuple[Source, ...]:
+    """Pieces as what a leaf is made of.
+
+    Args:
+        pieces: Regions of the leaf, each standing as a row-major tensor of its own.
+    """
+    return tuple(Source(entry, box, AffineView.row_major(box.shape)) for box, entry in pieces)

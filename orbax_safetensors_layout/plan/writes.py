@@ -1,0 +1,349 @@
+"""The write plan: which process writes which files, and from which shards their bytes come.
+
+In layout `hf` a file has one owner. Tensors that the owner holds completely go straight into the
+file; the shards of the others are first written as pieces, each by one of its holders, and the
+owner puts them together after all have been written. In layout `sharded` the pieces are all there
+is. See ARCHITECTURE.md, Writing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.format.dtypes import DTYPES, DType
+from orbax_safetensors_layout.format.layout import FileLayout, NewTensor, lay_out, split
+from orbax_safetensors_layout.format.manifest import (
+    StoredBox,
+    StoredPieces,
+    StoredTensor,
+    piece_name,
+)
+from orbax_safetensors_layout.format.pieces import piece_file_prefix
+from orbax_safetensors_layout.geometry.box import Tile, tile
+from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.plan.cost import Cost
+from orbax_safetensors_layout.plan.owners import HeldBoxes, PieceWriters, StoredTile, file_owners
+
+PIECES_FOLDER = "pieces"
+"""Where processes leave what the owners of files fetch; it is gone when a save is complete."""
+
+
+class LeafWrite(NamedTuple):
+    """One tensor of the tree that is saved.
+
+    Attributes:
+        tensor: Its name, shape, and dtype in the file.
+        values: Dtype of the values in memory; another than the file's is cast.
+        held: Which processes hold what of it.
+    """
+
+    tensor: NewTensor
+    values: np.dtype
+    held: HeldBoxes
+
+
+class Part(NamedTuple):
+    """A contiguous range of a file that comes from shards of this process.
+
+    Attributes:
+        leaf: Number of the leaf.
+        tile: The region of the tensor, of which members are boxes of the leaf, by number.
+        dtype: Dtype in this file.
+        start: First byte in the file.
+        stop: One past the last byte.
+    """
+
+    leaf: int
+    tile: Tile
+    dtype: DType
+    start: int
+    stop: int
+
+
+class FileWrite(NamedTuple):
+    """One file that this process writes.
+
+    Attributes:
+        name: Its name, relative to the checkpoint's folder.
+        layout: Header, tensors and size.
+        parts: What comes from this process's own shards, by offset.
+        gathered: Numbers of the leaves that come from pieces, in the order of the file.
+    """
+
+    name: str
+    layout: FileLayout
+    parts: tuple[Part, ...]
+    gathered: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WritePlan:
+    """What one process writes.
+
+    Attributes:
+        leaves: All tensors of the tree.
+        files: Names of the checkpoint's files, each with its owner and its tensors.
+        own: The files that this process owns.
+        pieces: What this process leaves in pieces, if anything.
+        stored: Where all pieces of all processes are; None where there are none.
+        process_index: The process.
+        process_count: How many there are.
+    """
+
+    leaves: tuple[LeafWrite, ...]
+    files: tuple[tuple[str, int, tuple[NewTensor, ...]], ...]
+    own: tuple[FileWrite, ...]
+    pieces: FileWrite | None
+    stored: StoredPieces | None
+    process_index: int
+    process_count: int
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether files are put together from pieces, by some process."""
+        return self.stored is not None and bool(self.files)
+
+    def writes(self) -> Iterator[FileWrite]:
+        """Every file that this process writes."""
+        yield from self.own
+        if self.pieces is not None:
+            yield self.pieces
+
+    def cost(self) -> Cost:
+        """What the plan costs this process."""
+        written = files = needed = read = 0
+        touched: set[int] = set()
+        for file in self.writes():
+            files += 1
+            written += file.layout.size
+            touched.update(part.leaf for part in file.parts)
+            touched.update(file.gathered)
+            needed += sum(part.stop - part.start for part in file.parts)
+            read += sum(self.leaves[leaf].tensor.nbytes for leaf in file.gathered)
+        return Cost(
+            tensors=len(touched),
+            needed_bytes=needed,
+            read_bytes=read,
+            written_bytes=written,
+            files=files,
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}  process {owner}  {len(tensors):,} tensors  "
+            f"{sum(t.nbytes for t in tensors):,} bytes"
+            for name, owner, tensors in self.files
+        ]
+        return "\n".join([*lines, str(self.cost())])
+
+
+def plan_writes(
+    leaves: Sequence[LeafWrite],
+    *,
+    options: WriteOptions,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> WritePlan:
+    """Plans the writes of one process.
+
+    Args:
+        leaves: The tensors, the same in the same order on every process.
+        options: How to write.
+        process_index: The process.
+        process_count: How many there are.
+    """
+    planner = _Planner(leaves, options, process_index, process_count)
+    return planner.hf() if options.layout == "hf" else planner.sharded()
+
+
+def plan_consolidation(
+    tensors: Sequence[NewTensor],
+    stored: StoredPieces,
+    *,
+    options: WriteOptions,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> WritePlan:
+    """Plans how tensors that are stored in pieces are put together into files of layout `hf`.
+
+    Args:
+        tensors: The tensors.
+        stored: Their pieces.
+        options: How to write.
+        process_index: The process.
+        process_count: How many there are; the files are shared out among them.
+    """
+    nobody = HeldBoxes((), ())
+    leaves = [LeafWrite(tensor, tensor.dtype.numpy, nobody) for tensor in tensors]
+    return _Planner(leaves, options, process_index, process_count).hf(stored)
+
+
+class _Planner:
+    def __init__(
+        self, leaves: Sequence[LeafWrite], options: WriteOptions, index: int, count: int
+    ) -> None:
+        self._leaves = tuple(leaves)
+        self._metadata: Mapping[str, str] = {"format": "pt", **options.metadata}
+        self._max_file_bytes = options.max_file_bytes
+        self._index = index
+        self._count = count
+        below = options.replicate_below_bytes if options.layout == "sharded" else 0
+        self._writers = PieceWriters(count, replicate_below_bytes=below)
+
+    def sharded(self) -> WritePlan:
+        stored, pieces = self._pieces(range(len(self._leaves)), folder="")
+        return self._plan((), (), pieces, stored)
+
+    def hf(self, stored: StoredPieces | None = None) -> WritePlan:
+        """Whole tensors in files.
+
+        Args:
+            stored: The pieces of all tensors, if they are written already.
+        """
+        numbers = {leaf.tensor.name: number for number, leaf in enumerate(self._leaves)}
+        files = split((leaf.tensor for leaf in self._leaves), self._max_file_bytes)
+        members = [[numbers[tensor.name] for tensor in tensors] for _, tensors in files]
+        owners = self._file_owners(members)
+        exchanged: list[int] = []
+        own: list[FileWrite] = []
+        whole = _WholeTiles()
+        for (name, tensors), leaves, owner in zip(files, members, owners, strict=True):
+            pieced = [leaf for leaf in leaves if self._is_pieced(leaf, owner, whole, stored)]
+            exchanged += pieced
+            direct = sum(self._leaves[n].tensor.nbytes for n in leaves) - sum(
+                self._leaves[n].tensor.nbytes for n in pieced
+            )
+            self._writers.load[owner] += direct
+            if owner == self._index:
+                layout = lay_out(name, tensors, self._metadata)
+                own.append(self._file(name, layout, numbers, set(pieced), whole))
+        described = tuple(
+            (name, owner, tuple(tensors))
+            for (name, tensors), owner in zip(files, owners, strict=True)
+        )
+        if stored is not None or not exchanged:
+            return self._plan(described, tuple(own), None, stored)
+        stored, pieces = self._pieces(sorted(exchanged), folder=PIECES_FOLDER)
+        return self._plan(described, tuple(own), pieces, stored)
+
+    def _is_pieced(
+        self, leaf: int, owner: int, whole: _WholeTiles, stored: StoredPieces | None
+    ) -> bool:
+        tensor, _, held = self._leaves[leaf]
+        return bool(tensor.nbytes) and (stored is not None or not whole.at(held, owner))
+
+    def _plan(
+        self,
+        files: tuple[tuple[str, int, tuple[NewTensor, ...]], ...],
+        own: tuple[FileWrite, ...],
+        pieces: FileWrite | None,
+        stored: StoredPieces | None,
+    ) -> WritePlan:
+        return WritePlan(self._leaves, files, own, pieces, stored, self._index, self._count)
+
+    def _file_owners(self, members: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        if self._count == 1:
+            return (0,) * len(members)
+        held = np.zeros((len(members), self._count), np.int64)
+        share: dict[int, np.ndarray] = {}  # elements that each process holds, by array kind
+        for file, leaves in enumerate(members):
+            for number in leaves:
+                leaf = self._leaves[number]
+                elements = share.get(id(leaf.held))
+                if elements is None:
+                    elements = share[id(leaf.held)] = np.zeros(self._count, np.int64)
+                    for box, holders in zip(*leaf.held, strict=True):
+                        elements[list(holders)] += box.size
+                held[file] += elements * leaf.tensor.dtype.bits // 8
+        sizes = [sum(self._leaves[n].tensor.nbytes for n in leaves) for leaves in members]
+        return file_owners(sizes, held, self._count)
+
+    def _file(
+        self,
+        name: str,
+        layout: FileLayout,
+        numbers: Mapping[str, int],
+        pieced: set[int],
+        whole: _WholeTiles,
+    ) -> FileWrite:
+        parts: list[Part] = []
+        gathered: list[int] = []
+        for entry in layout.tensors:
+            number = numbers[entry.name]
+            if number in pieced:
+                gathered.append(number)
+            elif entry.nbytes:
+                found = whole.at(self._leaves[number].held, self._index)
+                assert found is not None
+                parts.append(Part(number, found, entry.dtype, entry.start, entry.stop))
+        return FileWrite(name, layout, tuple(parts), tuple(gathered))
+
+    def _pieces(self, numbers: Sequence[int], folder: str) -> tuple[StoredPieces, FileWrite | None]:
+        """Where the pieces of some leaves are, and this process's file of them."""
+        prefix = f"{folder}/" if folder else ""
+        names = [
+            f"{prefix}{piece_file_prefix(process)}{self._count:05}.safetensors"
+            for process in range(self._count)
+        ]
+        kinds: dict[int, int] = {}
+        classes: list[tuple[StoredTile, ...]] = []
+        tensors: dict[str, StoredTensor] = {}
+        mine: dict[str, tuple[NewTensor, int, Tile]] = {}
+        for number in numbers:
+            leaf = self._leaves[number]
+            name, dtype, shape = leaf.tensor
+            dtype = DTYPES["U8"] if dtype.packed else dtype
+            tiles = self._writers.choose(leaf.held, dtype.bits // 8)
+            kind = kinds.setdefault(id(tiles), len(classes))
+            if kind == len(classes):
+                classes.append(tiles)
+            tensors[name] = StoredTensor(dtype.code, shape, kind)
+            for found in tiles:
+                if found.process == self._index:
+                    box = found.tile.box
+                    piece = NewTensor(piece_name(name, shape, box), dtype, box.shape)
+                    mine[piece.name] = (piece, number, found.tile)
+        used = sorted({found.process for tiles in classes for found in tiles})
+        file_number = {process: place for place, process in enumerate(used)}
+        stored = StoredPieces(
+            files=tuple(names[process] for process in used),
+            classes=tuple(
+                tuple(
+                    StoredBox(found.tile.box.start, found.tile.box.stop, file_number[found.process])
+                    for found in tiles
+                )
+                for tiles in classes
+            ),
+            tensors=tensors,
+        )
+        if self._index not in file_number:
+            return stored, None
+        layout = lay_out(names[self._index], [piece for piece, _, _ in mine.values()], {})
+        parts = []
+        for entry in layout.tensors:
+            if entry.nbytes:
+                _, number, found_tile = mine[entry.name]
+                parts.append(Part(number, found_tile, entry.dtype, entry.start, entry.stop))
+        return stored, FileWrite(names[self._index], layout, tuple(parts), ())
+
+
+class _WholeTiles:
+    """Arrays that a process holds completely, as one tile; computed once for each kind."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], tuple[HeldBoxes, Tile | None]] = {}
+
+    def at(self, held: HeldBoxes, process: int) -> Tile | None:
+        key = (id(held), process)
+        found = self._found.get(key)
+        if found is None:
+            alone = None
+            if held.held_by(process):
+                tiles = tile(held.boxes)
+                alone = tiles[0] if len(tiles) == 1 else None
+            found = self._found[key] = held, alone
+        return found[1]

@@ -1,0 +1,64 @@
+"""Arrays of typed PRNG keys: files hold their data, and the name of what made them is recorded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from orbax_safetensors_layout.errors import UnsupportedDtypeError
+
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value, or its shape and dtype, is that of typed keys.
+
+    Example:
+        >>> is_key(jax.random.key(0)), is_key(jax.random.PRNGKey(0))
+        (True, False)
+    """
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def implementation(keys: Any) -> str:
+    """The name of the implementation of keys, which may be abstract.
+
+    Raises:
+        UnsupportedDtypeError: They are abstract, and of none that JAX itself has.
+
+    Example:
+        >>> implementation(jax.ShapeDtypeStruct((), jax.random.key(0, impl="rbg").dtype))
+        'rbg'
+    """
+    if isinstance(keys, jax.Array):
+        return str(jax.random.key_impl(keys))
+    for name in _IMPLEMENTATIONS:
+        if _dtype_of(name) == keys.dtype:
+            return name
+    raise UnsupportedDtypeError(
+        "keys of an implementation that JAX does not name",
+        expected=f"one of {', '.join(_IMPLEMENTATIONS)}",
+        found=keys.dtype,
+        hint="Give concrete keys, or their data.",
+    )
+
+
+def data(keys: Any) -> Any:
+    """The keys' data, uint32 with more dimensions; abstract for abstract keys."""
+    if isinstance(keys, jax.Array):
+        return jax.random.key_data(keys)
+    return jax.eval_shape(jax.random.key_data, keys)
+
+
+def wrap(values: jax.Array, name: str) -> jax.Array:
+    """Keys of an implementation from their data, where the data is."""
+    keys: jax.Array = jax.random.wrap_key_data(values, impl=name)
+    return keys
+
+
+@functools.cache
+def _dtype_of(name: str) -> Any:
+    return jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype

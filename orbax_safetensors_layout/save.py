@@ -1,0 +1,312 @@
+"""The save pipeline, top to bottom: tree, plan, write, put together, publish. Start here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+from absl import logging
+
+from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.format.index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX
+from orbax_safetensors_layout.format.layout import index_bytes
+from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
+from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
+from orbax_safetensors_layout.options import MIB, Progress, WriteOptions
+from orbax_safetensors_layout.plan.shards import ProcessShards
+from orbax_safetensors_layout.plan.writes import PIECES_FOLDER, WritePlan, plan_writes
+from orbax_safetensors_layout.saved_tree import SavedTree
+from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.local_write import flush_folder
+from orbax_safetensors_layout.storage.publish import publish_folder
+from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.transfer._jax import DistributedStore
+from orbax_safetensors_layout.transfer.coordination import Group
+from orbax_safetensors_layout.transfer.gather import gather
+from orbax_safetensors_layout.transfer.host import HostValues
+from orbax_safetensors_layout.transfer.progress import progress_callback
+from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats, write_parts
+
+PathLike = str | os.PathLike[str]
+_BUDGET_BYTES = 256 * MIB  # of a save that names none: copies from devices, and pieces
+
+
+def save(
+    path: PathLike,
+    tree: Any,
+    *,
+    options: WriteOptions | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves a tree as safetensors; each process writes its share and nothing is gathered.
+
+    Every process of the program calls this with the same path on a file system that all share.
+    Files appear at `path` all at once when they are complete.
+
+    Args:
+        path: A folder; it need not exist. Files in it that belong to no safetensors checkpoint
+            (`config.json`, a tokenizer) stay.
+        tree: Any pytree of `jax.Array`s (plain, or of typed PRNG keys), numpy arrays and scalars,
+            and Python numbers, booleans and strings. A tensor is called by its dotted key path;
+            a flat dict of Hugging Face names gives the files of Hugging Face.
+        options: How to write.
+        overwrite: Replace a safetensors checkpoint that stands there.
+
+    Raises:
+        CheckpointExistsError: A safetensors checkpoint stands there, without `overwrite`.
+        SafetensorsLayoutError: Leaves that can not be saved; before anything is written.
+        StorageError: A write failed. What stood at `path` is as it was.
+        PeerError: Another process failed.
+
+    Example:
+        >>> import tempfile, numpy as np, safetensors.numpy
+        >>> folder = tempfile.mkdtemp()
+        >>> save(folder, {"layer": {"weight": np.arange(4.0, dtype=np.float32)}})
+        >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
+        {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
+    """
+    PreparedSave.of(tree, options or WriteOptions()).publish(path, overwrite=overwrite)
+
+
+def plan_save(
+    abstract: Any,
+    *,
+    options: WriteOptions | None = None,
+    process_index: int | None = None,
+    process_count: int | None = None,
+) -> WritePlan:
+    """What `save` would write.
+
+    Args:
+        abstract: The tree, of arrays or of `jax.ShapeDtypeStruct`s with shardings; these may be
+            over an `AbstractMesh`, as for `plan_load`.
+        options: As for `save`.
+        process_index: The process whose plan is wanted; by default this one.
+        process_count: For an `AbstractMesh`: the number of processes.
+
+    Raises:
+        SafetensorsLayoutError: Leaves that can not be saved.
+    """
+    options = options or WriteOptions()
+    shards = ProcessShards(process_index, process_count)
+    return _plan(SavedTree.parse(abstract, options=options, shards=shards), options, shards)
+
+
+def _plan(tree: SavedTree, options: WriteOptions, shards: ProcessShards) -> WritePlan:
+    return plan_writes(
+        tree.leaves,
+        options=options,
+        process_index=shards.process_index,
+        process_count=shards.process_count,
+    )
+
+
+class PreparedSave:
+    """A tree on its way to files. `of` and `capture` are quick; `write` may run in another thread.
+
+    Args:
+        plan: What this process writes.
+        values: The values of its leaves.
+        manifest: What is written beside the tensors.
+        options: How to write.
+        pieces_folder: Where the pieces are that files are put together from, if they are there
+            already; by default this save writes them, and removes them when it is done.
+    """
+
+    def __init__(
+        self,
+        plan: WritePlan,
+        values: HostValues,
+        manifest: Manifest,
+        options: WriteOptions,
+        *,
+        pieces_folder: str | None = None,
+    ) -> None:
+        self.plan = plan
+        self._values = values
+        self._manifest = manifest
+        self._options = options
+        self._pieces_folder = pieces_folder
+
+    @classmethod
+    def of(cls, tree: Any, options: WriteOptions, *, custom: object = None) -> Self:
+        """Plans a save.
+
+        Args:
+            tree: As for `save`.
+            options: How to write.
+            custom: A JSON value to keep beside the tensors.
+
+        Raises:
+            ValueError: The tree is an empty container.
+            SafetensorsLayoutError: Leaves that can not be saved.
+        """
+        shards = ProcessShards()
+        parsed = SavedTree.parse(tree, options=options, shards=shards)
+        plan = _plan(parsed, options, shards)
+        stored = plan.stored if options.layout == "sharded" else None
+        manifest = Manifest(
+            layout=options.layout,
+            tree=parsed.node,
+            shardings=parsed.shardings,
+            metadata=dict(options.metadata),
+            custom=custom,
+            pieces=stored,
+        )
+        return cls(plan, HostValues(parsed.values, plan.leaves), manifest, options)
+
+    def capture(self) -> None:
+        """Brings what this process writes to the host, as far as the memory budget allows."""
+        parts = [part for file in self.plan.writes() for part in file.parts]
+        self._values.capture(parts, self._options.memory_budget_bytes)
+
+    def wait_captured(self) -> None:
+        """Waits until `write`, in another thread, has brought over what `capture` left out.
+
+        The caller may then overwrite, donate or delete the arrays.
+        """
+        self._values.wait_captured()
+
+    def group(self, name: str) -> Group:
+        """The processes that save together."""
+        store = DistributedStore.connect() if self.plan.process_count > 1 else None
+        return Group(
+            name,
+            self.plan.process_index,
+            self.plan.process_count,
+            store,
+            self._options.timeout_seconds,
+        )
+
+    def publish(self, path: PathLike, *, overwrite: bool) -> None:
+        """Writes everything beside `path`, and puts it there when it is complete; see `save`."""
+        storage, target = open_storage(path)
+        target = os.path.realpath(target)
+        with storage:
+            group = self.group(target)
+            partial = f"{target}.partial-save"
+            error: BaseException | None = None
+            try:
+                if group.is_leader:
+                    _check_target(target, overwrite)
+                    storage.remove(partial)
+                    storage.make_folder(partial)
+            except BaseException as problem:
+                error = problem
+            group.meet("preparing the folder", error)
+            try:
+                self.write(partial, group=group, storage=storage)
+                if group.is_leader:
+                    publish_folder(partial, target, is_replaced=_is_checkpoint_file)
+            except BaseException as problem:
+                error = problem
+                if group.is_leader:
+                    storage.remove(partial)
+            group.meet("publishing the checkpoint", error)
+
+    def write(self, folder: str, *, group: Group, storage: Storage) -> WriteStats:
+        """Writes everything into a folder that exists, and waits until all processes have.
+
+        Raises:
+            StorageError: A write failed.
+            PeerError: Another process failed.
+        """
+        with progress_callback(self._options.progress) as progress:
+            stats = self._write(folder, group, storage, progress)
+        _record(stats)
+        return stats
+
+    def _write(
+        self,
+        folder: str,
+        group: Group,
+        storage: Storage,
+        progress: Callable[[Progress], None] | None,
+    ) -> WriteStats:
+        options, plan = self._options, self.plan
+        budget = options.memory_budget_bytes or _BUDGET_BYTES
+        files = FileSet(storage, folder, durable=options.fsync)
+        pool = WritePool(options.writers)
+        stats = WriteStats()
+        error: BaseException | None = None
+        try:
+            try:
+                if plan.pieces is not None:
+                    storage.make_folder(os.path.dirname(join(folder, plan.pieces.name)))
+                stats += write_parts(
+                    [*plan.writes()],
+                    plan.leaves,
+                    self._values,
+                    files,
+                    pool,
+                    memory_budget_bytes=budget,
+                    progress=progress,
+                )
+            except BaseException as problem:
+                error = problem
+                pool.stop()
+            group.meet("writing shards", error)
+            try:
+                if plan.exchanges:
+                    pieces = self._pieces_folder or folder
+                    stats += gather(plan, files, pool, storage, pieces, memory_budget_bytes=budget)
+                if group.is_leader:
+                    self._write_documents(storage, folder)
+            except BaseException as problem:
+                error = problem
+                pool.stop()
+            group.meet("putting files together", error)
+        finally:
+            pool.stop()
+            files.abort()
+            self._values.release()
+        if plan.exchanges and group.is_leader and self._pieces_folder is None:
+            storage.remove(join(folder, PIECES_FOLDER))
+        if options.fsync and group.is_leader:
+            flush_folder(folder)
+        return stats
+
+    def _write_documents(self, storage: Storage, folder: str) -> None:
+        """The manifest and, for several files, the index."""
+        documents = {MANIFEST: self._manifest.to_json()}
+        if len(self.plan.files) > 1:
+            files = [(name, tensors) for name, _, tensors in self.plan.files]
+            documents[MAIN_INDEX] = index_bytes(files)
+        for name, data in documents.items():
+            file = storage.create(join(folder, name), len(data), durable=self._options.fsync)
+            try:
+                file.write_at(0, [memoryview(bytearray(data))])
+                file.finish()
+            except BaseException:
+                file.abort()
+                raise
+
+
+def _check_target(target: str, overwrite: bool) -> None:
+    if target.endswith(SUFFIX):
+        raise SafetensorsLayoutError(
+            "a checkpoint is saved as a folder",
+            file=target,
+            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
+        )
+    if os.path.exists(target) and not os.path.isdir(target):
+        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
+    if is_safetensors_checkpoint(target) and not overwrite:
+        raise CheckpointExistsError(
+            "a safetensors checkpoint stands there already",
+            file=target,
+            hint="Pass overwrite=True to replace it.",
+        )
+
+
+def _is_checkpoint_file(name: str) -> bool:
+    return name.endswith((SUFFIX, INDEX_SUFFIX)) or name in (MANIFEST, PIECES_FOLDER)
+
+
+def _record(stats: WriteStats) -> None:
+    """Reports the save beside what loads report."""
+    prefix = "/jax/orbax/write/safetensors/"
+    jax.monitoring.record_scalar(prefix + "bytes_written", float(stats.bytes_written))
+    logging.vlog(1, "Saved safetensors: %s", stats)

@@ -1,0 +1,164 @@
+"""What the caller saves: the tree, parsed once into tensors, values and structure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from orbax_safetensors_layout import prng
+from orbax_safetensors_layout.errors import (
+    MismatchError,
+    SafetensorsLayoutError,
+    UnsupportedDtypeError,
+)
+from orbax_safetensors_layout.format.dtypes import DTYPES, DType, dtype_from_numpy
+from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.nodes import (
+    Container,
+    Leaf,
+    Node,
+    TensorKind,
+    TensorLeaf,
+    ValueLeaf,
+)
+from orbax_safetensors_layout.format.shardings import ShardingRecord
+from orbax_safetensors_layout.mapping.keys import dotted_name
+from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.placements import ShardingTable
+from orbax_safetensors_layout.plan.shards import ProcessShards
+from orbax_safetensors_layout.plan.writes import LeafWrite
+from orbax_safetensors_layout.structure import describe
+
+_NARROW_INTEGERS = {  # one element a byte in memory; the format has no code for them
+    "int1": "I8", "int2": "I8", "int4": "I8", "uint1": "U8", "uint2": "U8", "uint4": "U8",
+}  # fmt: skip
+_RESERVED = "__metadata__"
+
+
+class SavedTree(NamedTuple):
+    """A tree that is to be saved.
+
+    Attributes:
+        leaves: Its tensors.
+        values: The value of each: a `jax.Array`, a numpy array, or an abstract array.
+        node: Its structure, with what is no tensor.
+        shardings: The shardings that `node` names by number.
+    """
+
+    leaves: list[LeafWrite]
+    values: list[Any]
+    node: Node
+    shardings: tuple[ShardingRecord, ...]
+
+    @classmethod
+    def parse(cls, tree: Any, *, options: WriteOptions, shards: ProcessShards) -> SavedTree:
+        """Reads a tree.
+
+        Args:
+            tree: Any pytree. Leaves may be `jax.Array`s, also of typed PRNG keys, numpy arrays and
+                scalars, Python numbers, booleans and strings, and for a plan
+                `jax.ShapeDtypeStruct`s.
+            options: How to write.
+            shards: The processes.
+
+        Raises:
+            ValueError: The tree is an empty container.
+            SafetensorsLayoutError: Leaves that can not be saved, or two of one name; names all.
+        """
+        parser = _Parser(options, shards)
+        node = describe(tree, parser.leaf)
+        parser.raise_problems()
+        if isinstance(node, Container) and not node.children:
+            raise ValueError("Found an empty tree; there is nothing to save.")
+        return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
+
+
+class _Parser:
+    def __init__(self, options: WriteOptions, shards: ProcessShards) -> None:
+        self.leaves: list[LeafWrite] = []
+        self.values: list[Any] = []
+        self.table = ShardingTable()
+        self._dtype: np.dtype | None = options.dtype
+        self._may_pack = options.layout == "hf"  # pieces do not end on whole bytes
+        self._shards = shards
+        self._names: set[str] = set()
+        self._problems: list[SafetensorsLayoutError] = []
+        self._stored: dict[tuple[np.dtype, bool], tuple[DType, str | None]] = {}
+
+    def leaf(self, path: Sequence[object], value: Any) -> Leaf:
+        if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
+            return ValueLeaf(value)
+        name = dotted_name(path)  # without flax boxes, which `describe` leaves out
+        if name in self._names or name == _RESERVED:
+            problem = "the name is reserved" if name == _RESERVED else "two leaves have one name"
+            self._problems.append(MismatchError(problem, tensor=name, expected="one name a leaf"))
+            return TensorLeaf(name)
+        self._names.add(name)
+        try:
+            return self._tensor(name, value)
+        except SafetensorsLayoutError as problem:
+            problem.tensor = name
+            self._problems.append(problem)
+            return TensorLeaf(name)
+
+    def raise_problems(self) -> None:
+        """Raises one error for all problems."""
+        if not self._problems:
+            return
+        kinds = {type(problem) for problem in self._problems}
+        if len(self._problems) == 1:
+            raise self._problems[0]
+        kind = kinds.pop() if len(kinds) == 1 else SafetensorsLayoutError
+        lines = "\n".join(f"  {problem}" for problem in self._problems)
+        raise kind(f"{len(self._problems)} leaves can not be saved:\n{lines}")
+
+    def _tensor(self, name: str, value: Any) -> TensorLeaf:
+        kind: TensorKind = "jax"
+        impl: str | None = None
+        if isinstance(value, np.ndarray | np.generic):
+            kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
+            value = np.asarray(value)
+        elif not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            raise UnsupportedDtypeError(
+                f"a {type(value).__name__} can not be saved",
+                expected="an array, a number, a boolean or a string",
+                found=type(value),
+                hint="Take the leaf out of the tree, or save it under an item of its own.",
+            )
+        sharding: Sharding | None = getattr(value, "sharding", None)
+        number = None if sharding is None else self.table.number(sharding)
+        if kind == "jax" and prng.is_key(value):
+            kind, impl, value = "key", prng.implementation(value), prng.data(value)
+            sharding = getattr(value, "sharding", None)
+        stored, logical = self._stored_as(value)
+        held = self._shards.held(sharding, tuple(value.shape))
+        tensor = NewTensor(name, stored, tuple(value.shape))
+        self.leaves.append(LeafWrite(tensor, np.dtype(value.dtype), held))
+        self.values.append(value)
+        return TensorLeaf(name, kind, logical, number, impl)
+
+    def _stored_as(self, value: Any) -> tuple[DType, str | None]:
+        """The dtype in the file, and the value's own if the file's does not say it."""
+        dtype = np.dtype(value.dtype)
+        floating = jax.numpy.issubdtype(dtype, np.floating)
+        if self._dtype is not None and floating:
+            dtype = self._dtype
+        pack = self._may_pack and value.size % 8 == 0
+        found = self._stored.get((dtype, pack))
+        if found is None:
+            found = self._stored[dtype, pack] = _stored_as(dtype, pack)
+        return found
+
+
+def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
+    narrow = _NARROW_INTEGERS.get(dtype.name)
+    if narrow is not None:
+        return DTYPES[narrow], dtype.name
+    stored = dtype_from_numpy(dtype)
+    if stored.packed and not pack:
+        return DTYPES["U8"], dtype.name
+    return stored, None

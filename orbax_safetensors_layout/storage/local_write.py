@@ -1,0 +1,147 @@
+"""Writing files of this machine: preallocated, in any order, under a temporary name until done."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.storage.base import Source
+
+PARTIAL_SUFFIX = ".partial"
+"""What is appended to a file's name until it is complete."""
+
+_MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+class LocalFileWriter:
+    """A new file of known size. Safe to use from many threads, for ranges that do not overlap.
+
+    Args:
+        file: The file's final path; what stands there is replaced by `finish`.
+        size: Its size in bytes. Room for it is taken at once, so that a full disk is an error
+            before anything is written; two threads that extend one file are also slower than one.
+        durable: Flush to the disk before `finish` returns.
+
+    Raises:
+        StorageError: The file can not be created, or the disk has no room for it.
+    """
+
+    def __init__(self, file: str, size: int, *, durable: bool) -> None:
+        self.file = file
+        self._partial = file + PARTIAL_SUFFIX
+        self._durable = durable
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+        with storage_errors("can not create the file", file):
+            self._fd = os.open(self._partial, flags, 0o666)
+        try:
+            with storage_errors(f"can not make room for {size} bytes", file):
+                _allocate(self._fd, size)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+        total = sum(buffer.nbytes for buffer in buffers)
+        with storage_errors(f"writing bytes [{offset}, {offset + total}) failed", self.file):
+            _write_fully(self._fd, offset, buffers, total)
+
+    def flush(self) -> None:
+        with storage_errors("flushing to the disk failed", self.file):
+            os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
+
+    def finish(self) -> None:
+        with storage_errors("completing the file failed", self.file):
+            if self._durable:
+                os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+            os.replace(self._partial, self.file)
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(OSError):
+            os.unlink(self._partial)
+
+
+def flush_folder(folder: str) -> None:
+    """Makes the names in a folder durable.
+
+    Raises:
+        StorageError: The folder can not be flushed.
+    """
+    with storage_errors("flushing the folder failed", folder):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:  # some network file systems flush no folders
+                raise
+        finally:
+            os.close(fd)
+
+
+def _write_fully(fd: int, offset: int, buffers: Sequence[Source], total: int) -> None:
+    done = 0
+    rest: list[Any] = list(buffers)
+    while done < total:
+        count = os.pwritev(fd, rest[:_MAX_BUFFERS], offset + done)
+        if not count:
+            raise OSError(errno.EIO, "the file system took no bytes")
+        done += count
+        if done == total:
+            return
+        skipped = 0
+        while count >= rest[skipped].nbytes:
+            count -= rest[skipped].nbytes
+            skipped += 1
+        rest = rest[skipped:]
+        if count:
+            rest[0] = memoryview(rest[0]).cast("B")[count:]
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Takes room for a file. Where the system can not, the file only gets its size."""
+    if size:
+        fallocate = _libc_fallocate()
+        if fallocate is not None:
+            if fallocate(fd, 0, 0, size) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in _NO_FALLOCATE:
+                raise OSError(code, os.strerror(code))
+    os.ftruncate(fd, size)
+
+
+@functools.cache
+def _libc_fallocate() -> Callable[[int, int, int, int], int] | None:
+    """`fallocate(2)`; glibc's `posix_fallocate` would write to every block where it is missing."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    function.restype = ctypes.c_int
+    return function
+
+
+@contextlib.contextmanager
+def storage_errors(doing: str, file: str) -> Iterator[None]:
+    """Turns an `OSError` of the block into a `StorageError` that names the file."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        hint = None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "Free space on the disk, or save elsewhere; nothing of this save is kept."
+        raise StorageError(doing, file=file, found=error.strerror or error, hint=hint) from error

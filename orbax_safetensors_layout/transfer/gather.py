@@ -1,0 +1,158 @@
+"""Pieces put together into whole tensors: read in blocks of rows, written where they belong."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.format.dtypes import DTYPES, DType
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.format.headers import Headers
+from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry.packing import pack_bits
+from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
+from orbax_safetensors_layout.plan.reads import plan_reads
+from orbax_safetensors_layout.plan.sources import sources_of
+from orbax_safetensors_layout.plan.writes import WritePlan
+from orbax_safetensors_layout.storage.base import FileWriter, Storage, join
+from orbax_safetensors_layout.transfer.read import read_leaves
+from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WritePool, WriteStats
+
+_BLOCKS_IN_FLIGHT = 8
+_MOST_BLOCK_BYTES = 32 << 20
+_GROUP = 8  # packed elements of a block fill whole bytes
+
+
+class _Block(NamedTuple):
+    """Rows of a tensor, and where they go.
+
+    Attributes:
+        writer: The file.
+        dtype: Dtype in that file.
+        start: First byte in it.
+    """
+
+    writer: FileWriter
+    dtype: DType
+    start: int
+
+
+def gather(
+    plan: WritePlan,
+    files: FileSet,
+    pool: WritePool,
+    storage: Storage,
+    pieces_folder: str,
+    *,
+    memory_budget_bytes: int,
+) -> WriteStats:
+    """Completes the files that this process owns from the pieces that all have written.
+
+    Args:
+        plan: The plan.
+        files: The files, begun, with what came from this process's own shards.
+        pool: Threads that write.
+        storage: Where files and pieces are.
+        pieces_folder: The folder that the names of the files of pieces are relative to.
+        memory_budget_bytes: Host bytes that blocks may hold.
+    """
+    unfinished = files.unfinished()
+    assert plan.stored is not None
+    paths = [join(pieces_folder, name) for name in plan.stored.files]
+    headers = Headers(storage)
+    pieces = PieceCatalog(plan.stored, paths, headers.fetch)
+    leaves: list[LeafRead] = []
+    blocks: list[_Block] = []
+    most = min(_MOST_BLOCK_BYTES, memory_budget_bytes // _BLOCKS_IN_FLIGHT)
+    for file in unfinished:
+        for leaf, block in _blocks(plan, file, pieces, most):
+            leaves.append(leaf)
+            blocks.append(block)
+
+    def deliver(
+        number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Callable[[], object]:
+        block, (values,) = blocks[number], parts
+        return pool.submit(functools.partial(_write, block, values)).result
+
+    reads = plan_reads(
+        leaves,
+        profile=ReadOptions().profile(storage.kind),
+        memory_budget_bytes=memory_budget_bytes,
+        adopt=False,
+    )
+    stats = read_leaves(reads, storage, deliver=deliver, convert=lambda _, value: value)
+    pool.join()
+    for file in unfinished:
+        pool.submit(functools.partial(files.finish, file.plan.name))
+    pool.join()
+    written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
+    return WriteStats(bytes_written=written, bytes_read=stats.bytes_read)
+
+
+def _write(block: _Block, values: np.ndarray) -> None:
+    data = values.reshape(-1).view(np.uint8)
+    if block.dtype.packed:
+        data = pack_bits(data, block.dtype.bits)
+    block.writer.write_at(block.start, [data])
+
+
+def _blocks(
+    plan: WritePlan, file: OpenFile, pieces: PieceCatalog, most_bytes: int
+) -> Iterator[tuple[LeafRead, _Block]]:
+    gathered = {plan.leaves[number].tensor.name for number in file.plan.gathered}
+    for entry in file.plan.layout.tensors:
+        if entry.name not in gathered:
+            continue
+        group = _GROUP if entry.dtype.packed else 1
+        for box in row_blocks(entry.shape, entry.dtype.bits, most_bytes, group):
+            first = sum(
+                start * math.prod(entry.shape[axis + 1 :]) for axis, start in enumerate(box.start)
+            )
+            start = entry.start + first * entry.dtype.bits // 8
+            yield _leaf(pieces, entry, box), _Block(file.writer, entry.dtype, start)
+
+
+def _leaf(pieces: PieceCatalog, entry: TensorEntry, box: Box) -> LeafRead:
+    stored = DTYPES[pieces.stored.tensors[entry.name].dtype]
+    sources = sources_of(pieces.find({entry.name: (box,)})[entry.name])
+    local = LocalBoxes((box,), (False,))
+    return LeafRead(entry.name, entry.shape, stored, sources, local, stored.numpy)
+
+
+def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1) -> Iterator[Box]:
+    """Boxes that are contiguous in a row-major tensor, in its order.
+
+    Args:
+        shape: The tensor's shape.
+        bits: Bits of an element.
+        most_bytes: Their largest size, as far as a single row allows.
+        group: The number of elements before each is a multiple of this.
+
+    Example:
+        >>> [box.shape for box in row_blocks((5, 4), 8, 8)]
+        [(2, 4), (2, 4), (1, 4)]
+    """
+    axis = 0
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * bits > most_bytes * 8:
+        axis += 1
+    if not shape:
+        yield Box((), ())
+        return
+    rest = shape[axis + 1 :]
+    rows = max(1, most_bytes * 8 // max(1, math.prod(rest) * bits))
+    rows = -(-rows // group) * group
+    if group > 1 and shape[axis] * math.prod(rest) % group:
+        axis, rows, rest = 0, shape[0], shape[1:]
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for row in range(0, shape[axis], rows):
+            stop = min(row + rows, shape[axis])
+            start = (*outer, row, *[0] * len(rest))
+            yield Box(start, (*(i + 1 for i in outer), stop, *rest))

@@ -1,0 +1,163 @@
+"""Shards on their way to files: from device memory to numpy arrays on the host."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.shards import box_of
+from orbax_safetensors_layout.plan.writes import LeafWrite, Part
+from orbax_safetensors_layout.transfer.parts import Fetch
+
+
+class HostValues:
+    """The values of leaves that this process holds, one numpy array a shard.
+
+    On the CPU backend the arrays are views of the shards' own memory: JAX does not reuse it while
+    they live, also not for a donated array (seen with jax 0.7 to 0.12;
+    `tests/test_save_async.py` checks it). From other devices they are brought over when asked for.
+
+    Args:
+        values: A `jax.Array` or numpy array a leaf.
+        leaves: The leaves.
+    """
+
+    def __init__(self, values: Sequence[Any], leaves: Sequence[LeafWrite]) -> None:
+        self._values = list(values)
+        self._leaves = leaves
+        self._shards = _ShardNumbers()
+        self._captured: dict[tuple[int, tuple[int, ...]], Fetch] = {}
+        self._lock = threading.Lock()
+        self._left = 0
+        self._all_captured = threading.Event()
+
+    def held_bytes(self, part: Part) -> int:
+        value = self._values[part.leaf]
+        if not isinstance(value, jax.Array) or _on_host(value):
+            return 0
+        return part.tile.box.size * value.dtype.itemsize
+
+    def begin(self, part: Part) -> Fetch:
+        captured = self._captured.pop((part.leaf, part.tile.members), None)
+        if captured is not None:
+            return captured
+        return functools.partial(self._counted, self._begin(part))
+
+    def _counted(self, fetch: Fetch) -> Sequence[np.ndarray]:
+        found = fetch()
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._all_captured.set()
+        return found
+
+    def _begin(self, part: Part) -> Fetch:
+        value, held = self._values[part.leaf], self._leaves[part.leaf].held
+        boxes = [held.boxes[number] for number in part.tile.members]
+        if not isinstance(value, jax.Array):
+            found = [value[box.slices] for box in boxes]
+            return lambda: found
+        numbers = self._shards.of(value)
+        shards = [value.addressable_data(numbers[box]) for box in boxes]
+        if not _on_host(value):
+            shards = _to_host(shards)
+        return lambda: [np.asarray(shard) for shard in shards]
+
+    def capture(self, parts: Sequence[Part], budget_bytes: int | None) -> None:
+        """Brings the members of parts to the host now, in order, as far as a budget allows.
+
+        After `wait_captured` the caller may overwrite, donate or delete the arrays.
+
+        Args:
+            parts: All parts that will be asked for.
+            budget_bytes: Host bytes that may be held; None for no bound.
+        """
+        held, begun, left = 0, [], 0
+        for part in parts:
+            nbytes = self.held_bytes(part)
+            if budget_bytes is not None and nbytes and held and held + nbytes > budget_bytes:
+                left += 1
+                continue
+            held += nbytes
+            begun.append((part, self._begin(part)))
+        for part, fetch in begun:
+            members = fetch()
+            if not isinstance(self._values[part.leaf], jax.Array):
+                members = [member.copy() for member in members]
+            self._captured[part.leaf, part.tile.members] = functools.partial(_same, members)
+        self._left = left
+        if not left:
+            self.release()
+
+    def wait_captured(self) -> None:
+        """Waits until all that was left out by `capture` has been asked for and brought over."""
+        self._all_captured.wait()
+
+    def release(self) -> None:
+        """Lets go of the arrays, and of whoever waits for them to be captured."""
+        self._values = [_Nothing(value) for value in self._values]
+        self._all_captured.set()
+
+
+def _same(members: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    return members
+
+
+class _Nothing:
+    """Stands for a value that was captured: not kept alive, and known to cost no more memory."""
+
+    def __init__(self, value: Any) -> None:
+        self.dtype = value.dtype
+
+
+def _on_host(array: jax.Array) -> bool:
+    devices: Iterable[Any] = array.sharding.addressable_devices
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies in pinned host memory, on their way; numpy sees those without another copy.
+
+    `np.asarray` of a device array would keep its copy for as long as the array lives.
+    """
+    targets = []
+    for shard in shards:
+        device: Any = next(iter(shard.sharding.addressable_devices))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        kind = "pinned_host" if "pinned_host" in kinds else None
+        if kind is None:
+            return [shard.copy() for shard in shards]
+        targets.append(SingleDeviceSharding(device, memory_kind=kind))
+    return list(jax.device_put(list(shards), targets))
+
+
+def _device(array: jax.Array, number: int) -> Any:
+    (device,) = array.addressable_data(number).sharding.device_set
+    return device
+
+
+class _ShardNumbers:
+    """Which of an array's addressable shards holds a box, once for each (sharding, shape)."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Sharding, tuple[int, ...]], dict[Box, int]] = {}
+
+    def of(self, array: jax.Array) -> dict[Box, int]:
+        key = (array.sharding, array.shape)
+        numbers = self._found.get(key)
+        if numbers is None:
+            numbers = self._found[key] = {}
+            for number, shard in enumerate(array.addressable_shards):
+                # Any number gives the one shard of a fully replicated array.
+                assert array.is_fully_replicated or _device(array, number) == shard.device
+                numbers.setdefault(box_of(shard.index, array.shape), number)
+            if not array.size:  # equal to what `ProcessShards.held` says of empty arrays
+                numbers.setdefault(Box.whole(array.shape), 0)
+        return numbers

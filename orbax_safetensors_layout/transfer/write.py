@@ -1,0 +1,335 @@
+"""Runs a write plan: threads put shards into files, which appear under their names when complete.
+
+The first failure stops everything: no further write starts, those in flight are waited for, the
+files that were begun are dropped, and the one error names file, tensor and cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple, Protocol
+
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.options import MIB, Progress
+from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
+from orbax_safetensors_layout.storage.base import FileWriter, Source, Storage, join
+from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
+from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
+
+_JOB_BYTES = 8 * MIB
+_FLUSH_BYTES = 256 * MIB  # begins to reach the disk while the rest is still being written
+
+
+class Values(Protocol):
+    """The shards of this process, as numpy arrays on the host."""
+
+    def held_bytes(self, part: Part) -> int:
+        """Host memory that a part's members take, beyond what the arrays have on the host."""
+        ...
+
+    def begin(self, part: Part) -> Fetch:
+        """Begins to bring a part's members to the host; the result waits for them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteStats:
+    """What a save did on this process.
+
+    Attributes:
+        bytes_written: Bytes written to files, headers and pieces included.
+        bytes_read: Bytes of pieces read back.
+        files: Files written.
+    """
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    files: int = 0
+
+    def __add__(self, other: WriteStats) -> WriteStats:
+        return WriteStats(
+            self.bytes_written + other.bytes_written,
+            self.bytes_read + other.bytes_read,
+            self.files + other.files,
+        )
+
+
+class OpenFile(NamedTuple):
+    """A file that is being written.
+
+    Attributes:
+        plan: What it will be.
+        writer: Where its bytes go.
+    """
+
+    plan: FileWrite
+    writer: FileWriter
+
+
+class FileSet:
+    """The files of a save that this process has begun and not completed.
+
+    Args:
+        storage: Where they are.
+        folder: The checkpoint's folder.
+        durable: Whether they must survive a crash of the machine.
+    """
+
+    def __init__(self, storage: Storage, folder: str, *, durable: bool) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._durable = durable
+        self._open: dict[str, OpenFile] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, plan: FileWrite) -> OpenFile:
+        """Creates a file and writes its header."""
+        path = join(self._folder, plan.name)
+        writer = self._storage.create(path, plan.layout.size, durable=self._durable)
+        found = OpenFile(plan, writer)
+        with self._lock:
+            self._open[plan.name] = found
+        writer.write_at(0, [memoryview(bytearray(plan.layout.header))])
+        return found
+
+    def finish(self, name: str) -> None:
+        """Completes a file."""
+        with self._lock:
+            found = self._open.pop(name)
+        found.writer.finish()
+
+    def unfinished(self) -> list[OpenFile]:
+        """The files that wait for more."""
+        with self._lock:
+            return [*self._open.values()]
+
+    def abort(self) -> None:
+        """Drops what is not complete."""
+        with self._lock:
+            for found in self._open.values():
+                found.writer.abort()
+            self._open.clear()
+
+
+class WritePool:
+    """Threads that write, a bounded number of jobs ahead.
+
+    Args:
+        threads: How many.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "safetensors-write")
+        self._running: set[Future[None]] = set()
+        self._failed = threading.Event()
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Runs `work` on a thread; raises what an earlier one raised."""
+        while len(self._running) >= 3 * self._threads:
+            self.progress()
+        job = self._pool.submit(self._unless_failed, work)
+        self._running.add(job)
+        return job
+
+    def join(self) -> None:
+        """Waits for all; raises what the first to fail raised."""
+        while self._running:
+            self.progress()
+
+    def progress(self) -> None:
+        """Waits until one more is done; raises what it raised."""
+        done = wait(self._running, return_when=FIRST_COMPLETED).done
+        self._running -= done
+        for job in done:
+            job.result()
+
+    def stop(self) -> None:
+        """Starts nothing more, and waits for what runs."""
+        self._failed.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        if self._failed.is_set():
+            return
+        try:
+            work()
+        except BaseException:
+            self._failed.set()
+            raise
+
+
+def write_parts(
+    plans: Sequence[FileWrite],
+    leaves: Sequence[LeafWrite],
+    values: Values,
+    files: FileSet,
+    pool: WritePool,
+    *,
+    memory_budget_bytes: int | None,
+    progress: Callable[[Progress], None] | None,
+) -> WriteStats:
+    """Writes what comes from this process's shards; files that need no more are completed.
+
+    Args:
+        plans: The files.
+        leaves: The leaves of the plan.
+        values: The shards.
+        files: Where the files are begun.
+        pool: The threads.
+        memory_budget_bytes: Host bytes of shards that are held at once, where they are copies.
+        progress: Told after each part.
+    """
+    return _PartWriter(plans, leaves, values, files, pool, memory_budget_bytes, progress).run()
+
+
+class _Segment(NamedTuple):
+    """Bytes `start` to `stop` of a part."""
+
+    source: PartBytes
+    start: int
+    stop: int
+
+
+class _PartWriter:
+    """The state of one run; only the calling thread schedules."""
+
+    def __init__(
+        self,
+        plans: Sequence[FileWrite],
+        leaves: Sequence[LeafWrite],
+        values: Values,
+        files: FileSet,
+        pool: WritePool,
+        budget: int | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._plans = plans
+        self._leaves = leaves
+        self._values = values
+        self._files = files
+        self._pool = pool
+        self._budget = budget
+        self._progress = progress
+        self._scratch = threading.local()
+        self._lock = threading.Lock()
+        self._held_bytes = 0
+        self._left_bytes: dict[int, int] = {}  # of parts that hold memory, by their identity
+        self._done_bytes = 0
+        self._total_bytes = sum(part.stop - part.start for plan in plans for part in plan.parts)
+
+    def run(self) -> WriteStats:
+        written = 0
+        for plan in self._plans:
+            file = self._files.begin(plan)
+            jobs = [self._submit(file, segments) for segments in self._segments(plan)]
+            written += len(plan.layout.header) + sum(p.stop - p.start for p in plan.parts)
+            if not plan.gathered:
+                self._pool.submit(functools.partial(self._finish, plan.name, jobs))
+        self._pool.join()
+        return WriteStats(bytes_written=written, files=len(self._plans))
+
+    def _finish(self, name: str, jobs: Sequence[Future[None]]) -> None:
+        # The pool takes jobs in order, so those of this file have all been started.
+        wait(jobs)
+        if all(job.exception() is None for job in jobs):
+            self._files.finish(name)
+
+    def _segments(self, plan: FileWrite) -> Iterator[list[_Segment]]:
+        """What one job writes: a piece of a large part, or several small neighbours."""
+        pending: list[_Segment] = []
+        first = 0
+        for part in plan.parts:
+            size = part.stop - part.start
+            adjoins = pending and pending[-1].source.part.stop == part.start
+            held = self._values.held_bytes(part)
+            grows = adjoins and part.stop - first <= _JOB_BYTES and self._has_room(held)
+            if pending and not grows:
+                yield pending
+                pending = []
+            self._reserve(part, held)
+            source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part))
+            step = _JOB_BYTES
+            if source.staged:
+                step = max(1, _JOB_BYTES // source.block_bytes) * source.block_bytes
+            if size < _JOB_BYTES:
+                first = first if pending else part.start
+                pending.append(_Segment(source, 0, size))
+                continue
+            for start in range(0, size, step):
+                yield [_Segment(source, start, min(start + step, size))]
+        if pending:
+            yield pending
+
+    def _has_room(self, held: int) -> bool:
+        with self._lock:
+            used = self._held_bytes
+        return not held or not used or self._budget is None or used + held <= self._budget
+
+    def _reserve(self, part: Part, held: int) -> None:
+        while not self._has_room(held):
+            self._pool.progress()
+        if held:
+            with self._lock:
+                self._held_bytes += held
+                self._left_bytes[id(part)] = part.stop - part.start
+
+    def _submit(self, file: OpenFile, segments: list[_Segment]) -> Future[None]:
+        return self._pool.submit(lambda: self._write(file, segments))
+
+    def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
+        try:
+            for offset, buffers in self._batches(segments):
+                file.writer.write_at(offset, buffers)
+        except BaseException as error:
+            leaf = self._leaves[segments[0].source.part.leaf]
+            if not isinstance(error, SafetensorsLayoutError):
+                error.add_note(f"while saving {leaf.tensor.name!r} to {file.plan.name}")
+            elif error.tensor is None:
+                error.tensor = leaf.tensor.name
+            raise
+        self._release(segments)
+
+    def _batches(self, segments: Sequence[_Segment]) -> Iterator[tuple[int, list[Source]]]:
+        """Offsets in the file, and what goes there; staged parts are put together here."""
+        if len(segments) == 1 and segments[0].source.staged:
+            source, start, stop = segments[0]
+            for at in range(start, stop, source.block_bytes):
+                end = min(at + source.block_bytes, stop)
+                scratch = self._take(end - at)
+                yield source.part.start + at, source.buffers(at, end, scratch)
+            return
+        staged = sum(align(s.stop - s.start) for s in segments if s.source.staged)
+        scratch, used = self._take(staged), 0
+        buffers: list[Source] = []
+        for source, start, stop in segments:
+            if source.staged:
+                buffers += source.buffers(start, stop, scratch[used:])
+                used += align(stop - start)
+            else:
+                buffers += source.buffers(start, stop, None)
+        yield segments[0].source.part.start + segments[0].start, buffers
+
+    def _take(self, nbytes: int) -> Bytes:
+        memory: Bytes | None = getattr(self._scratch, "memory", None)
+        if memory is None or memory.size < nbytes:
+            memory = self._scratch.memory = allocate(nbytes)
+        return memory
+
+    def _release(self, segments: Sequence[_Segment]) -> None:
+        with self._lock:
+            for source, start, stop in segments:
+                self._done_bytes += stop - start
+                left = self._left_bytes.get(id(source.part))
+                if left is not None:
+                    self._left_bytes[id(source.part)] = left - (stop - start)
+                    if left == stop - start:
+                        self._held_bytes -= self._values.held_bytes(source.part)
+                        del self._left_bytes[id(source.part)]
+            if self._progress is not None:
+                name = self._leaves[segments[-1].source.part.leaf].tensor.name
+                self._progress(Progress(self._done_bytes, self._total_bytes, name))

@@ -1,0 +1,184 @@
+"""Shardings recorded and restored, on the eight CPU devices of conftest.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+from orbax_safetensors_layout.format.manifest import (
+    UNCONSTRAINED,
+    Manifest,
+    MeshRecord,
+    NamedRecord,
+    ShardingRecord,
+    SingleDeviceRecord,
+    parse_manifest,
+)
+from orbax_safetensors_layout.placements import ShardingTable, record, restore
+
+P = PartitionSpec
+DEVICES = jax.devices()
+
+
+def mesh_of(sizes: tuple[int, ...], names: Any, order: Any = None, **options: Any) -> Mesh:
+    count = int(np.prod(sizes))
+    devices = np.array(DEVICES if order is None else [DEVICES[i] for i in order])
+    return Mesh(devices[:count].reshape(sizes), names, **options)
+
+
+def recorded(sharding: Sharding) -> ShardingRecord:
+    """The record of a sharding, after a trip through the side file's bytes."""
+    table = ShardingTable()
+    assert record(sharding, table) == 0
+    data = Manifest("hf", shardings=tuple(table.records)).to_json()
+    (found,) = parse_manifest(data, file="m.json").shardings
+    assert found == table.records[0]
+    return found
+
+
+@st.composite
+def named_shardings(draw: Any) -> NamedSharding:
+    sizes = draw(st.sampled_from([(8,), (4, 2), (2, 2, 2), (1, 3), (2,), (1,), ()]))
+    names = ("x", "y", "a b")[: len(sizes)]
+    kinds = draw(st.tuples(*[st.sampled_from([AxisType.Auto, AxisType.Explicit])] * len(sizes)))
+    mesh = mesh_of(sizes, names, draw(st.permutations(range(8))), axis_types=kinds)
+    cuts = sorted(draw(st.lists(st.integers(0, len(names)), max_size=3)))
+    groups = [names[a:b] for a, b in itertools.pairwise([0, *cuts])]
+    spec = [group if len(group) > 1 else (group or (None,))[0] for group in groups]
+    memory = draw(st.sampled_from([None, "pinned_host"]))
+    free = [None, P.UNCONSTRAINED] if AxisType.Auto in kinds else [None]
+    rest = draw(st.lists(st.sampled_from(free), max_size=2))
+    return NamedSharding(mesh, P(*spec, *rest), memory_kind=memory)
+
+
+@given(sharding=named_shardings())
+def test_named_shardings_come_back_equal(sharding: NamedSharding) -> None:
+    found = restore(recorded(sharding))
+    assert found == sharding
+    assert isinstance(found, NamedSharding)
+    assert found.memory_kind == sharding.memory_kind
+    assert found.mesh.axis_types == sharding.mesh.axis_types
+    assert list(found.mesh.devices.flat) == list(sharding.mesh.devices.flat)
+
+
+@pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
+def test_single_devices_come_back_equal(memory_kind: str | None) -> None:
+    sharding = SingleDeviceSharding(DEVICES[3], memory_kind=memory_kind)
+    assert recorded(sharding) == SingleDeviceRecord(3, memory_kind)
+    assert restore(recorded(sharding)) == sharding
+
+
+def test_record_of_a_named_sharding() -> None:
+    mesh = mesh_of((2, 3), ("data", "model"), [7, 6, 5, 4, 3, 2])
+    spec = P(("data", "model"), None, P.UNCONSTRAINED)
+    assert recorded(NamedSharding(mesh, spec)) == NamedRecord(
+        MeshRecord(("data", "model"), (2, 3), ("auto", "auto"), (7, 6, 5, 4, 3, 2)),
+        (("data", "model"), None, UNCONSTRAINED),
+        None,
+    )
+
+
+def test_shardings_of_arrays_come_back() -> None:
+    sharding = NamedSharding(mesh_of((4, 2), ("x", "y")), P("y", "x"))
+    for array in (jax.device_put(jnp.ones((8, 8)), sharding), jnp.ones(3), jnp.float32(1)):
+        assert restore(recorded(array.sharding)) == array.sharding
+        placed = jax.device_put(np.asarray(array), restore(recorded(array.sharding)))
+        assert placed.sharding == array.sharding
+
+
+def test_the_default_memory_is_recorded_by_no_name() -> None:
+    kind = DEVICES[0].default_memory().kind
+    found = recorded(NamedSharding(mesh_of((8,), ("x",)), P(), memory_kind=kind))
+    assert found.memory_kind is None
+
+
+def test_equal_shardings_are_recorded_once() -> None:
+    table = ShardingTable()
+    mesh = mesh_of((4, 2), ("x", "y"))
+    shardings = [
+        NamedSharding(mesh, P("x")),
+        SingleDeviceSharding(DEVICES[0]),
+        NamedSharding(mesh_of((4, 2), ("x", "y")), P("x")),
+        NamedSharding(mesh, P("y")),
+        NamedSharding(mesh, P("x"), memory_kind="pinned_host"),
+        SingleDeviceSharding(DEVICES[0]),
+    ]
+    assert [record(sharding, table) for sharding in shardings] == [0, 1, 0, 2, 3, 1]
+    assert len(table.records) == 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """A mesh axis that is called by no string."""
+
+    number: int
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        NamedSharding(AbstractMesh((8,), ("x",)), P("x")),
+        NamedSharding(mesh_of((8,), (Name(1),)), P(Name(1))),
+        NamedSharding(
+            mesh_of((8,), ("x",), axis_types=(AxisType.Explicit,)), P(None, unreduced={"x"})
+        ),
+    ],
+    ids=["abstract", "odd names", "unreduced"],
+)
+def test_other_shardings_are_not_recorded(sharding: Sharding) -> None:
+    table = ShardingTable()
+    assert record(sharding, table) is None
+    assert record(sharding, table) is None
+    assert table.records == []
+
+
+def test_devices_of_another_backend_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
+    table = ShardingTable()
+    assert record(SingleDeviceSharding(DEVICES[1]), table) == 0
+    assert record(SingleDeviceSharding(DEVICES[2]), table) is None
+    assert record(NamedSharding(mesh_of((8,), ("x",)), P("x")), table) is None
+
+
+MESH = MeshRecord(("x",), (2,), ("auto",), (0, 1))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        SingleDeviceRecord(8),
+        SingleDeviceRecord(0, "bogus"),
+        NamedRecord(MESH, ("x",), "bogus"),
+        NamedRecord(dataclasses.replace(MESH, devices=(7, 8)), ("x",)),
+        NamedRecord(dataclasses.replace(MESH, axis_types=("quantum",)), ("x",)),
+    ],
+)
+def test_what_this_process_does_not_allow_is_not_restored(stored: ShardingRecord) -> None:
+    assert restore(stored) is None
+
+
+def test_thousands_of_arrays_share_a_few_records() -> None:
+    mesh = mesh_of((4, 2), ("x", "y"))
+    shardings = [NamedSharding(mesh, P(*spec)) for spec in itertools.product("xy", [None])] * 30_000
+    table = ShardingTable()
+    start = time.perf_counter()
+    assert {record(sharding, table) for sharding in shardings} == {0, 1}
+    assert time.perf_counter() - start < 0.5  # 0.03 s on the machine where this was written
