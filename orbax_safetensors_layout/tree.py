@@ -107,7 +107,8 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
                 f"Leaf {name!r} of the abstract tree is a {type(leaf).__name__}; expected a "
                 "jax.ShapeDtypeStruct, an array, a Python scalar or its type, or `...`."
             )
-        return Want(name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, None)
+        scalar = np.generic if isinstance(leaf, np.generic) else None
+        return Want(name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, scalar)
     placement = _placement(leaf)
     is_placed = placement is not None
     impl = prng.implementation(leaf) if prng.is_key(leaf) else None

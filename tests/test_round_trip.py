@@ -1,0 +1,264 @@
+"""Saved trees come back: with an abstract tree and without, on the same devices and on others."""
+
+import collections
+import dataclasses
+
+import flax.linen as nn
+import flax.nnx as nnx
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from checkpoints import assert_same_bits, random_tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors_layout as osl
+
+LAYOUTS = ["hf", "sharded"]
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+def mesh(*shape, names=("x", "y", "z")):
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, names[: len(shape)])
+
+
+def place(value, spec, on=None):
+    return jax.device_put(value, NamedSharding(on or mesh(4, 2), spec))
+
+
+def same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert type(one) is type(other)
+        if isinstance(other, jax.Array):
+            assert one.sharding.is_equivalent_to(other.sharding, other.ndim)
+            assert one.dtype == other.dtype
+            if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
+                assert jax.random.key_impl(one) == jax.random.key_impl(other)
+                one, other = jax.random.key_data(one), jax.random.key_data(other)
+        if isinstance(other, jax.Array | np.ndarray | np.generic):
+            assert_same_bits(np.asarray(one), np.asarray(other))
+        else:
+            assert one == other
+
+
+def everything():
+    values = {
+        str(dtype): place(random_tensor((8, 4), np.dtype(dtype), number), P("x", "y"))
+        for number, dtype in enumerate(
+            [
+                np.float32,
+                ml_dtypes.bfloat16,
+                ml_dtypes.float8_e4m3fn,
+                np.int8,
+                np.bool_,
+                np.complex64,
+            ]
+        )
+    }
+    return {
+        "arrays": values,
+        "int4": place(np.arange(-8, 8).reshape(8, 2).astype(ml_dtypes.int4), P("x")),
+        "float4": place(
+            np.arange(12, dtype=np.uint8).reshape(4, 3).view(ml_dtypes.float4_e2m1fn), P("x")
+        ),
+        "scalars": {"int": 3, "big": 1 << 80, "float": 0.1, "bool": True, "text": "hällo"},
+        "host": [np.arange(3.0), np.float32(2.5), np.int64(7)],
+        "zero": place(np.zeros((0, 4), np.float32), P()),
+        "point": Point(x=place(np.float32(1.5), P()), y=None),
+        "empty": {"dict": {}, "list": [], "tuple": (), "none": None, "state": optax.EmptyState()},
+        "keys": place(jax.random.split(jax.random.key(1), 8), P("x")),
+        "key": jax.random.key(0, impl="rbg"),
+        "numbers": {5: (1, [2, (3,)]), 10: 4},
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_everything_comes_back_as_it_was(tmp_path, layout):
+    tree = everything()
+    osl.save(tmp_path, tree, options=osl.WriteOptions(layout=layout))
+    same(osl.load(tmp_path), tree)
+    same(osl.load(tmp_path, tree), tree)
+    abstract = jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
+        tree,
+    )
+    same(osl.load(tmp_path, abstract), tree)
+    unplaced = jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
+        ),
+        tree,
+    )
+    same(osl.load(tmp_path, unplaced), tree)
+
+
+def train_state():
+    model = nn.Dense(4)
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = flax.training.train_state.TrainState.create(
+        apply_fn=model.apply, params=params, tx=transform
+    )
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_train_state(tmp_path, layout):
+    state = train_state()
+    osl.save(tmp_path, state, options=osl.WriteOptions(layout=layout))
+    same(osl.load(tmp_path, state), state)
+    found = osl.load(tmp_path, jax.eval_shape(lambda: state))
+    assert isinstance(found.step, jax.Array)
+    same(found.replace(step=int(found.step)), state)
+    found = osl.load(tmp_path)
+    assert set(found) == {"step", "params", "opt_state"}
+    same(found["opt_state"], state.opt_state)
+
+
+def test_an_nnx_state(tmp_path):
+    state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    osl.save(tmp_path, state)
+    assert set(osl.metadata(tmp_path)) == {"bias", "kernel"}
+    same(osl.load(tmp_path, jax.eval_shape(lambda: state)), state)
+    assert_same_bits(osl.load(tmp_path)["kernel"], np.asarray(state["kernel"][...]))
+
+
+def test_partitioned_boxes(tmp_path):
+    box = nn.Partitioned(place(np.ones((8, 4), np.float32), P("x", "y")), names=("x", "y"))
+    osl.save(tmp_path, {"kernel": box})
+    same(osl.load(tmp_path, {"kernel": box}), {"kernel": box})
+
+
+@dataclasses.dataclass
+class Config:
+    value: object
+    other: object
+
+
+jax.tree_util.register_dataclass(Config, data_fields=["value", "other"], meta_fields=[])
+
+
+def test_an_attribute_called_value(tmp_path):
+    tree = {"a": Config(np.arange(2), np.arange(3))}
+    osl.save(tmp_path, tree)
+    same(osl.load(tmp_path, tree), tree)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fewer_devices_than_were_saved_from_give_host_arrays(tmp_path, layout, monkeypatch):
+    value = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    osl.save(tmp_path, {"a": place(value, P("x", "y"))}, options=osl.WriteOptions(layout=layout))
+    devices = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    found = osl.load(tmp_path)["a"]
+    assert isinstance(found, np.ndarray)
+    assert_same_bits(found, value)
+
+
+def test_values_become_what_is_wanted(tmp_path):
+    osl.save(tmp_path, {"step": 7, "rate": 0.5, "name": "run"})
+    sharding = NamedSharding(mesh(8), P())
+    found = osl.load(
+        tmp_path,
+        {
+            "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding),
+            "rate": np.zeros((), np.float32),
+        },
+    )
+    assert isinstance(found["step"], jax.Array)
+    assert found["step"].sharding == sharding
+    assert int(found["step"]) == 7
+    assert found["rate"].dtype == np.float32
+    assert osl.load(tmp_path, {"step": int, "name": str}) == {"step": 7, "name": "run"}
+    with pytest.raises(
+        osl.DtypeMismatchError, match=r"'rate'.*expected: int, found: 0\.5 \(float\)"
+    ):
+        osl.load(tmp_path, {"rate": 0})
+    with pytest.raises(osl.DtypeMismatchError, match="expected: a number"):
+        osl.load(tmp_path, {"name": jax.ShapeDtypeStruct((), jnp.int32)})
+    with pytest.raises(osl.ShapeMismatchError, match="a single value"):
+        osl.load(tmp_path, {"step": jax.ShapeDtypeStruct((2,), jnp.int32)})
+
+
+def test_a_manifest_of_other_tensors_is_an_error(tmp_path):
+    osl.save(tmp_path, {"a": np.arange(3)})
+    import safetensors.numpy
+
+    safetensors.numpy.save_file({"b": np.arange(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(osl.MissingTensorError, match=r"'a' not found"):
+        osl.load(tmp_path)
+
+
+SPECS = [
+    P(),
+    P("x"),
+    P(None, "x"),
+    P("y", "x"),
+    P(("x", "y")),
+    P(None, ("x", "y")),
+    P("x", None, "y"),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_sharding_loads_under_any_other(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("any")
+    meshes = [mesh(4, 2), mesh(2, 4), mesh(2, 2), mesh(8, 1)]
+    dtypes = [np.float32, ml_dtypes.bfloat16, np.uint8, ml_dtypes.float4_e2m1fn, ml_dtypes.int4]
+    saved, wanted, values = {}, {}, {}
+    for number in range(data.draw(st.integers(1, 5))):
+        rank = data.draw(st.integers(0, 3))
+        shape = tuple(data.draw(st.sampled_from([8, 16, 24])) for _ in range(rank))
+        dtype = np.dtype(data.draw(st.sampled_from(dtypes)))
+        value = random_tensor(shape, np.dtype(np.uint8), number)
+        value = value.view(dtype) if dtype.itemsize == 1 and dtype.kind == "u" else value % 8
+        value = (
+            value.astype(dtype)
+            if dtype.name != "float4_e2m1fn"
+            else value.astype(np.uint8).view(dtype)
+        )
+        values[f"t{number}"] = value
+        on, spec = (
+            data.draw(st.sampled_from(meshes)),
+            data.draw(st.sampled_from([s for s in SPECS if len(s) <= rank])),
+        )
+        to, target = (
+            data.draw(st.sampled_from(meshes)),
+            data.draw(st.sampled_from([s for s in SPECS if len(s) <= rank])),
+        )
+        saved[f"t{number}"] = place(value, spec, on)
+        wanted[f"t{number}"] = jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(to, target)
+        )
+    options = osl.WriteOptions(
+        layout=data.draw(st.sampled_from(LAYOUTS)),
+        max_file_bytes=data.draw(st.sampled_from([100, 5000, 5 * 10**9])),
+        fsync=False,
+    )
+    osl.save(folder, saved, options=options)
+    found = osl.load(folder, wanted)
+    for name, value in values.items():
+        assert found[name].sharding == wanted[name].sharding
+        assert_same_bits(np.asarray(found[name]), value)
+    if options.layout == "sharded":
+        osl.consolidate(folder, options=dataclasses.replace(options, layout="hf"))
+        again = folder / "again"
+        osl.save(again, saved, options=dataclasses.replace(options, layout="hf"))
+        names = sorted(p.name for p in again.iterdir())
+        assert names == sorted(p.name for p in folder.iterdir() if p.is_file())
+        for name in names:
+            assert (again / name).read_bytes() == (folder / name).read_bytes()
