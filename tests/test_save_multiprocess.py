@@ -9,17 +9,18 @@ import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, random_tensor
 from multiprocess import run_processes
 
-SOURCE = """
-import resource
+PRELUDE = """
+import os, time
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import safetensors.numpy
 import orbax_safetensors_layout as osl
 
-def main(path, target, split, layout, max_file_bytes):
+def make_tree(path, split):
     tensors = safetensors.numpy.load_file(path + "/model.safetensors")
     devices = np.array(jax.devices())
-    mesh = Mesh(devices.reshape(-1, 2) if split == "2d" else devices, ("x", "y")[: 2 if split == "2d" else 1])
+    shape = {"2d": (-1, 2), "partial": (2, -1)}.get(split, (-1,))
+    mesh = Mesh(devices.reshape(shape), ("x", "y")[: len(shape)])
     spec = {
         "replicated": lambda s: P(),
         "dim0": lambda s: P("x"),
@@ -27,31 +28,63 @@ def main(path, target, split, layout, max_file_bytes):
         "2d": lambda s: P("x", "y") if len(s) > 1 else P("y"),
         "partial": lambda s: P("y"),
     }[split]
-    if split == "partial":
-        mesh = Mesh(devices.reshape(2, -1), ("x", "y"))
-    tree = {
-        name: jax.make_array_from_callback(
-            value.shape, NamedSharding(mesh, spec(value.shape)), lambda index, value=value: value[index]
-        )
-        for name, value in tensors.items()
-    }
-    tree["step"] = 7
-    tree["host"] = np.arange(5.0)
+    tree = {}
+    for name, value in tensors.items():
+        sharding = NamedSharding(mesh, spec(value.shape))
+        tree[name] = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+    return {**tree, "step": 7, "host": np.arange(5.0)}
+
+def same_shards(one, other):
+    pairs = zip(one.addressable_shards, other.addressable_shards, strict=True)
+    return all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes() for a, b in pairs)
+"""
+
+SAVE = (
+    PRELUDE
+    + """
+def main(path, target, split, layout, max_file_bytes):
+    tree = make_tree(path, split)
     written = []
     def listen(name, value, **_):
         if name.endswith("bytes_written"):
             written.append(value)
     jax.monitoring.register_scalar_listener(listen)
-    osl.save(target, tree, options=osl.WriteOptions(layout=layout, max_file_bytes=max_file_bytes))
-    plan = osl.plan_save(tree, options=osl.WriteOptions(layout=layout, max_file_bytes=max_file_bytes))
-    loaded = osl.load(target, {name: value for name, value in tree.items()})
-    same = all(
-        np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
-        for name in tensors
-        for a, b in zip(tree[name].addressable_shards, loaded[name].addressable_shards, strict=True)
-    )
-    return {"written": written, "planned": plan.cost().written_bytes, "same": same, "step": loaded["step"]}
+    options = osl.WriteOptions(layout=layout, max_file_bytes=max_file_bytes)
+    osl.save(target, tree, options=options)
+    loaded = osl.load(target, dict(tree))
+    arrays = [name for name, value in tree.items() if isinstance(value, jax.Array)]
+    ranges = osl.plan_load(target, dict(tree)).ranges()
+    return {
+        "written": written,
+        "planned": osl.plan_save(tree, options=options).cost().written_bytes,
+        "same": all(same_shards(tree[name], loaded[name]) for name in arrays),
+        "step": loaded["step"],
+        "files": sorted({os.path.basename(file) for file, _, _ in ranges}),
+    }
 """
+)
+
+FAIL = (
+    PRELUDE
+    + """
+def main(path, target, doing, process):
+    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
+    tree = make_tree(path, "dim0")
+    osl.save(target, {"old": np.arange(3)})
+    if jax.process_index() == process:
+        def broken(self, *args):
+            raise OSError(5, f"the disk broke while {doing}")
+        setattr(LocalFileWriter, doing, broken)
+    begin = time.monotonic()
+    try:
+        osl.save(target, tree, overwrite=True, options=osl.WriteOptions(max_file_bytes=200_000))
+    except Exception as error:
+        found = [type(error).__name__, str(error)]
+    else:
+        found = None
+    return {"error": found, "seconds": time.monotonic() - begin, "old": osl.load(target)["old"].tolist()}
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +125,7 @@ def test_every_number_of_processes_writes_the_same_bytes(tmp_path, source, tenso
     for processes, devices in [(1, 4), (2, 2), (4, 1)]:
         target = tmp_path / f"{processes}"
         results = run_processes(
-            SOURCE,
+            SAVE,
             processes=processes,
             devices=devices,
             path=str(source),
@@ -114,7 +147,7 @@ def test_every_number_of_processes_writes_the_same_bytes(tmp_path, source, tenso
 @pytest.mark.parametrize("split", ["replicated", "dim0", "dim1", "2d", "partial"])
 def test_every_process_writes_its_own_file_of_pieces(tmp_path, source, tensors, split):
     results = run_processes(
-        SOURCE,
+        SAVE,
         processes=2,
         devices=2,
         path=str(source),
@@ -132,3 +165,29 @@ def test_every_process_writes_its_own_file_of_pieces(tmp_path, source, tensors, 
         "shard-00002-of-00002.safetensors",
         "orbax_safetensors_layout.json",
     }
+    for process, result in enumerate(results):
+        own = f"shard-{process + 1:05}-of-00002.safetensors"
+        # A large replicated tensor was written by one of the two.
+        assert result["files"] == [own] or split in ("replicated", "partial")
+        assert own in result["files"] or split == "replicated"
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("doing", ["write_at", "finish"])
+def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doing, process):
+    results = run_processes(
+        FAIL,
+        processes=2,
+        devices=2,
+        path=str(source),
+        target=str(tmp_path / "target"),
+        doing=doing,
+        process=process,
+    )
+    for number, result in enumerate(results):
+        kind, text = result["error"]
+        assert f"the disk broke while {doing}" in text
+        assert kind == ("OSError" if number == process else "PeerError")
+        assert result["seconds"] < 20
+        assert result["old"] == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]

@@ -104,11 +104,11 @@ def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]
 
     Tensors of whole pages come first, then those whose size is a multiple of 64 bytes, so that all
     of them begin where mapped pages can be adopted; the others follow by falling element size, so
-    that each begins at a multiple of its own.
+    that each begins at a multiple of its own. Otherwise they keep their order.
 
     Args:
         file: The file's name.
-        tensors: What it holds.
+        tensors: What it holds, in the order of `split`.
         metadata: Its `__metadata__` strings.
 
     Raises:
@@ -148,7 +148,6 @@ def _place(tensor: NewTensor) -> tuple[object, ...]:
         tensor.nbytes % DATA_ALIGNMENT != 0,
         tensor.nbytes % _ADOPTABLE_BYTES != 0,
         -tensor.dtype.bits,
-        natural_key(tensor.name),
     )
 
 
@@ -158,6 +157,6 @@ def index_bytes(files: Sequence[tuple[str, Sequence[NewTensor]]]) -> bytes:
     total = sum(tensor.nbytes for _, tensors in files for tensor in tensors)
     document = {
         "metadata": {"total_size": total},
-        "weight_map": {name: file_of[name] for name in sorted(file_of, key=natural_key)},
+        "weight_map": file_of,
     }
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -261,7 +261,8 @@ def _copy(segments: Sequence[Segment], itemsize: int, begin: int, at: int) -> It
     # numpy walks memory in the order of the target. Where its inner loop would be short, it is
     # taken apart: each index of it is a copy of its own.
     inner = min(grid, key=lambda segment: abs(segment[2]))
-    if inner[0] <= _SHORT_LOOP and max(count for count, _, _ in grid) >= _LONG_LOOP:
+    others = [count for count, _, _ in grid if count != inner[0]]
+    if inner[0] <= _SHORT_LOOP and max(others, default=0) >= _LONG_LOOP:
         grid.remove(inner)
     else:
         inner = (1, 0, 0)
