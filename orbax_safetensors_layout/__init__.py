@@ -16,19 +16,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from orbax_safetensors_layout.adapters.install import install, uninstall
+    from orbax_safetensors_layout.adapters.layout import SafetensorsLayout
     from orbax_safetensors_layout.adapters.settings import using
     from orbax_safetensors_layout.adapters.v0 import (
         SafetensorsCheckpointHandler,
         SafetensorsRestore,
+        SafetensorsSave,
         handler_registry,
     )
-    from orbax_safetensors_layout.adapters.v1 import (
-        SafetensorsHandler,
-        SafetensorsLayout,
-        context,
-        install,
-        uninstall,
-    )
+    from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, context
     from orbax_safetensors_layout.consolidate import consolidate
     from orbax_safetensors_layout.errors import (
         CheckpointExistsError,
@@ -51,6 +48,15 @@ if TYPE_CHECKING:
     )
     from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
     from orbax_safetensors_layout.load import TensorMetadata, load, metadata, plan_load
+    from orbax_safetensors_layout.mapping.expression import Expr, fill, tensor
+    from orbax_safetensors_layout.mapping.functions import opaque
+    from orbax_safetensors_layout.mapping.joins import concat, stack
+    from orbax_safetensors_layout.mapping.quantized import (
+        dequantize_block,
+        dequantize_int4,
+        dequantize_mxfp4,
+    )
+    from orbax_safetensors_layout.mapping.rules import Mapping, rule
     from orbax_safetensors_layout.options import Progress, ReadOptions, WriteOptions
     from orbax_safetensors_layout.plan.cost import Cost
     from orbax_safetensors_layout.plan.reads import ReadPlan
@@ -60,9 +66,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _NAMES_BY_MODULE = {
+    "adapters.install": ("install", "uninstall"),
+    "adapters.layout": ("SafetensorsLayout",),
     "adapters.settings": ("using",),
-    "adapters.v0": ("SafetensorsCheckpointHandler", "SafetensorsRestore", "handler_registry"),
-    "adapters.v1": ("SafetensorsHandler", "SafetensorsLayout", "context", "install", "uninstall"),
+    "adapters.v0": (
+        "SafetensorsCheckpointHandler",
+        "SafetensorsRestore",
+        "SafetensorsSave",
+        "handler_registry",
+    ),
+    "adapters.v1": ("SafetensorsHandler", "context"),
     "consolidate": ("consolidate",),
     "errors": (
         "CheckpointExistsError",
@@ -85,6 +98,11 @@ _NAMES_BY_MODULE = {
     ),
     "format.survey": ("is_safetensors_checkpoint",),
     "load": ("TensorMetadata", "load", "metadata", "plan_load"),
+    "mapping.expression": ("Expr", "fill", "tensor"),
+    "mapping.functions": ("opaque",),
+    "mapping.joins": ("concat", "stack"),
+    "mapping.quantized": ("dequantize_block", "dequantize_int4", "dequantize_mxfp4"),
+    "mapping.rules": ("Mapping", "rule"),
     "options": ("Progress", "ReadOptions", "WriteOptions"),
     "plan.cost": ("Cost",),
     "plan.reads": ("ReadPlan",),
@@ -98,10 +116,12 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "CheckpointNotFoundError",
     "Cost",
     "DtypeMismatchError",
+    "Expr",
     "FormatError",
     "InvalidHeaderError",
     "InvalidIndexError",
     "InvalidManifestError",
+    "Mapping",
     "MappingError",
     "MismatchError",
     "MissingTensorError",
@@ -114,6 +134,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "SafetensorsLayout",
     "SafetensorsLayoutError",
     "SafetensorsRestore",
+    "SafetensorsSave",
     "ShapeMismatchError",
     "StorageError",
     "TensorMetadata",
@@ -123,16 +144,25 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "WriteOptions",
     "WritePlan",
     "__version__",
+    "concat",
     "consolidate",
     "context",
+    "dequantize_block",
+    "dequantize_int4",
+    "dequantize_mxfp4",
+    "fill",
     "handler_registry",
     "install",
     "is_safetensors_checkpoint",
     "load",
     "metadata",
+    "opaque",
     "plan_load",
     "plan_save",
+    "rule",
     "save",
+    "stack",
+    "tensor",
     "uninstall",
     "using",
 ]

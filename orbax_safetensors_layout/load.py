@@ -6,25 +6,25 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from absl import logging
 
-from orbax_safetensors_layout import prng
+from orbax_safetensors_layout.filling import Filling
 from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.origins import bind
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
-from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
+from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.recorded import Recorded
-from orbax_safetensors_layout.transfer.assemble import Assembler
-from orbax_safetensors_layout.transfer.casting import cast, python_scalar
 from orbax_safetensors_layout.transfer.progress import progress_callback
-from orbax_safetensors_layout.transfer.read import Deliver, ReadStats, read_leaves
-from orbax_safetensors_layout.tree import Want, WantedTree
-from orbax_safetensors_layout.wants import Cast, adopts, host_leaves, leaf_reads
+from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
+from orbax_safetensors_layout.tree import HostLeaf, WantedTree
+from orbax_safetensors_layout.wants import adopts, host_leaves, leaf_plans
 
 PathLike = str | os.PathLike[str]
 
@@ -50,6 +50,7 @@ def load(
     path: PathLike,
     abstract: Any = None,
     *,
+    mapping: Mapping | None = None,
     only: str | Sequence[str] | None = None,
     options: ReadOptions | None = None,
 ) -> Any:
@@ -66,6 +67,8 @@ def load(
             hold the values, or of a 64-bit value that JAX can not hold because x64 is off, is an
             error. Leaves that are jax arrays and name no sharding are replicated on all devices.
             Without a tree, a flat dict of numpy arrays comes back.
+        mapping: What the leaves are made of; without one each leaf is the tensor of its name. A
+            shard of a mapped leaf reads only its own bytes.
         only: Without an abstract tree: glob patterns of the tensors to load
             (`"model.layers.{0..15}.*"`).
         options: How to read.
@@ -76,6 +79,7 @@ def load(
     Raises:
         CheckpointNotFoundError: Nothing stands at `path`.
         FormatError: A file is malformed.
+        MappingError: The mapping does not fit the checkpoint and the tree; tells all problems.
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
             shape or dtype; all problems of one kind are reported together.
         StorageError: A read failed.
@@ -93,11 +97,11 @@ def load(
     options = options or ReadOptions()
     with Catalog.open(path) as catalog:
         recorded = Recorded(catalog)
-        tree = _wanted_tree(recorded, abstract, only)
+        tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
             values, stats = _read_host(catalog, only, options)
         else:
-            values, stats = _read_tree(catalog, recorded, tree, options)
+            values, stats = _read_tree(catalog, recorded, tree, mapping, options)
     _record(stats)
     return values
 
@@ -120,6 +124,7 @@ def plan_load(
     path: PathLike,
     abstract: Any = None,
     *,
+    mapping: Mapping | None = None,
     only: str | Sequence[str] | None = None,
     options: ReadOptions | None = None,
     process_index: int | None = None,
@@ -132,6 +137,7 @@ def plan_load(
         abstract: As for `load`. Shardings may be `NamedSharding`s over an `AbstractMesh`, for a
             cluster that one does not have: devices are numbered in row-major order of the mesh
             and divided among the processes in equal blocks.
+        mapping: As for `load`.
         only: As for `load`.
         options: As for `load`.
         process_index: The process whose plan is wanted; by default this one.
@@ -144,14 +150,22 @@ def plan_load(
     options = options or ReadOptions()
     with Catalog.open(path) as catalog:
         recorded = Recorded(catalog)
-        tree = _wanted_tree(recorded, abstract, only)
+        tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
             return _plan(catalog, host_leaves(catalog, only), options, adopt=True)
         shards = ProcessShards(process_index, process_count)
-        leaves, _ = leaf_reads(
-            catalog, recorded, tree, shards, strict=options.strict, devices=False
+        plans, casts = leaf_plans(
+            catalog,
+            recorded,
+            tree,
+            shards,
+            mapping=mapping,
+            strict=options.strict,
+            devices=False,
         )
-        return _plan(catalog, leaves, options, adopt=adopts(tree.wants))
+        wants = [want for want in tree.wants if want is not None]
+        reads = Filling(wants, plans, casts).reads
+        return _plan(catalog, reads, options, adopt=adopts(wants))
 
 
 def _read_host(
@@ -159,82 +173,74 @@ def _read_host(
 ) -> tuple[dict[str, np.ndarray], ReadStats]:
     """Whole tensors as a flat dict of numpy arrays."""
     leaves = host_leaves(catalog, only)
-    values: dict[int, np.ndarray] = {}
+    taker = _HostArrays(leaves)
+    stats = _read(_plan(catalog, leaves, options, adopt=True), catalog, options, taker)
+    return {leaf.name: taker.values[number] for number, leaf in enumerate(leaves)}, stats
 
-    def deliver(number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-        (values[number],) = parts
 
-    plan = _plan(catalog, leaves, options, adopt=True)
-    stats = _read(plan, catalog, options, deliver, [Cast.ROUND] * len(leaves))
-    return {leaf.name: values[number] for number, leaf in enumerate(leaves)}, stats
+class _HostArrays:
+    def __init__(self, leaves: Sequence[LeafRead]) -> None:
+        self._leaves = leaves
+        self.values: dict[int, np.ndarray] = {}
+
+    def deliver(self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        (self.values[number],) = parts
+
+    def convert(self, number: int, values: np.ndarray) -> np.ndarray:
+        return values
 
 
 def _wanted_tree(
-    recorded: Recorded, abstract: Any, only: str | Sequence[str] | None
+    catalog: Catalog,
+    recorded: Recorded,
+    abstract: Any,
+    only: str | Sequence[str] | None,
+    mapping: Mapping | None,
 ) -> WantedTree | None:
     """What is wanted; None for a flat dict of tensors on the host."""
-    if abstract is None:
+    if abstract is None and mapping is not None and only is None:
+        facts = bind(catalog, mapping, None)[0].facts()
+        return WantedTree.parse({name: HostLeaf(*fact) for name, fact in facts.items()})
+    if abstract is None and mapping is None:
         return recorded.tree() if only is None else None
     if only is not None:
         raise ValueError(
             "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
             " that are not wanted or put `...` in their place."
         )
-    return recorded.settle(WantedTree.parse(abstract))
+    tree = WantedTree.parse(abstract)
+    return tree if mapping is not None else recorded.settle(tree)
 
 
 def _read_tree(
-    catalog: Catalog, recorded: Recorded, tree: WantedTree, options: ReadOptions
+    catalog: Catalog,
+    recorded: Recorded,
+    tree: WantedTree,
+    mapping: Mapping | None,
+    options: ReadOptions,
 ) -> tuple[Any, ReadStats]:
     """The wanted tree with its leaves filled."""
-    leaves, casts = leaf_reads(
-        catalog, recorded, tree, ProcessShards(), strict=options.strict, devices=True
+    plans, casts = leaf_plans(
+        catalog,
+        recorded,
+        tree,
+        ProcessShards(),
+        mapping=mapping,
+        strict=options.strict,
+        devices=True,
     )
     wants = [want for want in tree.wants if want is not None]
-    assembler = Assembler()
-    values: list[Any] = [None] * len(wants)
-    shards: dict[int, dict[Any, jax.Array]] = {}
-
-    def deliver(
-        number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
-    ) -> Callable[[], object] | None:
-        placement, leaf = wants[number].placement, leaves[number]
-        if placement is None:
-            values[number] = _host_value(wants[number], leaf, parts[0])
-            return None
-        shape = leaf.shape
-        by_box = dict(zip(boxes, parts, strict=True))
-        if len(by_box) == len(leaf.local.boxes):
-            in_order = [by_box[box] for box in range(len(by_box))]
-            array = assembler.array(shape, leaf.dtype, placement, leaf.local, in_order)
-            values[number] = array
-            return array.block_until_ready
-        some = assembler.shards(shape, placement, leaf.local, by_box)
-        mine = shards.setdefault(number, {})
-        mine.update(some)
-        if len(mine) == len(sharding_of(placement).addressable_devices):
-            values[number] = assembler.join(shape, leaf.dtype, placement, shards.pop(number))
-        return lambda: [shard.block_until_ready() for shard in some.values()]
-
-    plan = _plan(catalog, leaves, options, adopt=adopts(wants))
-    stats = _read(plan, catalog, options, deliver, casts)
-    filled = iter(map(_wrap_keys, wants, values))
+    filling = Filling(wants, plans, casts)
+    plan = _plan(catalog, filling.reads, options, adopt=adopts(wants))
+    filling.begin()
+    stats = _read(plan, catalog, options, filling)
+    filled = filling.values()
     return tree.build(
         [
             leaf if want is None else next(filled)
             for leaf, want in zip(tree.leaves, tree.wants, strict=True)
         ]
     ), stats
-
-
-def _host_value(want: Want, leaf: LeafRead, value: np.ndarray) -> Any:
-    if want.scalar is None:
-        return value
-    return value[()] if want.scalar is np.generic else python_scalar(value, want.scalar, leaf)
-
-
-def _wrap_keys(want: Want, value: Any) -> Any:
-    return value if want.key_impl is None else prng.wrap(value, want.key_impl)
 
 
 def _plan(
@@ -248,21 +254,27 @@ def _plan(
     )
 
 
-def _read(
-    plan: ReadPlan, catalog: Catalog, options: ReadOptions, deliver: Deliver, casts: Sequence[Cast]
-) -> ReadStats:
-    def convert(number: int, value: np.ndarray) -> np.ndarray:
-        leaf = plan.leaves[number]
-        if casts[number] is Cast.RAW:
-            return value.view(leaf.dtype)
-        return cast(value, leaf.dtype, exact=casts[number] is Cast.EXACT, leaf=leaf)
+class _Taker(Protocol):
+    """What takes values that are read."""
 
+    def deliver(
+        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Callable[[], object] | None:
+        """Takes some boxes of a read."""
+        ...
+
+    def convert(self, number: int, values: np.ndarray) -> np.ndarray:
+        """Stored values of a read in the dtype that it wants."""
+        ...
+
+
+def _read(plan: ReadPlan, catalog: Catalog, options: ReadOptions, taker: _Taker) -> ReadStats:
     with _explicit_transfer(), progress_callback(options.progress) as progress:
         return read_leaves(
             plan,
             catalog.storage,
-            deliver=deliver,
-            convert=convert,
+            deliver=taker.deliver,
+            convert=taker.convert,
             mmap=options.mmap,
             progress=progress,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -25,6 +25,7 @@ from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer._jax import DistributedStore
 from orbax_safetensors_layout.transfer.coordination import Group
 from orbax_safetensors_layout.transfer.gather import gather
+from orbax_safetensors_layout.transfer.heap import frozen_heap
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats, write_parts
@@ -67,7 +68,8 @@ def save(
         >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
         {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    PreparedSave.of(tree, options or WriteOptions()).publish(path, overwrite=overwrite)
+    with frozen_heap():
+        PreparedSave.of(tree, options or WriteOptions()).publish(path, overwrite=overwrite)
 
 
 def plan_save(
@@ -131,20 +133,29 @@ class PreparedSave:
         self._pieces_folder = pieces_folder
 
     @classmethod
-    def of(cls, tree: Any, options: WriteOptions, *, custom: object = None) -> Self:
+    def of(
+        cls,
+        tree: Any,
+        options: WriteOptions,
+        *,
+        custom: object = None,
+        dtypes: Sequence[Any] | None = None,
+    ) -> Self:
         """Plans a save.
 
         Args:
             tree: As for `save`.
             options: How to write.
             custom: A JSON value to keep beside the tensors.
+            dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
+                the options say; None for the usual.
 
         Raises:
             ValueError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         shards = ProcessShards()
-        parsed = SavedTree.parse(tree, options=options, shards=shards)
+        parsed = SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
         plan = _plan(parsed, options, shards)
         stored = plan.stored if options.layout == "sharded" else None
         manifest = Manifest(
@@ -162,12 +173,15 @@ class PreparedSave:
         parts = [part for file in self.plan.writes() for part in file.parts]
         self._values.capture(parts, self._options.memory_budget_bytes)
 
-    def wait_captured(self) -> None:
+    def wait_captured(self, timeout_seconds: float | None = None) -> bool:
         """Waits until `write`, in another thread, has brought over what `capture` left out.
 
         The caller may then overwrite, donate or delete the arrays.
+
+        Returns:
+            Whether it has.
         """
-        self._values.wait_captured()
+        return self._values.wait_captured(timeout_seconds)
 
     def group(self, name: str) -> Group:
         """The processes that save together."""
@@ -206,15 +220,28 @@ class PreparedSave:
                     storage.remove(partial)
             group.meet("publishing the checkpoint", error)
 
-    def write(self, folder: str, *, group: Group, storage: Storage) -> WriteStats:
+    def write(
+        self,
+        folder: str,
+        *,
+        group: Group,
+        storage: Storage,
+        documents: Mapping[str, bytes] | None = None,
+    ) -> WriteStats:
         """Writes everything into a folder that exists, and waits until all processes have.
+
+        Args:
+            folder: The folder.
+            group: The processes.
+            storage: Where the folder is.
+            documents: More small files, by name.
 
         Raises:
             StorageError: A write failed.
             PeerError: Another process failed.
         """
         with progress_callback(self._options.progress) as progress:
-            stats = self._write(folder, group, storage, progress)
+            stats = self._write(folder, group, storage, progress, documents or {})
         _record(stats)
         return stats
 
@@ -224,6 +251,7 @@ class PreparedSave:
         group: Group,
         storage: Storage,
         progress: Callable[[Progress], None] | None,
+        documents: Mapping[str, bytes],
     ) -> WriteStats:
         options, plan = self._options, self.plan
         budget = options.memory_budget_bytes or _BUDGET_BYTES
@@ -253,7 +281,7 @@ class PreparedSave:
                     pieces = self._pieces_folder or folder
                     stats += gather(plan, files, pool, storage, pieces, memory_budget_bytes=budget)
                 if group.is_leader:
-                    self._write_documents(storage, folder)
+                    self._write_documents(storage, folder, documents)
             except BaseException as problem:
                 error = problem
                 pool.stop()
@@ -268,9 +296,9 @@ class PreparedSave:
             flush_folder(folder)
         return stats
 
-    def _write_documents(self, storage: Storage, folder: str) -> None:
-        """The manifest and, for several files, the index."""
-        documents = {MANIFEST: self._manifest.to_json()}
+    def _write_documents(self, storage: Storage, folder: str, more: Mapping[str, bytes]) -> None:
+        """The manifest, for several files the index, and what else is given."""
+        documents = {MANIFEST: self._manifest.to_json(), **more}
         if len(self.plan.files) > 1:
             files = [(name, tensors) for name, _, tensors in self.plan.files]
             documents[MAIN_INDEX] = index_bytes(files)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +56,14 @@ class SavedTree(NamedTuple):
     shardings: tuple[ShardingRecord, ...]
 
     @classmethod
-    def parse(cls, tree: Any, *, options: WriteOptions, shards: ProcessShards) -> SavedTree:
+    def parse(
+        cls,
+        tree: Any,
+        *,
+        options: WriteOptions,
+        shards: ProcessShards,
+        dtypes: Sequence[Any] | None = None,
+    ) -> SavedTree:
         """Reads a tree.
 
         Args:
@@ -64,12 +72,14 @@ class SavedTree(NamedTuple):
                 `jax.ShapeDtypeStruct`s.
             options: How to write.
             shards: The processes.
+            dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
+                the options say; None for the usual.
 
         Raises:
             ValueError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that can not be saved, or two of one name; names all.
         """
-        parser = _Parser(options, shards)
+        parser = _Parser(options, shards, dtypes)
         node = describe(tree, parser.leaf)
         parser.raise_problems()
         if isinstance(node, Container) and not node.children:
@@ -78,11 +88,14 @@ class SavedTree(NamedTuple):
 
 
 class _Parser:
-    def __init__(self, options: WriteOptions, shards: ProcessShards) -> None:
+    def __init__(
+        self, options: WriteOptions, shards: ProcessShards, dtypes: Sequence[Any] | None
+    ) -> None:
         self.leaves: list[LeafWrite] = []
         self.values: list[Any] = []
         self.table = ShardingTable()
         self._dtype: np.dtype | None = options.dtype
+        self._dtypes: Iterator[Any] = itertools.repeat(None) if dtypes is None else iter(dtypes)
         self._may_pack = options.layout == "hf"  # pieces do not end on whole bytes
         self._shards = shards
         self._names: set[str] = set()
@@ -90,6 +103,7 @@ class _Parser:
         self._stored: dict[tuple[np.dtype, bool], tuple[DType, str | None]] = {}
 
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
+        dtype = next(self._dtypes)
         if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
             return ValueLeaf(value)
         name = dotted_name(path)  # without flax boxes, which `describe` leaves out
@@ -99,7 +113,7 @@ class _Parser:
             return TensorLeaf(name)
         self._names.add(name)
         try:
-            return self._tensor(name, value)
+            return self._tensor(name, value, dtype)
         except SafetensorsLayoutError as problem:
             problem.tensor = name
             self._problems.append(problem)
@@ -116,7 +130,7 @@ class _Parser:
         lines = "\n".join(f"  {problem}" for problem in self._problems)
         raise kind(f"{len(self._problems)} leaves can not be saved:\n{lines}")
 
-    def _tensor(self, name: str, value: Any) -> TensorLeaf:
+    def _tensor(self, name: str, value: Any, dtype: Any) -> TensorLeaf:
         kind: TensorKind = "jax"
         impl: str | None = None
         if isinstance(value, np.ndarray | np.generic):
@@ -133,19 +147,19 @@ class _Parser:
         number = None if sharding is None else self.table.number(sharding)
         if kind == "jax" and prng.is_key(value):
             kind, impl, value = "key", prng.implementation(value), prng.data(value)
-            sharding = getattr(value, "sharding", None)
-        stored, logical = self._stored_as(value)
+            sharding, dtype = getattr(value, "sharding", None), None
+        stored, logical = self._stored_as(value, dtype)
         held = self._shards.held(sharding, tuple(value.shape))
         tensor = NewTensor(name, stored, tuple(value.shape))
         self.leaves.append(LeafWrite(tensor, np.dtype(value.dtype), held))
         self.values.append(value)
         return TensorLeaf(name, kind, logical, number, impl)
 
-    def _stored_as(self, value: Any) -> tuple[DType, str | None]:
+    def _stored_as(self, value: Any, asked: Any) -> tuple[DType, str | None]:
         """The dtype in the file, and the value's own if the file's does not say it."""
-        dtype = np.dtype(value.dtype)
+        dtype = np.dtype(value.dtype if asked is None else asked)
         floating = jax.numpy.issubdtype(dtype, np.floating)
-        if self._dtype is not None and floating:
+        if asked is None and self._dtype is not None and floating:
             dtype = self._dtype
         pack = self._may_pack and value.size % 8 == 0
         found = self._stored.get((dtype, pack))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,19 @@ class Want(NamedTuple):
     scalar: type[bool | int | float | str | np.generic] | None
     is_placed: bool = True
     key_impl: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostLeaf:
+    """An abstract leaf that is wanted as a numpy array.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
 
 class WantedTree(NamedTuple):

@@ -12,13 +12,15 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
+    MappingError,
     MismatchError,
     ShapeMismatchError,
     UnexpectedTensorError,
 )
 from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.origins import LeafPlan, Mapped, Origin, Plain, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
 from orbax_safetensors_layout.plan.shards import (
     Placement,
@@ -47,7 +49,10 @@ def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[Leaf
     """Whole tensors on the host."""
     entries = catalog.all_entries() if only is None else catalog.entries(catalog.select(only))
     for entry in entries.values():
-        _check_rank(entry)
+        if len(entry.shape) > _MAX_RANK:
+            problem = _rank_error(len(entry.shape))
+            problem.file, problem.tensor = entry.file, entry.name
+            raise problem
     leaves = [
         LeafRead.plain(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
         for name, entry in entries.items()
@@ -81,61 +86,98 @@ def _on_cpu(placement: Placement) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def leaf_reads(
+def leaf_plans(
     catalog: Catalog,
     recorded: Recorded,
     tree: WantedTree,
     shards: ProcessShards,
     *,
+    mapping: Mapping | None,
     strict: bool,
     devices: bool,
-) -> tuple[list[LeafRead], list[Cast]]:
-    """The reads of a wanted tree, and for each what a cast has to keep.
+) -> tuple[list[LeafPlan], list[Cast]]:
+    """How the leaves of a wanted tree are read, and for each what a cast has to keep.
 
     Args:
         catalog: The checkpoint.
         recorded: What was recorded about its leaves.
         tree: What is wanted.
         shards: Whose shards.
+        mapping: What leaves are made of; None: each is the tensor of its name.
         strict: Refuse tensors that the tree does not name.
         devices: Refuse shardings without devices.
     """
     wants = [want for want in tree.wants if want is not None]
-    names = [_tensor_name(catalog, want) for want in wants]
-    entries = catalog.entries(names)
-    if strict:
-        _refuse_unexpected(catalog, names, tree)
+    if mapping is None:
+        names, origins = _plain_origins(catalog, wants)
+        if strict:
+            _refuse_unexpected(catalog, names, tree)
+    else:
+        names, origins = _mapped_origins(catalog, mapping, tree)
     problems: list[MismatchError] = []
-    leaves: list[LeafRead] = []
+    plans: list[LeafPlan] = []
     casts: list[Cast] = []
     dtypes: dict[tuple[np.dtype, int], np.dtype] = {}
-    for want, name in zip(wants, names, strict=True):
-        entry = entries[name]
+    for want, name, origin in zip(wants, names, origins, strict=True):
         try:
-            if want.shape is not None and want.shape != entry.shape:
-                raise _shape_mismatch(want, entry)
-            _check_rank(entry)
+            _check_shape(want, origin)
             _check_placeable(want, devices)
-            wanted = want.dtype or recorded.dtype(name) or entry.dtype.numpy
+            wanted = want.dtype or recorded.dtype(name) or origin.dtype
             dtype = dtypes.get((wanted, id(want.placement)))
             if dtype is None:
                 dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
                 dtypes[wanted, id(want.placement)] = dtype
-            is_raw = entry.dtype.code == "U8" and recorded.is_raw(name, dtype)
+            is_raw = origin.dtype == np.uint8 and recorded.is_raw(name, dtype)
             if not is_raw:
-                check_castable(entry.dtype.numpy, dtype)
-            local = _local_boxes(want, entry, shards)
+                check_castable(origin.dtype, dtype)
+            local = _local_boxes(want, origin.shape, shards)
         except MismatchError as problem:
-            problem.file, problem.tensor = entry.file, want.name
+            problem.file, problem.tensor = origin.file, want.name
             problems.append(problem)
             continue
-        leaves.append(LeafRead.plain(name, entry, local, dtype))
+        plans.append(origin.plan(name, local, dtype))
         casts.append(Cast.RAW if is_raw else Cast.ROUND if dtype == wanted else Cast.EXACT)
     if problems:
         _raise_all(problems)
     if catalog.pieces is not None:
         catalog.pieces.prefer(shards.process_index)
-    return _from_pieces(catalog, leaves), casts
+        found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
+        plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
+    return plans, casts
+
+
+def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], list[Origin]]:
+    names = [_tensor_name(catalog, want) for want in wants]
+    entries = catalog.entries(names)
+    return names, [Plain(entries[name]) for name in names]
+
+
+def _mapped_origins(
+    catalog: Catalog, mapping: Mapping, tree: WantedTree
+) -> tuple[list[str], list[Origin]]:
+    if catalog.pieces is not None:
+        raise MappingError(
+            "a checkpoint that is stored in pieces is loaded without a mapping",
+            file=catalog.path,
+            hint="Put it together with `osl.consolidate` first.",
+        )
+    wants = [want for want in tree.wants if want is not None]
+    names = [want.unboxed or want.name for want in wants]
+    shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}
+    bound, entries = bind(catalog, mapping, {**shapes, **dict.fromkeys(tree.skipped)})
+    return names, [Mapped(bound.expressions[name], entries) for name in names]
+
+
+def _check_shape(want: Want, origin: Origin) -> None:
+    shape = origin.shape
+    if want.shape is not None and want.shape != shape:
+        raise ShapeMismatchError(
+            "Shape mismatch",
+            expected=f"{want.shape} (the abstract tree)",
+            found=f"{shape} (the file)",
+        )
+    if len(shape) > _MAX_RANK:
+        raise _rank_error(len(shape))
 
 
 def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
@@ -164,37 +206,24 @@ def _check_placeable(want: Want, devices: bool) -> None:
         )
 
 
-def _check_rank(entry: TensorEntry) -> None:
-    if len(entry.shape) > _MAX_RANK:
-        raise ShapeMismatchError(
-            "numpy can not hold the tensor",
-            file=entry.file,
-            tensor=entry.name,
-            expected=f"at most {_MAX_RANK} dimensions",
-            found=f"{len(entry.shape)} dimensions",
-        )
+def _rank_error(rank: int) -> ShapeMismatchError:
+    return ShapeMismatchError(
+        "numpy can not hold the tensor",
+        expected=f"at most {_MAX_RANK} dimensions",
+        found=f"{rank} dimensions",
+    )
 
 
-def _local_boxes(want: Want, entry: TensorEntry, shards: ProcessShards) -> LocalBoxes:
+def _local_boxes(want: Want, shape: tuple[int, ...], shards: ProcessShards) -> LocalBoxes:
     if want.placement is None:
-        return shards.whole(entry.shape)
-    return shards.boxes(sharding_of(want.placement), entry.shape)
+        return shards.whole(shape)
+    return shards.boxes(sharding_of(want.placement), shape)
 
 
 def _tensor_name(catalog: Catalog, want: Want) -> str:
     if want.unboxed is not None and want.name not in catalog:
         return want.unboxed
     return want.name
-
-
-def _shape_mismatch(want: Want, entry: TensorEntry) -> ShapeMismatchError:
-    return ShapeMismatchError(
-        "Shape mismatch",
-        file=entry.file,
-        tensor=want.name,
-        expected=f"{want.shape} (the abstract tree)",
-        found=f"{entry.shape} (the file)",
-    )
 
 
 def _refuse_unexpected(catalog: Catalog, names: list[str], tree: WantedTree) -> None:

@@ -66,6 +66,7 @@ class LeafRead(NamedTuple):
         sources: The pieces; their boxes cover each of `local`, each index once.
         local: The boxes this process needs of it.
         dtype: The dtype that the leaf will have.
+        is_computed: Whether its values are computed from the stored ones, beyond a cast.
     """
 
     name: str
@@ -74,6 +75,12 @@ class LeafRead(NamedTuple):
     sources: tuple[Source, ...]
     local: LocalBoxes
     dtype: np.dtype
+    is_computed: bool = False
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether its values are other bytes than the stored ones."""
+        return self.is_computed or self.stored.packed or self.dtype != self.stored.numpy
 
     @classmethod
     def plain(cls, name: str, entry: TensorEntry, local: LocalBoxes, dtype: np.dtype) -> LeafRead:

@@ -161,7 +161,8 @@ def plan_reads(
 def _held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
     elements = sum(leaf.local.boxes[number].size for number in layout.tile.members)
     unpacked = elements if leaf.stored.packed else 0
-    cast = 0 if leaf.dtype == leaf.stored.numpy else elements * leaf.dtype.itemsize
+    is_cast = leaf.is_computed or leaf.dtype != leaf.stored.numpy
+    cast = elements * leaf.dtype.itemsize if is_cast else 0
     return layout.memory_bytes + unpacked + cast
 
 

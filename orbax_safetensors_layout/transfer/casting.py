@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
-from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.transfer.buffers import allocate
 
 _NARROW_INTEGERS = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
 _CHUNK_ELEMENTS = 1 << 20  # bounds what a cast holds besides its result
+
+
+class Subject(NamedTuple):
+    """What is cast, for errors.
+
+    Attributes:
+        name: The leaf's name.
+        file: A file that it comes from.
+        source: Its dtype before the cast.
+    """
+
+    name: str
+    file: str | None
+    source: np.dtype
 
 
 def check_castable(source: np.dtype, dtype: np.dtype) -> None:
@@ -36,7 +49,7 @@ def check_castable(source: np.dtype, dtype: np.dtype) -> None:
     raise DtypeMismatchError(problem, expected=f"{dtype} (the abstract tree)", found=source)
 
 
-def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, leaf: LeafRead) -> np.ndarray:
+def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, subject: Subject) -> np.ndarray:
     """`value` as `dtype`, in memory that JAX's CPU backend adopts.
 
     Floating-point targets round as numpy does, unless `exact`. Integer and boolean targets must
@@ -46,7 +59,7 @@ def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, leaf: LeafRead) -> 
         value: One box of the tensor, contiguous.
         dtype: The target.
         exact: Every value must survive: the cast was not asked for, JAX imposes it (x64 is off).
-        leaf: The leaf, for the error.
+        subject: What is cast, for the error.
 
     Raises:
         DtypeMismatchError: A value would change.
@@ -55,11 +68,11 @@ def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, leaf: LeafRead) -> 
     result = allocate(flat.size * dtype.itemsize).view(dtype)
     for start in range(0, flat.size, _CHUNK_ELEMENTS):
         part = flat[start : start + _CHUNK_ELEMENTS]
-        result[start : start + part.size] = _cast(part, dtype, exact, leaf)
+        result[start : start + part.size] = _cast(part, dtype, exact, subject)
     return result.reshape(value.shape)
 
 
-def python_scalar(value: np.ndarray, kind: type, leaf: LeafRead) -> bool | int | float:
+def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int | float:
     """A 0-d array as a Python scalar of the wanted type.
 
     Raises:
@@ -74,8 +87,8 @@ def python_scalar(value: np.ndarray, kind: type, leaf: LeafRead) -> bool | int |
     if not kept:
         raise DtypeMismatchError(
             f"the value is no {kind.__name__}",
-            file=leaf.file,
-            tensor=leaf.name,
+            file=subject.file,
+            tensor=subject.name,
             expected=kind.__name__,
             found=f"{found} ({value.dtype})",
         )
@@ -90,25 +103,25 @@ def _is_integer(dtype: np.dtype) -> bool:
     return dtype.kind in "iu" or dtype.name in _NARROW_INTEGERS
 
 
-def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, leaf: LeafRead) -> np.ndarray:
+def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         if _is_integer(dtype) or dtype.kind == "b":
-            return _to_integer(value, dtype, exact, leaf)
+            return _to_integer(value, dtype, exact, subject)
         result = value.astype(dtype)
         if exact:
             back = result.astype(value.dtype)
-            _require((back == value) | ((back != back) & (value != value)), value, dtype, leaf)
+            _require((back == value) | ((back != back) & (value != value)), value, dtype, subject)
     return result
 
 
-def _to_integer(value: np.ndarray, dtype: np.dtype, exact: bool, leaf: LeafRead) -> np.ndarray:
+def _to_integer(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
     """Checked by range, not by a round trip: what C makes of a number out of range is undefined."""
     low, high = (0, 1) if dtype.kind == "b" else _range(dtype)
     if not (_is_integer(value.dtype) or value.dtype.kind == "b"):
         value = value.astype(np.float64)  # holds every float of 32 bits and fewer
         whole = np.isfinite(value) & (np.trunc(value) == value)
         # As floats: `high + 1` is a power of two and exact, `high` may not be.
-        _require(whole & (value >= low) & (value < float(high + 1)), value, dtype, leaf)
+        _require(whole & (value >= low) & (value < float(high + 1)), value, dtype, subject)
     elif value.dtype.kind != "b":
         if value.dtype.name in _NARROW_INTEGERS:
             value = value.astype(np.int8)
@@ -118,7 +131,7 @@ def _to_integer(value: np.ndarray, dtype: np.dtype, exact: bool, leaf: LeafRead)
             kept &= value >= low
         if high < bounds.max:
             kept &= value <= high
-        _require(kept, value, dtype, leaf, exact)
+        _require(kept, value, dtype, subject, exact)
     if dtype.name in _NARROW_INTEGERS:
         value = value.astype(np.int8)  # numpy has no cast from all floats
     return value.astype(dtype)
@@ -131,12 +144,12 @@ def _range(dtype: np.dtype) -> tuple[int, int]:
 
 
 def _require(
-    kept: np.ndarray, values: np.ndarray, dtype: np.dtype, leaf: LeafRead, exact: bool = True
+    kept: np.ndarray, values: np.ndarray, dtype: np.dtype, subject: Subject, exact: bool = True
 ) -> None:
     if kept.all():
         return
     lost = values[~kept]
-    source = leaf.stored.numpy
+    source = subject.source
     hint = "Ask for a dtype that holds the values."
     if exact and source.itemsize == 8 and dtype.itemsize == 4:
         hint = (
@@ -145,8 +158,8 @@ def _require(
         )
     raise DtypeMismatchError(
         f"{lost.size} values do not fit {dtype}",
-        file=leaf.file,
-        tensor=leaf.name,
+        file=subject.file,
+        tensor=subject.name,
         expected=dtype,
         found=f"{source}, for instance {lost.flat[0]}",
         hint=hint,

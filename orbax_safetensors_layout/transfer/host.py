@@ -96,9 +96,9 @@ class HostValues:
         if not left:
             self.release()
 
-    def wait_captured(self) -> None:
+    def wait_captured(self, timeout_seconds: float | None = None) -> bool:
         """Waits until all that was left out by `capture` has been asked for and brought over."""
-        self._all_captured.wait()
+        return self._all_captured.wait(timeout_seconds)
 
     def release(self) -> None:
         """Lets go of the arrays, and of whoever waits for them to be captured."""

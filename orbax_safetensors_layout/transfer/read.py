@@ -286,7 +286,7 @@ class _Reader:
             nbytes = self._tiles.pop(region.tile).bytes_read
         leaf = self._plan.leaves[region.leaf]
         values = destination.members(leaf.stored)
-        if leaf.dtype == leaf.stored.numpy and not leaf.stored.packed:
+        if not leaf.is_converted:
             self._finish(region, values, nbytes)
             return
 
@@ -308,7 +308,7 @@ class _Reader:
                 unpack_box(value, dtype.bits, at).view(dtype.numpy)
                 for value, at in zip(values, packed, strict=True)
             ]
-        if leaf.dtype != dtype.numpy:
+        if leaf.is_computed or leaf.dtype != dtype.numpy:
             values = [self._convert(number, value) for value in values]
         return values
 

@@ -1,0 +1,64 @@
+"""Facts: the shape and dtype of every tensor on one side of a mapping."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from orbax_safetensors_layout.mapping.names import NameTree
+
+
+class Fact(NamedTuple):
+    """What is known of a tensor.
+
+    Attributes:
+        shape: Its extents.
+        dtype: Its numpy or ml_dtypes dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+"""Name to shape and dtype."""
+
+
+class Facts(Mapping[str, Fact]):
+    """Shapes and dtypes by name, and the names so that patterns find them fast.
+
+    Args:
+        shapes: Name to shape and dtype.
+        names: All names; None are those of `shapes`. Of the others nothing but the name is known.
+    """
+
+    def __init__(self, shapes: Shapes, names: Iterable[str] | None = None) -> None:
+        self._facts = {
+            name: Fact(tuple(shape), np.dtype(dtype)) for name, (shape, dtype) in shapes.items()
+        }
+        self._names = self._facts.keys() if names is None else dict.fromkeys(names).keys()
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> Facts:
+        """The facts of names and shapes."""
+        return shapes if isinstance(shapes, Facts) else cls(shapes)
+
+    @functools.cached_property
+    def tree(self) -> NameTree:
+        """The names."""
+        return NameTree(self._names)
+
+    def __getitem__(self, name: str) -> Fact:
+        return self._facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names

@@ -1,0 +1,148 @@
+"""Which rule makes which leaf, and what its wildcards stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from orbax_safetensors_layout.mapping.expression import Expr
+from orbax_safetensors_layout.mapping.facts import Facts
+from orbax_safetensors_layout.mapping.names import NameTree, natural_key, substitute, wildcards
+from orbax_safetensors_layout.mapping.problems import Problem
+
+LeafShapes = Mapping[str, tuple[int, ...] | None]
+"""Leaf name to shape; None where the leaf takes what the checkpoint gives."""
+
+_Bindings: TypeAlias = dict[tuple[tuple[str, str], ...], None]
+"""What wildcards can stand for; a set in order."""
+
+_NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """How leaves of one name pattern are made; see `rules.rule`.
+
+    Attributes:
+        target: The pattern of leaf names.
+        expr: What they are made of; None takes the expression of the leaf `tied_to`.
+        tied_to: The pattern of the leaf that holds the same values, and is saved in their stead.
+    """
+
+    target: str
+    expr: Expr | None
+    tied_to: str | None
+
+    def __repr__(self) -> str:
+        tied = "" if self.tied_to is None else f", tied_to={self.tied_to!r}"
+        return f"rule({self.target!r}, {self.expr!r}{tied})"
+
+
+class Target(NamedTuple):
+    """A leaf and the rule that makes it."""
+
+    leaf: str
+    rule: Rule
+    captures: dict[str, str]
+
+
+class Matches(NamedTuple):
+    """The leaves of a mapping.
+
+    Attributes:
+        targets: Leaves with the one rule that makes them.
+        ambiguous: Leaves with each of several rules.
+        problems: What is wrong.
+    """
+
+    targets: list[Target]
+    ambiguous: list[Target]
+    problems: list[Problem]
+
+
+def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) -> Matches:
+    """Finds the rule of each leaf.
+
+    Args:
+        rules: The rules.
+        facts: The tensors of the checkpoint; only their names count.
+        leaves: The leaves; None takes all that the checkpoint gives.
+    """
+    found: dict[str, list[Target]] = {}
+    problems: list[Problem] = []
+    if leaves is None:
+        for rule in sorted(rules, key=lambda rule: rule.expr is None):
+            for captures in _captures(rule, facts, found, problems):
+                leaf = substitute(rule.target, captures)
+                found.setdefault(leaf, []).append(Target(leaf, rule, captures))
+    else:
+        found = {leaf: [] for leaf in leaves}
+        tree = NameTree(leaves)
+        for rule in rules:
+            for leaf, captures in tree.match(rule.target):
+                found[leaf].append(Target(leaf, rule, captures))
+    several = [matches for matches in found.values() if len(matches) > 1]
+    for matches in several:
+        listed = " and ".join(f"{match.rule.target!r}" for match in matches)
+        text = f"{len(matches)} rules make leaf {matches[0].leaf!r}: those for {listed}"
+        problems.append(Problem(text, f"the rules for {listed}"))
+    for first, others in alike([leaf for leaf, matches in found.items() if not matches]):
+        problems.append(Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule"))
+    return Matches(
+        [match for matches in found.values() if len(matches) == 1 for match in matches],
+        [match for matches in several for match in matches],
+        problems,
+    )
+
+
+def alike(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The first of names that differ in numbers only, and how many more there are, as text."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBERS.sub("#", name), []).append(name)
+    for first, *more in groups.values():
+        others = f", nor {len(more)} more that differ in numbers only" if more else ""
+        yield first, others
+
+
+def _captures(
+    rule: Rule, facts: Facts, found: Iterable[str], problems: list[Problem]
+) -> Iterator[dict[str, str]]:
+    """What a target's wildcards stand for, from the tensors that a checkpoint has."""
+    names = wildcards(rule.target)
+    if rule.expr is None:
+        tree, patterns = NameTree(found), [rule.tied_to or ""]
+    else:
+        tree, patterns = facts.tree, list(dict.fromkeys(rule.expr.patterns()))
+    if not patterns and not names:
+        yield {}
+    elif not patterns:
+        text = f"the checkpoint does not tell which leaves {rule.target!r} has: {rule.expr!r} takes"
+        problems.append(Problem(f"{text} no tensor", hint="Give the model's leaves."))
+    bindings = [
+        {
+            tuple((n, match[n]) for n in names if n in match): None
+            for _, match in tree.match(pattern)
+        }
+        for pattern in patterns
+    ]
+    full = {
+        binding: None for rows in bindings for binding in rows if len(binding) == len(names)
+    } or functools.reduce(_join, bindings, _Bindings({(): None}))
+    for binding in sorted(full, key=lambda b: [natural_key(value) for _, value in b]):
+        if patterns and len(binding) == len(names):
+            yield dict(binding)
+
+
+def _join(one: _Bindings, two: _Bindings) -> _Bindings:
+    """Bindings that agree on the wildcards which both have."""
+    joined: _Bindings = {}
+    for a in one:
+        for b in two:
+            both = dict(a)
+            if all(both.setdefault(name, value) == value for name, value in b):
+                joined[tuple(sorted(both.items()))] = None
+    return joined

@@ -1,0 +1,115 @@
+"""All that is wrong with a mapping, gathered and told in one error."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.nearest import nearest_names
+
+T = TypeVar("T")
+_MAX_ALIKE = 3
+_MAX_NEAREST = 20
+_NEAREST = {
+    "file": "The nearest tensors are",
+    "leaf": "The nearest leaves are",
+    "rule": "The nearest targets of rules are",
+    "wanted": "Rules take, and the checkpoint lacks,",
+}
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        text: What, as a sentence without a final period.
+        kind: Problems of one kind are told together, and only the first few of many.
+        seek: A name to which the nearest existing ones are told.
+        among: Where to seek: names of tensors (`"file"`) or leaves (`"leaf"`), targets of rules
+            (`"rule"`), or names that rules take and the checkpoint lacks (`"wanted"`).
+        hint: What the user can do.
+    """
+
+    text: str
+    kind: str = ""
+    seek: str | None = None
+    among: str = "file"
+    hint: str | None = None
+
+
+class Problems(MappingError):
+    """Several problems on their way to the one error that tells them.
+
+    Args:
+        problems: At least one.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        texts = [problem.text for problem in self.problems]
+        super().__init__(texts[0] if len(texts) == 1 else "\n".join(texts))
+
+
+def problems_of(error: MappingError) -> tuple[Problem, ...]:
+    """What an error tells."""
+    if isinstance(error, Problems):
+        return error.problems
+    return (Problem(error.message, hint=error.hint),)
+
+
+def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of all calls.
+
+    Raises:
+        Problems: Some failed; tells of all.
+    """
+    results: list[T] = []
+    problems: list[Problem] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except MappingError as error:
+            problems += problems_of(error)
+    if problems:
+        raise Problems(problems)
+    return results
+
+
+def within(error: MappingError, where: str) -> Problems:
+    """The problems of an error, each with the place where it was found."""
+    return Problems(p._replace(text=f"{where}: {p.text}") for p in problems_of(error))
+
+
+def mapping_error(
+    what: str, problems: Collection[Problem], names: Mapping[str, Collection[str]]
+) -> MappingError:
+    """One error that tells all problems.
+
+    Args:
+        what: What was being done.
+        problems: At least one.
+        names: For each `Problem.among`, the names that exist.
+    """
+    unique = list(dict.fromkeys(problems))
+    count = f"{len(unique)} problems" if len(unique) > 1 else "1 problem"
+    lines, sought = [f"{what}: {count}."], 0
+    shown: dict[str, int] = {}
+    totals = collections.Counter(problem.kind for problem in unique)
+    for problem in unique:
+        seen = shown[problem.kind] = shown.get(problem.kind, 0) + 1
+        if problem.kind and seen > _MAX_ALIKE:
+            if seen == _MAX_ALIKE + 1:
+                lines.append(
+                    f"  - {totals[problem.kind] - _MAX_ALIKE} more like it ({problem.kind})."
+                )
+            continue
+        line = f"  - {problem.text}."
+        if problem.seek is not None and sought < _MAX_NEAREST:
+            sought += 1
+            nearest = nearest_names(problem.seek, names.get(problem.among, ()))
+            if nearest:
+                line += f" {_NEAREST[problem.among]} {', '.join(map(repr, nearest))}."
+        lines.append(f"{line} {problem.hint}" if problem.hint else line)
+    return MappingError("\n".join(lines))

@@ -1,0 +1,283 @@
+"""Mappings: rules that say how a model's leaves are made of a checkpoint's tensors, as data."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.patterns import compile_pattern
+from orbax_safetensors_layout.mapping.binding import Binder, BoundMapping
+from orbax_safetensors_layout.mapping.expression import Apply, Expr
+from orbax_safetensors_layout.mapping.extents import known
+from orbax_safetensors_layout.mapping.facts import Fact, Facts, Shapes
+from orbax_safetensors_layout.mapping.functions import Compute
+from orbax_safetensors_layout.mapping.inference import Inference
+from orbax_safetensors_layout.mapping.invert import invert
+from orbax_safetensors_layout.mapping.matching import LeafShapes, Rule, match_rules
+from orbax_safetensors_layout.mapping.names import substitute, wildcards
+from orbax_safetensors_layout.mapping.ops import Value
+from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
+from orbax_safetensors_layout.mapping.values import Scale
+
+Checkpoint = Shapes | str | os.PathLike[str]
+"""A checkpoint's path, or the names, shapes and dtypes of its tensors."""
+
+
+def rule(target_pattern: str, expr: Expr | None, *, tied_to: str | None = None) -> Rule:
+    """How the leaves of one name pattern are made.
+
+    Args:
+        target_pattern: Dotted names of leaves. `{i}` stands for one component, or for a part of
+            one, and for the same text in the names of `expr`.
+        expr: What they are made of. None, for a tied leaf: what the other leaf is made of.
+        tied_to: The leaf that holds the same values. It is the one that is saved.
+
+    Raises:
+        MappingError: A wildcard of `expr` is in neither the target nor a `stack`, or in both.
+
+    Example:
+        >>> from orbax_safetensors_layout.mapping.expression import tensor
+        >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
+        rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
+    """
+    made = Rule(target_pattern, expr, tied_to)
+    known = set(wildcards(target_pattern))
+    if expr is None and tied_to is None:
+        raise MappingError(f"{made!r} has neither an expression nor a leaf to be tied to")
+    if expr is not None:
+        both = sorted(known & expr.stacked_over())
+        if both:
+            raise MappingError(f"{made!r}: {both[0]!r} is stacked over, and in the target too")
+        known |= expr.stacked_over()
+        for pattern in expr.patterns():
+            _check_known(made, pattern, known)
+    if tied_to is not None:
+        _check_known(made, tied_to, set(wildcards(target_pattern)))
+    return made
+
+
+class Mapping:
+    """Rules that make a model's leaves of a checkpoint's tensors.
+
+    Every leaf has to be made by one rule, every tensor to be used or ignored, and every shape to be
+    right. What is not is told in one error, all of it.
+
+    Args:
+        rules: The rules. Their order does not matter.
+        ignore: Patterns of tensors that no leaf needs: `*` (dots included), `?`, `[...]`, `{a,b}`
+            and `{0..15}`.
+        strict: Refuse tensors that are neither used nor ignored.
+
+    Raises:
+        MappingError: A pattern is malformed.
+
+    Example:
+        >>> import numpy as np
+        >>> from orbax_safetensors_layout.mapping.expression import tensor
+        >>> from orbax_safetensors_layout.mapping.joins import stack
+        >>> up = stack(tensor("model.layers.{i}.up.weight").transpose(), over="i")
+        >>> mapping = Mapping([rule("layers.up.kernel", up)], ignore="*.rotary.inv_freq")
+        >>> f32 = np.dtype("float32")
+        >>> files = {f"model.layers.{i}.up.weight": ((16, 8), f32) for i in range(3)}
+        >>> mapping.leaf_facts(files)
+        {'layers.up.kernel': Fact(shape=(3, 8, 16), dtype=dtype('float32'))}
+    """
+
+    def __init__(
+        self, rules: Iterable[Rule], *, ignore: str | Iterable[str] = (), strict: bool = True
+    ) -> None:
+        self.rules = tuple(rules)
+        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self.strict = strict
+        try:
+            self._ignored = [compile_pattern(pattern) for pattern in self.ignore]
+        except (ValueError, re.error) as error:
+            raise MappingError(f"Mapping(ignore=...): {error}") from error
+
+    def __repr__(self) -> str:
+        rules = "".join(f"    {rule!r},\n" for rule in self.rules)
+        ignore = f", ignore={list(self.ignore)}" if self.ignore else ""
+        strict = "" if self.strict else ", strict=False"
+        return f"Mapping([\n{rules}]{ignore}{strict})"
+
+    def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
+        """The loading direction: each leaf as an expression over a checkpoint's tensors.
+
+        Args:
+            checkpoint: Its path, or name to shape and dtype of its tensors. Of a path only the
+                headers of files that hold a tensor of the mapping are read.
+            leaves: Name to shape of the wanted leaves, where a shape may be None. None takes all
+                leaves that the checkpoint gives.
+
+        Raises:
+            MappingError: The mapping does not fit; tells everything that is wrong.
+            CheckpointNotFoundError: There is no checkpoint at the path.
+            FormatError: A file of it is malformed.
+        """
+        binder = Binder(self.rules, self._facts(checkpoint, leaves), leaves)
+        bound = binder.bind()
+        if self.strict:
+            binder.check_unused(self._ignored)
+        binder.raise_problems("The mapping does not fit the checkpoint and the model")
+        return bound
+
+    def needs(self, names: Iterable[str], leaves: Iterable[str] | None = None) -> list[str]:
+        """The tensors whose shapes `bind` asks for.
+
+        Args:
+            names: All tensors of a checkpoint.
+            leaves: The wanted leaves; None for all.
+        """
+        facts = Facts({}, names)
+        shapes = None if leaves is None else dict.fromkeys(leaves)
+        found = {
+            name: None
+            for _, rule, captures in match_rules(self.rules, facts, shapes).targets
+            if rule.expr is not None
+            for pattern in rule.expr.patterns()
+            for name, _ in facts.tree.match(substitute(pattern, captures))
+        }
+        return list(found)
+
+    def _facts(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> Facts:
+        if not isinstance(checkpoint, str | os.PathLike):
+            return Facts.of(checkpoint)
+        with Catalog.open(checkpoint) as catalog:
+            entries = catalog.entries(self.needs(catalog.names, leaves)).values()
+            shapes = {entry.name: (entry.shape, entry.dtype.numpy) for entry in entries}
+            return Facts(shapes, catalog.names)
+
+    def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, Fact]:
+        """Shape and dtype of the leaves that a checkpoint gives, by dotted name.
+
+        Raises:
+            MappingError: The mapping does not fit the checkpoint.
+        """
+        return self.bind(checkpoint).facts()
+
+    def explain(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> str:
+        """A table: each leaf, its shape, its expression, and the tensors that it takes.
+
+        Args:
+            checkpoint: Its path, or name to shape and dtype of its tensors.
+            leaves: As for `bind`.
+
+        Raises:
+            MappingError: The mapping does not fit.
+        """
+        return self.bind(checkpoint, leaves).explain()
+
+    def inverse(self) -> InverseMapping:
+        """The saving direction.
+
+        Raises:
+            MappingError: Rules do not invert, whatever the shapes; names them all.
+        """
+        problems = [
+            Problem(f"{rule!r}: {problem.text}", hint=problem.hint)
+            for rule in self.rules
+            if rule.expr is not None and rule.tied_to is None
+            for problem in _irreversible(rule.expr)
+        ]
+        if problems:
+            raise mapping_error("The mapping can not save", problems, {})
+        return InverseMapping(self)
+
+
+class InverseMapping:
+    """The saving direction of a mapping: a checkpoint's tensors made of a model's leaves.
+
+    Args:
+        mapping: The loading direction.
+    """
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+
+    def __repr__(self) -> str:
+        return f"{self.mapping!r}.inverse()"
+
+    def bind(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> BoundMapping:
+        """Each tensor as an expression over leaves.
+
+        Tied leaves are left out. A tensor's dtype is what the inverse operations make of its
+        leaves': that of the leaf where the mapping has no cast.
+
+        Args:
+            leaves: Name to shape and dtype of the model's leaves.
+            checkpoint: The names and shapes that are to result, or the path of a checkpoint that
+                has them. None infers them from the leaves.
+
+        Raises:
+            MappingError: The mapping does not fit, or something does not invert; tells everything
+                that is wrong.
+        """
+        own = Facts(leaves)
+        shapes = {name: fact.shape for name, fact in own.items()}
+        if checkpoint is None:
+            checkpoint = self._inferred(own, shapes)
+        forward = self.mapping.bind(checkpoint, shapes)
+        saved = {n: made for n, made in forward.expressions.items() if n not in forward.ties}
+        try:
+            inverted = invert(saved, own)
+        except MappingError as error:
+            raise mapping_error("The mapping can not save", problems_of(error), {}) from error
+        notes = {
+            name: " and ".join(f"inverse of {forward.notes[leaf]}" for leaf in made.sources()[:2])
+            for name, made in inverted.items()
+        }
+        return BoundMapping(inverted, {}, notes)
+
+    def explain(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> str:
+        """A table: each tensor, its shape, the leaves that it takes; see `bind`."""
+        return self.bind(leaves, checkpoint).explain()
+
+    def _inferred(self, leaves: Facts, shapes: LeafShapes) -> dict[str, Fact]:
+        """The tensors' shapes, from those of the leaves."""
+        inference = Inference()
+        found, _, problems = match_rules(self.mapping.rules, Facts({}), shapes)
+        for leaf, rule, captures in found:
+            tied = rule.tied_to is not None and substitute(rule.tied_to, captures) in leaves
+            if rule.expr is None or tied:
+                continue
+            inference.leaf, inference.dtype = leaf, leaves[leaf].dtype
+            try:
+                rule.expr.infer(captures, known(leaves[leaf].shape), inference)
+            except MappingError as error:
+                problems += [
+                    p._replace(text=f"leaf {leaf!r}: {p.text}", kind=f"rule {rule.target!r}")
+                    for p in problems_of(error)
+                ]
+        if problems:
+            names = {"rule": [rule.target for rule in self.mapping.rules]}
+            raise mapping_error("The mapping can not save", problems, names)
+        return inference.facts()
+
+
+def _irreversible(expr: Expr) -> Iterator[Problem]:
+    """What in an expression never inverts."""
+    if isinstance(expr, Compute):
+        yield Problem(f"{expr!r} does not invert")
+        return
+    op = expr.op.op if isinstance(expr, Apply) and isinstance(expr.op, Value) else None
+    if isinstance(op, Scale):
+        try:
+            op.inverse(np.dtype(np.float32))
+        except MappingError as error:
+            yield from problems_of(error)
+    for operand in expr.below():
+        yield from _irreversible(operand)
+
+
+def _check_known(made: Rule, pattern: str, known: set[str]) -> None:
+    unknown = [name for name in wildcards(pattern) if name not in known]
+    if unknown:
+        raise MappingError(
+            f"{made!r}: nothing gives {{{unknown[0]}}} of {pattern!r} a value: it has to stand in"
+            " the target, or in a stack(..., over=...)"
+        )

@@ -1,0 +1,201 @@
+"""Where a leaf's values come from: one tensor as it stands, or an expression of a mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as Dict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.box import Box, tile
+from orbax_safetensors_layout.mapping.binding import BoundMapping
+from orbax_safetensors_layout.mapping.bound import Bound
+from orbax_safetensors_layout.mapping.facts import Facts
+from orbax_safetensors_layout.mapping.pieces import AffinePiece, Piece, affine_pieces
+from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.mapping.values import ValueOp
+from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+
+_MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
+
+
+class ComposedBox(NamedTuple):
+    """A box that is put together from several arrays, after they have been read.
+
+    Attributes:
+        number: Number of the box among the leaf's local ones.
+        box: The box.
+        pieces: What it is made of.
+        inputs: The reads of its affine pieces, in their order.
+    """
+
+    number: int
+    box: Box
+    pieces: tuple[Piece, ...]
+    inputs: tuple[LeafRead, ...]
+
+
+class LeafPlan(NamedTuple):
+    """How one leaf is read.
+
+    Attributes:
+        name: The leaf's name.
+        shape: Its shape.
+        file: The file, or one of those, that it comes from.
+        values: Dtype of the values before they are cast.
+        dtype: Dtype that the leaf will have.
+        local: The boxes this process needs of it.
+        read: Its read, where one is enough.
+        ops: Operations on the values of `read`.
+        composed: Its boxes, where several arrays make one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    file: str | None
+    values: np.dtype
+    dtype: np.dtype
+    local: LocalBoxes
+    read: LeafRead | None = None
+    ops: tuple[ValueOp, ...] = ()
+    composed: tuple[ComposedBox, ...] = ()
+
+
+class Plain(NamedTuple):
+    """A tensor as it stands."""
+
+    entry: TensorEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        return self.entry.dtype.numpy
+
+    @property
+    def file(self) -> str | None:
+        """Its file."""
+        return self.entry.file
+
+    def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
+        """How the leaf `name` is read from it."""
+        read = LeafRead.plain(self.entry.name, self.entry, local, dtype)
+        return LeafPlan(name, self.shape, self.file, self.dtype, dtype, local, read)
+
+
+class Mapped(NamedTuple):
+    """An expression over tensors.
+
+    Attributes:
+        bound: The expression.
+        entries: The tensors by name.
+    """
+
+    bound: Bound
+    entries: Dict[str, TensorEntry]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.bound.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        return self.bound.dtype
+
+    @property
+    def file(self) -> str | None:
+        """The file of the first tensor that it takes."""
+        sources = self.bound.sources()
+        return self.entries[sources[0]].file if sources else None
+
+    def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
+        """How the leaf `name` is read from its tensors.
+
+        Where all of it are elements of tensors, with the same operations on their values, they
+        are read straight into the leaf's shards.
+        """
+        plan = LeafPlan(name, self.shape, self.file, self.dtype, dtype, local)
+        pieces = self._pieces([found.box for found in tile(local.boxes)])
+        affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
+        kinds = {(self.entries[piece.source].dtype.code, piece.ops) for piece in affine}
+        if len(affine) == len(pieces) and len(kinds) == 1 and not _is_refined(affine):
+            ops = affine[0].ops
+            read = self._read(name, self.shape, affine, local, dtype)
+            return plan._replace(read=read._replace(is_computed=bool(ops)), ops=ops)
+        return plan._replace(
+            composed=tuple(self._compose(name, n, box) for n, box in enumerate(local.boxes))
+        )
+
+    def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
+        """The pieces of some boxes; refined ones where the others would be many times as many.
+
+        Interleaved rows, as of rotary embeddings, are a piece each, or one refined piece.
+        """
+        refined = [p for box in boxes for p in self.bound.pull_back(box, refined=True)]
+        if not _is_refined(refined):
+            return refined
+        pieces = [p for box in boxes for p in self.bound.pull_back(box)]
+        return pieces if len(pieces) <= _MOST_SPLIT * len(refined) else refined
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        pieces: list[AffinePiece],
+        local: LocalBoxes,
+        dtype: np.dtype,
+    ) -> LeafRead:
+        sources = tuple(Source(self.entries[p.source], p.box, p.view) for p in pieces)
+        stored = sources[0].entry.dtype
+        if len(pieces) == 1 and pieces[0].view.shape == self.entries[pieces[0].source].shape:
+            plain = LeafRead.plain(name, sources[0].entry, local, dtype)
+            if plain.sources == sources:
+                return plain
+        return LeafRead(name, shape, stored, sources, local, dtype)
+
+    def _compose(self, name: str, number: int, box: Box) -> ComposedBox:
+        pieces = self.bound.pull_back(box, refined=True)
+        inputs = []
+        for piece in affine_pieces(pieces, refined=True):
+            # The piece by itself: its region is an array that begins at index 0.
+            region = Box.whole(piece.view.shape)
+            entry = self.entries[piece.source]
+            moved = piece._replace(box=region)
+            local = LocalBoxes((region,), (False,))
+            inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
+        return ComposedBox(number, box, pieces, tuple(inputs))
+
+
+def _is_refined(pieces: Sequence[Piece]) -> bool:
+    return any(isinstance(p, AffinePiece) and p.view.shape != p.box.shape for p in pieces)
+
+
+Origin = Plain | Mapped
+
+
+def bind(
+    catalog: Catalog, mapping: Mapping, leaves: Dict[str, tuple[int, ...] | None] | None
+) -> tuple[BoundMapping, dict[str, TensorEntry]]:
+    """A mapping bound to a checkpoint; only headers of files that it needs are fetched.
+
+    Args:
+        catalog: The checkpoint.
+        mapping: The mapping.
+        leaves: The wanted leaves' shapes, where they are known; None for all that there are.
+
+    Raises:
+        MappingError: The mapping does not fit.
+        FormatError: A header is malformed.
+    """
+    entries = catalog.entries(mapping.needs(catalog.names, leaves))
+    shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
+    return mapping.bind(Facts(shapes, catalog.names), leaves), entries

@@ -1,0 +1,186 @@
+"""Leaves made by a mapping, loaded sharded: what numpy makes of the full tensors."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same_bits, random_tensor, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mapping_expressions import ALL_OPS, cases
+
+import orbax_safetensors_layout as osl
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def sharded(data, shape):
+    """Any mesh axes over any dimensions that they divide."""
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices.reshape(2, 4), ("x", "y"))
+    spec, left = [], ["x", "y"]
+    for extent in shape:
+        fitting = [axis for axis in left if extent and extent % mesh.shape[axis] == 0]
+        chosen = data.draw(st.sampled_from([None, *fitting]))
+        spec.append(chosen)
+        left = [axis for axis in left if axis != chosen]
+    return NamedSharding(mesh, P(*spec))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_expression_under_any_sharding(tmp_path_factory, data):
+    case = data.draw(cases(ALL_OPS, depth=4))
+    folder = tmp_path_factory.mktemp("mapped")
+    tensors = {name: np.asarray(array) for name, array in case.tensors.items()}
+    save(folder, tensors, files=data.draw(st.integers(1, 2)) if len(tensors) > 1 else 1)
+    mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
+    value = np.asarray(case.array)
+    shape, dtype = value.shape, value.dtype
+    found = osl.load(folder, mapping=mapping)["leaf"]
+    assert_same_bits(found, value)
+    leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharded(data, shape))
+    found = osl.load(folder, {"leaf": leaf}, mapping=mapping)["leaf"]
+    assert found.sharding == leaf.sharding
+    assert_same_bits(np.asarray(found), value)
+
+
+LAYERS, HEADS, HEAD_DIM, WIDTH = 4, 8, 16, 32
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    found = {"model.norm.weight": random_tensor((WIDTH,), BF16, 1)}
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}."
+        found |= {
+            prefix + "q_proj.weight": random_tensor((HEADS * HEAD_DIM, WIDTH), BF16, i),
+            prefix + "gate_up.weight": random_tensor((WIDTH, 2 * WIDTH), BF16, 10 + i),
+            prefix + "norm.weight": np.full((WIDTH,), i + 0.5, BF16),
+        }
+        for expert in range(3):
+            name = prefix + f"experts.{expert}.down.weight"
+            found[name] = random_tensor((WIDTH, WIDTH), BF16, 20 + i + expert)
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, tensors):
+    return save(tmp_path_factory.mktemp("mapped"), tensors, files=3)
+
+
+def mapping():
+    layer = "model.layers.{i}."
+    q = osl.tensor(layer + "q_proj.weight").rearrange("(h d) e -> e h d", d=HEAD_DIM)
+    experts = osl.stack(osl.tensor(layer + "experts.{e}.down.weight").transpose(), over="e")
+    return osl.Mapping(
+        [
+            osl.rule("layers.q", osl.stack(q, over="i", axis=1)),
+            osl.rule("layers.experts", osl.stack(experts, over="i")),
+            osl.rule("layers.{i}.gate", osl.tensor(layer + "gate_up.weight").slice(1, 0, None, 2)),
+            osl.rule("layers.{i}.up", osl.tensor(layer + "gate_up.weight").slice(1, 1, None, 2)),
+            osl.rule("layers.{i}.norm", osl.tensor(layer + "norm.weight").add(1)),
+            osl.rule("norm", osl.tensor("model.norm.weight").cast("float32").scale(2.0)),
+        ]
+    )
+
+
+def reference(tensors):
+    def of(name):
+        return [tensors[f"model.layers.{i}.{name}.weight"] for i in range(LAYERS)]
+
+    q = [t.reshape(HEADS, HEAD_DIM, WIDTH).transpose(2, 0, 1) for t in of("q_proj")]
+    experts = [[of(f"experts.{e}.down")[i].T for e in range(3)] for i in range(LAYERS)]
+    found = {"layers.q": np.stack(q, 1), "layers.experts": np.stack(list(map(np.stack, experts)))}
+    for i in range(LAYERS):
+        found[f"layers.{i}.gate"] = of("gate_up")[i][:, ::2]
+        found[f"layers.{i}.up"] = of("gate_up")[i][:, 1::2]
+        found[f"layers.{i}.norm"] = of("norm")[i] + BF16.type(1)
+    found["norm"] = tensors["model.norm.weight"].astype(np.float32) * np.float32(2)
+    return found
+
+
+SPECS = {
+    "replicated": lambda rank: P(),
+    "first": lambda rank: P(("x", "y")),
+    "last": lambda rank: P(*[None] * (rank - 1), ("x", "y")),
+    "both": lambda rank: P(*[None] * (rank - 2), "x", "y") if rank > 1 else P("x"),
+}
+
+
+@pytest.mark.parametrize("split", SPECS)
+def test_a_model_under_a_sharding(path, tensors, split):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    expected = reference(tensors)
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            value.shape, value.dtype, sharding=NamedSharding(mesh, SPECS[split](value.ndim))
+        )
+        for name, value in expected.items()
+    }
+    found = osl.load(path, abstract, mapping=mapping())
+    for name, value in expected.items():
+        assert_same_bits(np.asarray(found[name]), value)
+
+
+def test_a_shard_reads_its_own_bytes(path, tensors):
+    device = jax.devices()[0]
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    local = NamedSharding(mesh, P(None, None, "x"))
+    assert device in local.addressable_devices
+    struct = jax.ShapeDtypeStruct((WIDTH, LAYERS, HEADS, HEAD_DIM), BF16, sharding=local)
+    options = osl.ReadOptions(latency_seconds={"local": 0.0})
+    whole = osl.plan_load(path, {"layers.q": struct}, mapping=mapping_of_q(), options=options)
+    assert whole.cost().read_bytes == whole.cost().needed_bytes == struct.size * 2
+    cluster = jax.sharding.AbstractMesh((8,), ("x",))
+    for process in range(8):
+        sharding = NamedSharding(cluster, P(None, None, "x"))
+        mine = jax.ShapeDtypeStruct(struct.shape, BF16, sharding=sharding)
+        cost = osl.plan_load(
+            path,
+            {"layers.q": mine},
+            mapping=mapping_of_q(),
+            options=options,
+            process_index=process,
+            process_count=8,
+        ).cost()
+        assert cost.read_bytes == cost.needed_bytes == struct.size * 2 // 8
+
+
+def mapping_of_q():
+    return osl.Mapping([mapping().rules[0]], strict=False)
+
+
+def test_nested_trees_and_placeholders(path, tensors):
+    expected = reference(tensors)
+    tree = {
+        "layers": {
+            "q": ...,
+            "experts": jax.ShapeDtypeStruct(expected["layers.experts"].shape, BF16),
+            **{
+                str(i): {"gate": ..., "up": ..., "norm": np.zeros(WIDTH, BF16)}
+                for i in range(LAYERS)
+            },
+        },
+        "norm": ...,
+    }
+    found = osl.load(path, tree, mapping=mapping())
+    assert found["norm"] is ...
+    assert_same_bits(found["layers"]["1"]["norm"], expected["layers.1.norm"])
+    assert_same_bits(np.asarray(found["layers"]["experts"]), expected["layers.experts"])
+
+
+def test_everything_wrong_in_one_error(path, tensors):
+    shapes = {name: value.shape for name, value in reference(tensors).items()}
+    tree = {name: jax.ShapeDtypeStruct(shape, BF16) for name, shape in shapes.items()}
+    tree["layers.q"] = jax.ShapeDtypeStruct((WIDTH, LAYERS, HEADS + 1, HEAD_DIM), BF16)
+    tree["layers.nrom"] = tree.pop("norm")
+    with pytest.raises(osl.MappingError) as caught:
+        osl.load(path, tree, mapping=mapping())
+    text = str(caught.value)
+    assert "layers.q" in text
+    assert f"{HEADS + 1}" in text
+    assert "layers.nrom" in text
+    assert "model.norm.weight" in text

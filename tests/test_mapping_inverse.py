@@ -1,0 +1,483 @@
+"""Saving through a mapping: the inverse gives back the tensors, or refuses by name."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mapping_expressions import (
+    ALL_OPS,
+    INDEX_OPS,
+    boxes_in,
+    cases,
+    evaluate,
+    facts_of,
+    reshape,
+    same,
+    slice_,
+    take,
+)
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.geometry.box import Box, cover
+from orbax_safetensors_layout.mapping.expression import fill, tensor
+from orbax_safetensors_layout.mapping.facts import Fact
+from orbax_safetensors_layout.mapping.functions import opaque
+from orbax_safetensors_layout.mapping.invert import invert
+from orbax_safetensors_layout.mapping.joins import concat, stack
+from orbax_safetensors_layout.mapping.pieces import index_only
+from orbax_safetensors_layout.mapping.quantized import dequantize_block
+from orbax_safetensors_layout.mapping.rules import Mapping, rule
+
+F32 = np.dtype(np.float32)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+BIJECTIONS = tuple(op for op in INDEX_OPS if op not in (slice_, take))
+
+
+def inverted(case):
+    made = case.expr.bind({}, facts_of(case.tensors))
+    return invert({"leaf": made}, {"leaf": Fact(made.shape, made.dtype)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_inverse_of_a_bijection_gives_back_every_tensor(data):
+    case = data.draw(cases(BIJECTIONS))
+    found = inverted(case)
+    assert set(found) == set(case.tensors)
+    for name, made in found.items():
+        same(evaluate(made, {"leaf": case.array}), case.tensors[name])
+        box = data.draw(boxes_in(made.shape))
+        pieces = made.pull_back(box)
+        assert index_only(pieces)
+        assert cover([piece.box for piece in pieces], box)
+        same(evaluate(made, {"leaf": case.array}, box), case.tensors[name][box.slices])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_what_inverts_gives_back_every_tensor(data):
+    """Slices and takes may lose elements; what loses none comes back."""
+    case = data.draw(cases(ALL_OPS))
+    try:
+        found = inverted(case)
+    except MappingError:
+        if not any(f"{op}(" in repr(case.expr) for op in ("slice", "take")):
+            raise
+        return
+    for name, made in found.items():
+        same(evaluate(made, {"leaf": case.array}), case.tensors[name])
+
+
+def partition(draw, expr, array, depth):
+    """Splits an expression into several that have each element once."""
+    if depth and array.ndim:
+        axis = draw(st.integers(0, array.ndim - 1))
+        n, step = array.shape[axis], draw(st.integers(1, 3))
+        if n > 1:
+            stops = sorted(draw(st.sets(st.integers(1, n - 1), max_size=2)))
+            ranges = (
+                [(rest, None, step) for rest in range(min(step, n))]
+                if step > 1
+                else list(zip([0, *stops], [*stops, n], [1] * (len(stops) + 1), strict=True))
+            )
+            for start, stop, by in ranges:
+                index = [slice(None)] * array.ndim
+                index[axis] = slice(start, stop, by)
+                part = expr.slice(axis, start, stop, by), array[tuple(index)]
+                if draw(st.booleans()):
+                    part = part[0].slice(axis, None, None, -1), np.flip(part[1], axis)
+                yield from partition(draw, *part, depth - 1)
+            return
+    yield expr, array
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_tensor_in_several_leaves(data):
+    operations = tuple(op for op in BIJECTIONS if op is not reshape)
+    case = data.draw(cases(operations, depth=3))
+    parts = list(partition(data.draw, case.expr, case.array, 3))
+    leaves = {f"leaf{i}": array for i, (_, array) in enumerate(parts)}
+    facts = facts_of(case.tensors)
+    mades = {f"leaf{i}": expr.bind({}, facts) for i, (expr, _) in enumerate(parts)}
+    found = invert(mades, {name: Fact(a.shape, a.dtype) for name, a in leaves.items()})
+    for name, made in found.items():
+        same(evaluate(made, leaves), case.tensors[name])
+        box = data.draw(boxes_in(made.shape))
+        same(evaluate(made, leaves, box), case.tensors[name][box.slices])
+
+
+def check_both_ways(rules, tensors, *, infer=True, loaded=None):
+    """Loads everything, saves it, with the files' shapes known and without."""
+    mapping = Mapping(rules)
+    forward = mapping.bind(facts_of(tensors))
+    leaves = {name: evaluate(made, tensors) for name, made in forward.expressions.items()}
+    if loaded:
+        leaves = {name: value.astype(loaded) for name, value in leaves.items()}
+    for known in (facts_of(tensors), None) if infer else (facts_of(tensors),):
+        back = mapping.inverse().bind(facts_of(leaves), known)
+        assert set(back.expressions) == set(tensors)
+        for name, made in back.expressions.items():
+            same(evaluate(made, leaves), tensors[name])
+    return mapping.inverse().bind(facts_of(leaves), facts_of(tensors))
+
+
+def random_tensors(dtype=F32, **shapes):
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def test_scanned_layers():
+    tensors = {
+        f"l.{i}.{p}": value
+        for i in range(4)
+        for p, value in random_tensors(q=(8, 6), up=(10, 6)).items()
+    }
+    q = tensor("l.{i}.q").rearrange("(h d) e -> e h d", d=2)
+    back = check_both_ways(
+        [
+            rule("layers.q", stack(q, over="i", axis=1)),
+            rule("layers.{i}.up", tensor("l.{i}.up").transpose()),
+        ],
+        tensors,
+    )
+    (piece,) = back.expressions["l.2.q"].pull_back(Box((2, 0), (6, 6)))
+    assert piece.source == "layers.q"
+    assert len(piece.box.shape) == 2
+
+
+def test_experts_in_each_layer_and_layers_in_cycles():
+    tensors = {
+        f"l.{i}.e.{e}": value
+        for i, e in itertools.product(range(6), range(3))
+        for value in random_tensors(w=(4, 6)).values()
+    }
+    experts = stack(tensor("l.{i}.e.{e}").transpose(), over="e")
+    check_both_ways(
+        [
+            rule("even", stack(experts, over="i", indices=slice(0, None, 2))),
+            rule("odd", stack(experts, over="i", axis=2, indices=slice(1, None, 2))),
+        ],
+        tensors,
+    )
+
+
+def test_fused_tensors():
+    x = tensor("qkv").rearrange("(three h d) e -> three e h d", three=3, d=4)
+    back = check_both_ways(
+        [rule(name, x.slice(0, i, i + 1).rearrange("1 e h d -> e h d"))
+         for i, name in enumerate("qkv")],
+        random_tensors(qkv=(24, 6)),
+    )  # fmt: skip
+    assert len(back.expressions["qkv"].pull_back(Box((0, 0), (24, 6)))) == 3
+
+
+def test_a_fused_leaf():
+    tensors = random_tensors(q=(8, 6), k=(4, 6), v=(4, 6))
+    names = [tensor(name) for name in tensors]
+    check_both_ways([rule("qkv", concat(names, 0).transpose())], tensors, infer=False)
+    check_both_ways([rule("qkv", concat(names, 0, sizes=[8, None, 4]).transpose())], tensors)
+    with pytest.raises(MappingError, match="does not tell how long its parts are along axis 0"):
+        Mapping([rule("qkv", concat(names, 0))]).inverse().bind({"qkv": ((16, 6), F32)})
+
+
+def test_interleaved_gate_up():
+    both = tensor("gate_up")
+    back = check_both_ways(
+        [
+            rule("gate", both.slice(-1, 0, None, 2).transpose()),
+            rule("up", both.slice(-1, 1, None, 2).transpose()),
+        ],
+        random_tensors(gate_up=(4, 6, 10)),
+    )
+    pieces = back.expressions["gate_up"].pull_back(Box((0, 0, 2), (4, 6, 6)))
+    assert [piece.source for piece in pieces] == ["gate", "up", "gate", "up"]
+
+
+def test_parts_of_heads():
+    """DeepSeek's kv_b: of every head some rows are of one leaf and some of another."""
+    heads = tensor("kv_b").rearrange("(h x) r -> h x r", h=3)
+    back = check_both_ways(
+        [
+            rule("k", heads.slice(1, 0, 4).transpose(1, 0, 2)),
+            rule("v", heads.slice(1, 4)),
+        ],
+        random_tensors(kv_b=(30, 5)),
+        infer=False,
+    )
+    pieces = back.expressions["kv_b"].pull_back(Box((2, 0), (16, 5)))
+    assert [(p.source, p.box.start[0], p.box.stop[0]) for p in pieces] == [
+        ("k", 2, 4),
+        ("v", 4, 10),
+        ("k", 10, 14),
+        ("v", 14, 16),
+    ]
+
+
+def test_rope_half_split_to_interleaved():
+    q = tensor("q").rearrange("(h two d) e -> (h d two) e", h=3, two=2)
+    check_both_ways([rule("q", q)], random_tensors(q=(24, 5)))
+
+
+def test_padded_repeated_and_cast_tensors_invert():
+    tensors = random_tensors(BF16, vocab=(10, 4), kv=(6, 4)) | {"n": np.int8([1, -3])}
+    check_both_ways(
+        [
+            rule("vocab", tensor("vocab").pad(0, 0, 6).transpose()),
+            rule("kv", tensor("kv").rearrange("(h d) e -> h d e", d=3).repeat(0, 4)),
+            rule("scale", tensor("n").cast("float32").scale(-0.125)),
+            rule("ones", fill((3,), 1, "float32")),
+        ],
+        tensors,
+        infer=False,
+    )
+
+
+def test_dtypes_of_what_is_saved():
+    mapping = Mapping([rule("x", tensor("x").transpose()), rule("y", tensor("y").cast("float32"))])
+    leaves = {"x": ((2, 3), F32), "y": ((4,), F32)}
+    files = {"x": ((3, 2), BF16), "y": ((4,), BF16)}
+    known = mapping.inverse().bind(leaves, files).facts()
+    assert known == {"x": Fact((3, 2), F32), "y": Fact((4,), BF16)}
+    assert mapping.inverse().bind(leaves).facts()["y"] == Fact((4,), F32)
+
+
+def test_values_are_only_undone_exactly():
+    leaves = {"x": ((4,), F32)}
+
+    def save(expr):
+        return Mapping([rule("x", expr)]).inverse().bind(leaves, {"f": ((4,), F32)})
+
+    x = np.float32([1, 1e-30, -3.3, 7])
+    for expr, loaded in (
+        (tensor("f").scale(0.5), x * np.float32(0.5)),
+        (tensor("f").scale(-4), x * -4),
+        (tensor("f").add(0), x),
+        (tensor("f").scale(3, lossy_inverse=True).cast("float64"), x.astype(np.float64) * 3),
+    ):
+        (made,) = save(expr).expressions.values()
+        np.testing.assert_allclose(evaluate(made, {"x": loaded.astype(F32)}), x, rtol=1e-6)
+    with pytest.raises(MappingError) as caught:
+        save(tensor("f").scale(0.3))
+    assert str(caught.value) == (
+        "The mapping can not save: 1 problem.\n"
+        "  - rule('x', tensor('f').scale(0.3)): scale(0.3) does not invert exactly. A factor that"
+        " is a power of two does; or accept the rounding with lossy_inverse=True."
+    )
+    with pytest.raises(MappingError, match=r"leaf 'x' can not be saved: add\(1\) does not invert"):
+        save(tensor("f").add(1))
+    with pytest.raises(MappingError, match=r"scale\(0\) does not invert"):
+        save(tensor("f").scale(0))
+    made = opaque(np.sum, tensor("f"), shape=(4,), dtype="float32").bind({}, {"f": ((4,), F32)})
+    with pytest.raises(MappingError, match="by a function does not invert"):
+        invert({"x": made}, {"x": Fact((4,), F32)})
+    integers = Mapping([rule("x", tensor("f").add(3))]).inverse()
+    (made,) = integers.bind({"x": ((2,), np.int8)}, {"f": ((2,), np.int8)}).expressions.values()
+    same(evaluate(made, {"x": np.int8([5, -128])}), np.int8([2, 125]))
+
+
+def test_what_never_inverts_is_refused_before_there_are_shapes():
+    rules = [
+        rule("a", opaque(np.linalg.inv, tensor("a"), shape=(2, 2), dtype="float32")),
+        rule("b.{i}", dequantize_block(tensor("b.{i}.w"), tensor("b.{i}.s")).transpose()),
+        rule("c", tensor("c").scale(1 / 3)),
+        rule("d", tensor("d")),
+        rule("e", tensor("d").scale(3.0), tied_to="d"),
+    ]
+    with pytest.raises(MappingError) as caught:
+        Mapping(rules).inverse()
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "The mapping can not save: 3 problems."
+    assert ["rule('a'" in lines[1], "rule('b.{i}'" in lines[2], "rule('c'" in lines[3]] == [
+        True
+    ] * 3
+
+
+def test_tied_leaves_are_skipped():
+    rules = [
+        rule("embed", tensor("e")),
+        rule("head", tensor("e").transpose(), tied_to="embed"),
+    ]
+    tensors = random_tensors(e=(6, 4))
+    back = check_both_ways(rules, tensors)
+    assert back.expressions["e"].sources() == ("embed",)
+    alone = Mapping(rules).inverse().bind({"head": ((4, 6), F32)})
+    assert alone.expressions["e"].sources() == ("head",)
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        (
+            [rule("a", tensor("x")), rule("b", tensor("x"))],
+            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap, or leave"
+            " gaps. Where leaves hold the same values, say so: rule(..., tied_to=...).",
+        ),
+        (
+            [rule("a", tensor("x").slice(0, 0, 3))],
+            "tensor 'x' can not be saved: of its 24 elements only 12 are in leaf 'a'.",
+        ),
+        (
+            [rule("a", tensor("x").slice(0, 0, 3)), rule("b", tensor("x").slice(0, 2))],
+            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap",
+        ),
+        (
+            [
+                rule("a", tensor("x").slice(0, 1, 3)),
+                rule("b", tensor("x").slice(0, 3)),
+                rule("c", tensor("x").slice(0, 1, 2)),
+            ],
+            "tensor 'x' can not be saved: no leaf holds what comes before its elements in leaves",
+        ),
+        (
+            [
+                rule("a", tensor("x").slice(0, 0, 4)),
+                rule("b", tensor("x").slice(0, 0, 4).transpose()),
+            ],
+            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap, or leave gaps",
+        ),
+        (
+            [rule("a", tensor("x").take(0, [0, 0, 1, 2, 3, 4, 5]))],
+            "leaf 'a' can not be saved: take(...) with an index twice does not invert",
+        ),
+        (
+            [
+                rule("a", tensor("x").slice(0, 0, 3)),
+                rule("b", tensor("x").slice(0, 3).cast("float16")),
+            ],
+            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' are of float16 and float32",
+        ),
+    ],
+)
+def test_what_can_not_be_saved(rules, problem):
+    files = {"x": ((6, 4), F32)}
+    mapping = Mapping(rules)
+    leaves = mapping.bind(files).facts()
+    if "float16" in problem:
+        leaves["b"] = Fact(leaves["b"].shape, BF16)
+        mapping = Mapping([rules[0], rule("b", tensor("x").slice(0, 3))])
+        problem = problem.replace("float16", "bfloat16")
+    with pytest.raises(MappingError) as caught:
+        mapping.inverse().bind(leaves, files)
+    assert problem in str(caught.value)
+
+
+def test_shapes_that_leaves_do_not_tell():
+    def save(*rules, **leaves):
+        shapes = {name: (shape, F32) for name, shape in leaves.items()}
+        return Mapping(rules).inverse().bind(shapes)
+
+    with pytest.raises(MappingError) as caught:
+        save(rule("a", tensor("x").reshape(4, 6)), rule("b.{i}", tensor("y.{i}")), a=(4, 6), zz=())
+    assert str(caught.value) == (
+        "The mapping can not save: 2 problems.\n"
+        "  - no rule makes leaf 'zz'.\n"
+        "  - leaf 'a': tensor('x').reshape(4, 6): reshape(4, 6) does not tell the shape that it is"
+        " given. Write it with rearrange, whose pattern does, or give the names and shapes of the"
+        " files as well."
+    )
+    with pytest.raises(
+        MappingError, match=r"makes 'x' of shape \[4\], but leaf 'a' makes it \[3\]"
+    ):
+        save(rule("a", tensor("x")), rule("b", tensor("x")), a=(3,), b=(4,))
+    with pytest.raises(MappingError, match=r"leaf 'a': stack\(.*: it has 2 indices, the leaf 3"):
+        save(rule("a", stack(tensor("x.{i}"), "i", indices=[0, 4])), a=(3, 2))
+    with pytest.raises(MappingError, match="axis 1 has extent 9, which is no multiple of d=4"):
+        save(rule("a", tensor("x").rearrange("h d e -> e (h d)", d=4)), a=(2, 9))
+
+
+@pytest.mark.parametrize(
+    ("expr", "shape", "problem"),
+    [
+        (tensor("x").take(0, [1, 2]), (3,), "gives extent 2, not 3"),
+        (tensor("x").pad(0, 3, 3), (5,), "gives at least extent 6, not 5"),
+        (tensor("x").repeat(0, 2), (5,), "gives a multiple of 2, not 5"),
+        (concat([tensor("x"), tensor("y")], 0, sizes=[2, 2]), (5,), "the leaf has 5 along axis 0"),
+    ],
+)
+def test_leaves_of_the_wrong_shape(expr, shape, problem):
+    with pytest.raises(MappingError, match=problem):
+        Mapping([rule("a", expr)]).inverse().bind({"a": (shape, F32)})
+
+
+def test_tensors_split_in_ways_that_do_not_nest():
+    x = tensor("x").rearrange("(a b) -> a b", a=3)
+    y = tensor("x").rearrange("(a b) -> a b", a=5)
+    rules = [
+        rule("a", x.slice(0, 0, 2).slice(1, 0, 3)),
+        rule("b", y.slice(0, 3, 5).slice(1, 0, 2)),
+        rule("c", tensor("x").take(0, [3, 4, 8, 11, 14])),
+    ]
+    files = {"x": ((15,), F32)}
+    mapping = Mapping(rules)
+    with pytest.raises(MappingError, match="split its axes in ways that do not nest"):
+        mapping.inverse().bind(mapping.bind(files).facts(), files)
+
+
+def test_parts_that_end_within_a_row_of_another():
+    x, rows = tensor("x"), tensor("x").rearrange("(r c) -> r c", c=3)
+    check_both_ways(
+        [
+            rule("a", x.slice(0, 0, 7)),
+            rule("b", x.slice(0, 7, 9)),
+            rule("c", rows.slice(0, 3, 5).slice(1, 0, 2)),
+            rule("d", rows.slice(0, 3, 5).slice(1, 2, 3)),
+        ],
+        random_tensors(x=(15,)),
+    )
+
+
+def test_parts_of_rows_that_another_shape_cuts():
+    """Some of the rows of 5 are no rows of 3, and come back all the same."""
+    rows = tensor("x").reshape(3, 5)
+    check_both_ways(
+        [rule("a", rows.slice(1, 0, 2).transpose()), rule("b", rows.slice(1, 2))],
+        random_tensors(x=(5, 3)),
+        infer=False,
+    )
+
+
+def test_extents_from_several_leaves():
+    """Each leaf tells only how long the fused axis is at least."""
+    x = tensor("x")
+    check_both_ways(
+        [
+            rule("a", x.slice(0, 0, 5, 2).transpose()),
+            rule("b", x.slice(0, 1, 5, 2)),
+            rule("c", x.take(0, [6, 5])),
+            rule("d", x.slice(0, 7)),
+        ],
+        random_tensors(x=(11, 3)),
+    )
+    check_both_ways([rule("a", x.slice(0, -3)), rule("b", x.slice(0, 0, -3))],
+                    random_tensors(x=(11, 3)))  # fmt: skip
+    check_both_ways([rule("a", x.repeat(0, 3).pad(1, 1, 2).transpose())],
+                    random_tensors(x=(4, 3)))  # fmt: skip
+
+
+def test_tables_of_what_is_saved():
+    mapping = Mapping([rule("up", stack(tensor("l.{i}.up").transpose(), over="i"))])
+    text = mapping.inverse().explain({"up": ((2, 3, 4), F32)})
+    assert text.splitlines()[1].split("  ") == [
+        "l.0.up",
+        "[4, 3]",
+        "float32",
+        "inverse of stack(tensor('l.{i}.up').transpose(), over='i')",
+        "up",
+    ]
+    assert repr(mapping.inverse()) == f"{mapping!r}.inverse()"
+
+
+def test_empty_tensors():
+    mapping = Mapping([rule("a", concat([tensor("x"), tensor("y")], 0)), rule("b", tensor("z"))])
+    files = {"x": ((0, 2), F32), "y": ((3, 2), F32), "z": ((0,), F32)}
+    back = mapping.inverse().bind({"a": ((3, 2), F32), "b": ((0,), F32)}, files)
+    assert {name: made.shape for name, made in back.expressions.items()} == {
+        name: shape for name, (shape, _) in files.items()
+    }
+    assert back.expressions["x"].pull_back(Box((0, 0), (0, 2))) == ()

@@ -1,0 +1,318 @@
+"""Rules against names and shapes of both sides: what they give, and the one error they give."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from checkpoints import save
+from mapping_expressions import evaluate, facts_of, same
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
+from orbax_safetensors_layout.mapping.expression import fill, tensor
+from orbax_safetensors_layout.mapping.functions import opaque
+from orbax_safetensors_layout.mapping.joins import concat, stack
+from orbax_safetensors_layout.mapping.rules import Mapping, rule
+
+F32 = np.dtype(np.float32)
+LAYERS = 6
+
+
+def llama(layers=LAYERS):
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed.weight": (100, 16), "model.norm.weight": (16,)}
+    for i in range(layers):
+        shapes |= {
+            f"model.layers.{i}.q.weight": (32, 16),
+            f"model.layers.{i}.up.weight": (64, 16),
+            f"model.layers.{i}.down.weight": (16, 64),
+        }
+    return {name: rng.standard_normal(shape).astype(F32) for name, shape in shapes.items()}
+
+
+def scanned(name, **options):
+    return stack(tensor(f"model.layers.{{i}}.{name}.weight").transpose(), over="i", **options)
+
+
+Q = tensor("model.layers.{i}.q.weight").rearrange("(h d) e -> e h d", d=8)
+EMBED = rule("embed", tensor("model.embed.weight"))
+NORM = rule("final.norm", tensor("model.norm.weight"))
+RULES = [
+    EMBED,
+    rule("head", tensor("model.embed.weight").transpose(), tied_to="embed"),
+    rule("layers.q", stack(Q, over="i")),
+    rule("blocks.{i}.up", tensor("model.layers.{i}.up.weight")),
+    rule("layers.down", scanned("down", axis=1)),
+    NORM,
+]
+SHAPES = {
+    "embed": (100, 16),
+    "head": (16, 100),
+    "layers.q": (LAYERS, 16, 4, 8),
+    **{f"blocks.{i}.up": (64, 16) for i in range(LAYERS)},
+    "layers.down": (64, LAYERS, 16),
+    "final.norm": (16,),
+}
+
+
+def test_leaves_that_a_checkpoint_gives():
+    mapping = Mapping(RULES)
+    given = mapping.leaf_facts(facts_of(llama()))
+    assert {name: fact.shape for name, fact in given.items()} == SHAPES
+    assert {fact.dtype for fact in given.values()} == {F32}
+
+
+@pytest.mark.parametrize("leaves", [None, SHAPES, dict.fromkeys(SHAPES)])
+def test_bound_leaves(leaves):
+    tensors = llama()
+    made = Mapping(RULES).bind(facts_of(tensors), leaves)
+    assert set(made.expressions) == set(SHAPES)
+    same(
+        evaluate(made.expressions["layers.down"], tensors),
+        np.stack([tensors[f"model.layers.{i}.down.weight"].T for i in range(LAYERS)], 1),
+    )
+    same(evaluate(made.expressions["blocks.3.up"], tensors), tensors["model.layers.3.up.weight"])
+    assert made.ties == {"head": "embed"}
+    assert made.aliases == {}
+
+
+def test_leaves_come_in_the_order_of_numbers():
+    facts = facts_of(llama(12))
+    blocks = [name for name in Mapping(RULES).leaf_facts(facts) if name.startswith("blocks")]
+    assert blocks == [f"blocks.{i}.up" for i in range(12)]
+
+
+def test_a_tie_without_an_expression_is_the_other_leaf():
+    rules = [rule("head.{x}", None, tied_to="embed.{x}"), rule("embed.{x}", tensor("e.{x}"))]
+    made = Mapping(rules).bind({"e.a": ((2, 3), F32), "e.b": ((4,), F32)})
+    assert made.aliases == made.ties == {"head.a": "embed.a", "head.b": "embed.b"}
+    assert made.facts()["head.b"].shape == (4,)
+    with pytest.raises(MappingError, match=r"'head.c' is tied to 'embed.c', which no rule makes"):
+        Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.c": None, "embed.a": None})
+    with pytest.raises(
+        MappingError, match=r"leaf 'head.a' has shape \[9\], but as 'embed.a' gives"
+    ):
+        Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": (9,), "embed.a": None})
+
+
+def test_a_rule_whose_tensors_are_not_there_gives_nothing():
+    rules = [*RULES, rule("blocks.{i}.bias", tensor("model.layers.{i}.bias"))]
+    assert set(Mapping(rules).leaf_facts(facts_of(llama()))) == set(SHAPES)
+
+
+def test_targets_found_from_several_tensors():
+    qkv = rule("a.{i}.qkv", concat([tensor("l.{i}.q"), tensor("l.{i}.k"), tensor("all")], 0))
+    facts = {"l.0.q": ((2,), F32), "l.0.k": ((2,), F32), "all": ((1,), F32), "l.1.q": ((2,), F32)}
+    with pytest.raises(MappingError, match=r"leaf 'a.1.qkv': there is no tensor 'l.1.k'"):
+        Mapping([qkv]).leaf_facts(facts)
+    facts["l.1.k"] = ((3,), F32)
+    given = Mapping([qkv]).leaf_facts(facts)
+    assert {name: fact.shape for name, fact in given.items()} == {
+        "a.0.qkv": (5,),
+        "a.1.qkv": (6,),
+    }
+    both = rule("{i}.{j}", concat([tensor("a.{i}"), tensor("b.{j}")], 0))
+    facts = {f"{n}.{i}": ((1,), F32) for n in "ab" for i in range(2)}
+    assert list(Mapping([both]).leaf_facts(facts)) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_fills_alone():
+    rules = [rule("scale", fill((2,), 1, "float32"))]
+    assert list(Mapping(rules).leaf_facts({})) == ["scale"]
+    rules = [rule("{i}.scale", fill((2,), 1, "float32"))]
+    with pytest.raises(MappingError, match=r"does not tell which leaves '{i}.scale' has"):
+        Mapping(rules).leaf_facts({})
+    assert list(Mapping(rules).bind({}, {"7.scale": (2,)}).expressions) == ["7.scale"]
+
+
+def test_everything_wrong_in_one_error():
+    tensors = llama()
+    del tensors["model.layers.4.q.weight"]
+    tensors |= {f"model.layers.{i}.bias": np.zeros(16, np.float32) for i in range(LAYERS)}
+    rules = [
+        rule("embed", tensor("model.embde.weight")),
+        rule("layers.q", stack(Q, over="i")),
+        rule(
+            "blocks.{i}.up",
+            tensor("model.layers.{i}.up.weight").rearrange("(h d) e -> e h d", d=48),
+        ),
+        rule("{x}.norm", tensor("model.norm.weight")),
+        NORM,
+        rule("layers.down", scanned("down", axis=1)),
+    ]
+    leaves = {
+        "embed": (100, 16),
+        "layers.q": (LAYERS, 16, 4, 8),
+        "final.norm": (16,),
+        "final.nrm": (16,),
+        "layers.down": (LAYERS, 64, 16),
+        **{f"blocks.{i}.up": (16, 2, 32) for i in range(LAYERS)},
+    }
+    with pytest.raises(MappingError) as caught:
+        Mapping(rules).bind(facts_of(tensors), leaves)
+    up = "tensor('model.layers.{i}.up.weight').rearrange('(h d) e -> e h d', d=48)"
+    assert str(caught.value).splitlines() == [
+        "The mapping does not fit the checkpoint and the model: 13 problems.",
+        "  - 2 rules make leaf 'final.norm': those for '{x}.norm' and 'final.norm'.",
+        "  - no rule makes leaf 'final.nrm'. The nearest targets of rules are 'final.norm'.",
+        "  - leaf 'embed': there is no tensor 'model.embde.weight'. The nearest tensors are"
+        " 'model.embed.weight', 'model.norm.weight', 'model.layers.5.q.weight'.",
+        "  - leaf 'layers.q': stack(tensor('model.layers.{i}.q.weight')"
+        ".rearrange('(h d) e -> e h d', d=8), over='i'): there are tensors"
+        " 'model.layers.{i}.q.weight' for i = 0..3, 5, but none for 4. Complete the checkpoint, or"
+        " say which to stack: stack(..., over='i', indices=[...]).",
+        "  - leaf 'layers.down' has shape [6, 64, 16], but"
+        " stack(tensor('model.layers.{i}.down.weight').transpose(), over='i', axis=1) gives shape"
+        " [64, 6, 16] float32 of 'model.layers.0.down.weight' and 5 more.",
+        *(
+            f"  - leaf 'blocks.{i}.up': {up}, given shape [64, 16] float32 of"
+            f" 'model.layers.{i}.up.weight': axis 0 has extent 64, which is no multiple of d=48."
+            for i in range(3)
+        ),
+        "  - 3 more like it (rule 'blocks.{i}.up').",
+        "  - no rule uses tensor 'model.embed.weight'. Rules take, and the checkpoint lacks,"
+        " 'model.embde.weight'. Add rules for such, or name them in Mapping(..., ignore=[...]).",
+        "  - no rule uses tensor 'model.layers.0.bias', nor 5 more that differ in numbers only.",
+    ]
+
+
+def test_a_typo_is_told_without_a_model_too():
+    rules = [*RULES[1:], rule("embed", tensor("model.embde.weight"))]
+    with pytest.raises(MappingError) as caught:
+        Mapping([r for r in rules if r.tied_to is None]).leaf_facts(facts_of(llama()))
+    assert str(caught.value) == (
+        "The mapping does not fit the checkpoint and the model: 1 problem.\n"
+        "  - no rule uses tensor 'model.embed.weight'. Rules take, and the checkpoint lacks,"
+        " 'model.embde.weight'. Add rules for such, or name them in Mapping(..., ignore=[...])."
+    )
+
+
+def test_missing_tensors_of_one_layer_are_all_told():
+    facts = facts_of(llama())
+    del facts["model.layers.2.q.weight"], facts["model.layers.2.up.weight"]
+    both = [tensor(f"model.layers.{{i}}.{name}.weight") for name in ("q", "up", "down")]
+    both[2] = both[2].slice(1, 0, 16)
+    rules = [rule("fused", stack(concat(both, 0), over="i"))]
+    with pytest.raises(MappingError) as caught:
+        Mapping(rules, strict=False).bind(facts)
+    assert str(caught.value) == (
+        "The mapping does not fit the checkpoint and the model: 2 problems.\n"
+        "  - leaf 'fused': there is no tensor 'model.layers.2.q.weight'. The nearest tensors are"
+        " 'model.layers.5.q.weight', 'model.layers.4.q.weight', 'model.layers.3.q.weight'.\n"
+        "  - leaf 'fused': there is no tensor 'model.layers.2.up.weight'. The nearest tensors are"
+        " 'model.layers.5.up.weight', 'model.layers.4.up.weight', 'model.layers.3.up.weight'."
+    )
+
+
+def test_layers_of_unlike_shapes_do_not_stack():
+    facts = {"l.0.w": ((2, 3), F32), "l.1.w": ((2, 4), F32)}
+    with pytest.raises(MappingError) as caught:
+        Mapping([rule("w", stack(tensor("l.{i}.w"), over="i"))]).bind(facts)
+    assert (
+        "index 0 gives shape [2, 3] float32 of 'l.0.w', but index 1 gives shape [2, 4] float32 of"
+        " 'l.1.w'" in str(caught.value)
+    )
+
+
+def test_ignored_and_unused_tensors():
+    tensors = llama() | {f"model.layers.{i}.rotary.inv_freq": np.zeros(4) for i in range(3)}
+    with pytest.raises(MappingError, match=r"'model.layers.0.rotary.inv_freq', nor 2 more"):
+        Mapping(RULES).bind(facts_of(tensors))
+    for options in ({"ignore": "*.inv_freq"}, {"ignore": ["x", "*.rotary.*"]}, {"strict": False}):
+        assert set(Mapping(RULES, **options).bind(facts_of(tensors)).expressions) == set(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: rule("a", tensor("x.{i}")), r"nothing gives {i} of 'x.{i}' a value"),
+        (lambda: rule("a", stack(tensor("x.{i}.{j}"), "i")), r"nothing gives {j}"),
+        (lambda: rule("a.{i}", stack(tensor("x.{i}"), "i")), "'i' is stacked over, and in the tar"),
+        (lambda: rule("a.{i", tensor("x")), "a wildcard is written as"),
+        (lambda: rule("a", None), "neither an expression nor a leaf to be tied to"),
+        (lambda: rule("a", None, tied_to="b.{i}"), r"nothing gives {i} of 'b.{i}' a value"),
+        (lambda: Mapping([], ignore="a["), r"Mapping\(ignore=...\): Pattern 'a\['"),
+    ],
+)
+def test_malformed_rules(make, problem):
+    with pytest.raises(MappingError, match=problem):
+        make()
+
+
+def test_explain():
+    lines = Mapping(RULES).explain(facts_of(llama(1))).splitlines()
+    assert [re.split(r"  +", line) for line in lines] == [
+        ["name", "shape", "dtype", "made of", "takes"],
+        ["embed", "[100, 16]", "float32", "tensor('model.embed.weight')", "model.embed.weight"],
+        [
+            "head",
+            "[16, 100]",
+            "float32",
+            "tensor('model.embed.weight').transpose() (tied to 'embed')",
+            "model.embed.weight",
+        ],
+        [
+            "layers.q",
+            "[1, 16, 4, 8]",
+            "float32",
+            "stack(tensor('model.layers.{i}.q.weight').rearrange('(h d) e -> e h d', d=8),"
+            " over='i')",
+            "model.layers.0.q.weight",
+        ],
+        [
+            "blocks.0.up",
+            "[64, 16]",
+            "float32",
+            "tensor('model.layers.{i}.up.weight')",
+            "model.layers.0.up.weight",
+        ],
+        [
+            "layers.down",
+            "[64, 1, 16]",
+            "float32",
+            "stack(tensor('model.layers.{i}.down.weight').transpose(), over='i', axis=1)",
+            "model.layers.0.down.weight",
+        ],
+        ["final.norm", "[16]", "float32", "tensor('model.norm.weight')", "model.norm.weight"],
+    ]
+    assert "model.layers.0.q.weight … model.layers.5.q.weight (6 tensors)" in Mapping(
+        RULES
+    ).explain(facts_of(llama()))
+    costly = Mapping([rule("inverse", opaque(np.linalg.inv, tensor("x"), shape=(2, 2), dtype=F32))])
+    assert costly.explain({"x": ((2, 2), F32)}).endswith(
+        "inverse: every shard reads all that its opaque function takes."
+    )
+
+
+def test_repr_of_a_mapping():
+    text = repr(Mapping([EMBED, RULES[1]], ignore="*.inv_freq", strict=False))
+    assert text == (
+        "Mapping([\n"
+        "    rule('embed', tensor('model.embed.weight')),\n"
+        "    rule('head', tensor('model.embed.weight').transpose(), tied_to='embed'),\n"
+        "], ignore=['*.inv_freq'], strict=False)"
+    )
+
+
+def test_paths(tmp_path):
+    tensors = llama()
+    save(tmp_path, tensors, files=3)
+    mapping = Mapping(RULES)
+    assert mapping.leaf_facts(tmp_path) == mapping.leaf_facts(facts_of(tensors))
+    assert mapping.explain(str(tmp_path)) == mapping.explain(facts_of(tensors))
+    with pytest.raises(CheckpointNotFoundError):
+        mapping.explain(tmp_path / "nothing")
+
+
+def test_only_headers_of_needed_files_are_read(tmp_path):
+    """A broken file is not noticed by a mapping that needs nothing of it."""
+    tensors = llama()
+    assert next(iter(tensors)) == "model.embed.weight"
+    save(tmp_path, tensors, files=len(tensors))
+    for broken in sorted(tmp_path.glob("*.safetensors"))[1:]:
+        broken.write_bytes(b"x")
+    mapping = Mapping([EMBED], strict=False)
+    assert mapping.leaf_facts(tmp_path)["embed"].shape == (100, 16)
+    assert mapping.needs(tensors) == ["model.embed.weight"]
+    assert len(Mapping(RULES).needs(tensors, ["layers.q", "blocks.3.up"])) == LAYERS + 1
