@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from orbax_safetensors_layout.filling import Filling
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.origins import bind
+from orbax_safetensors_layout.origins import Mapped, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.shards import ProcessShards
@@ -36,8 +37,8 @@ class TensorMetadata:
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
-        file: The file it is in.
-        nbytes: Its bytes in the file.
+        file: The file it is in; of a tensor that comes from several, the first.
+        nbytes: Its bytes.
     """
 
     shape: tuple[int, ...]
@@ -106,18 +107,34 @@ def load(
     return values
 
 
-def metadata(path: PathLike) -> dict[str, TensorMetadata]:
+def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, TensorMetadata]:
     """Name, shape, dtype, file and size of every tensor of a checkpoint, from the headers alone.
+
+    Args:
+        path: As for `load`.
+        mapping: Tells of the leaves that it makes, in place of the tensors.
 
     Raises:
         CheckpointNotFoundError: Nothing stands at `path`.
         FormatError: A header or the index is malformed.
+        MappingError: The mapping does not fit the checkpoint.
     """
     with Catalog.open(path) as catalog:
+        if mapping is not None:
+            bound, entries = bind(catalog, mapping, None)
+            return {
+                name: _mapped_metadata(Mapped(made, entries))
+                for name, made in bound.expressions.items()
+            }
         return {
             name: TensorMetadata(entry.shape, entry.dtype.numpy, entry.file, entry.nbytes)
             for name, entry in catalog.all_entries().items()
         }
+
+
+def _mapped_metadata(leaf: Mapped) -> TensorMetadata:
+    nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+    return TensorMetadata(leaf.shape, leaf.dtype, leaf.file or "", nbytes)
 
 
 def plan_load(

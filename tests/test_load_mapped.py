@@ -172,6 +172,20 @@ def test_nested_trees_and_placeholders(path, tensors):
     assert_same_bits(np.asarray(found["layers"]["experts"]), expected["layers.experts"])
 
 
+def test_the_model_side(path, tensors):
+    expected = reference(tensors)
+    tree = mapping().abstract(path)
+    assert set(tree) == {"layers", "norm"}
+    assert tree["layers"]["0"]["gate"].shape == (WIDTH, WIDTH)
+    found = osl.load(path, tree, mapping=mapping())
+    assert_same_bits(np.asarray(found["layers"]["q"]), expected["layers.q"])
+    described = osl.metadata(path, mapping=mapping())
+    assert {name: value.shape for name, value in expected.items()} == {
+        name: tensor.shape for name, tensor in described.items()
+    }
+    assert "layers.q" in mapping().explain(path, tree)
+
+
 def test_everything_wrong_in_one_error(path, tensors):
     shapes = {name: value.shape for name, value in reference(tensors).items()}
     tree = {name: jax.ShapeDtypeStruct(shape, BF16) for name, shape in shapes.items()}

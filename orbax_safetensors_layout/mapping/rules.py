@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -160,16 +161,38 @@ class Mapping:
         """
         return self.bind(checkpoint).facts()
 
-    def explain(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> str:
+    def abstract(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """The model side of a checkpoint: the tree to put shardings into, and to load.
+
+        Args:
+            checkpoint: Its path, or name to shape and dtype of its tensors.
+
+        Returns:
+            Nested dicts of `jax.ShapeDtypeStruct`, without shardings.
+
+        Raises:
+            MappingError: The mapping does not fit the checkpoint.
+        """
+        from orbax_safetensors_layout.mapping.abstract import abstract_tree
+
+        return abstract_tree(self.leaf_facts(checkpoint))
+
+    def explain(self, checkpoint: Checkpoint, abstract: Any = None) -> str:
         """A table: each leaf, its shape, its expression, and the tensors that it takes.
 
         Args:
             checkpoint: Its path, or name to shape and dtype of its tensors.
-            leaves: As for `bind`.
+            abstract: The wanted tree, or the shapes of its leaves by name; None takes all leaves
+                that the checkpoint gives.
 
         Raises:
             MappingError: The mapping does not fit.
         """
+        leaves = abstract
+        if leaves is not None and not _are_shapes(leaves):
+            from orbax_safetensors_layout.mapping.abstract import leaf_shapes
+
+            leaves = leaf_shapes(abstract)
         return self.bind(checkpoint, leaves).explain()
 
     def inverse(self) -> InverseMapping:
@@ -272,6 +295,13 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
             yield from problems_of(error)
     for operand in expr.below():
         yield from _irreversible(operand)
+
+
+def _are_shapes(leaves: Any) -> bool:
+    return isinstance(leaves, dict) and all(
+        shape is None or (isinstance(shape, tuple) and all(isinstance(n, int) for n in shape))
+        for shape in leaves.values()
+    )
 
 
 def _check_known(made: Rule, pattern: str, known: set[str]) -> None:
