@@ -64,15 +64,20 @@ class Job:
 
 def main() -> None:
     """Does the job of the first argument."""
-    # On a machine that runs out of memory, this process is the one to go.
-    Path("/proc/self/oom_score_adj").write_text("1000")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    set_up()
     job = Job(**json.loads(sys.argv[1]))
     result = _save(job) if job.task == "save-ocdbt" else _load(job)
     print(json.dumps(result), flush=True)
     # Taking down 60,000 arrays, or orbax's threads, is nobody's business here.
     os._exit(0)
+
+
+def set_up() -> None:
+    """Eight CPU devices, before jax is imported."""
+    # On a machine that runs out of memory, this process is the one to go.
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 
 def _save(job: Job) -> dict[str, Any]:
@@ -101,12 +106,12 @@ def _load(job: Job) -> dict[str, Any]:
     gc.collect()
     pages.touch_and_free(job.touch_bytes)
     result["resident_fraction"] = pages.resident_fraction(files)
-    tree, timed = _timed(lambda: jax.block_until_ready(load(source, abstract)))
-    result |= timed | {"scalars": scalars}
+    tree, took = timed(lambda: jax.block_until_ready(load(source, abstract)))
+    result |= took | {"scalars": scalars}
     if job.contender != "odirect":
         result["verified"] = _verify(tree, abstract, stored, job.verify)
     result["file_bytes"] = sum(path.stat().st_size for path in data_files(Path(job.folder)))
-    result["tensor_bytes"] = sum(_nbytes(tensor) for tensor in stored.values())
+    result["tensor_bytes"] = sum(nbytes(tensor) for tensor in stored.values())
     return result
 
 
@@ -132,27 +137,27 @@ def _set_pages(job: Job, files: Iterable[Path]) -> str:
     return "read through"
 
 
-def _timed(load: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What the load returns, and what it took."""
+def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What the work returns, and what it took."""
     pages.reset_peak()
     baseline = pages.resident_bytes()
     before = pages.Usage.now()
     start = time.perf_counter()
-    tree = load()
+    found = work()
     wall = time.perf_counter() - start
+    peak = pages.peak_bytes()
     after = pages.Usage.now()
-    return tree, {
+    return found, {
         "wall_seconds": wall,
-        "cpu_seconds": after.cpu_seconds - before.cpu_seconds,
-        "passed_bytes": after.passed_bytes - before.passed_bytes,
-        "device_bytes": after.device_bytes - before.device_bytes,
+        **{key: end - begin for key, begin, end in zip(after._fields, before, after, strict=True)},
         "baseline_bytes": baseline,
-        "peak_bytes": pages.peak_bytes(),
+        "peak_bytes": peak,
         "after_bytes": pages.resident_bytes(),
     }
 
 
-def _nbytes(tensor: Stored) -> int:
+def nbytes(tensor: Stored) -> int:
+    """A tensor's bytes."""
     return int(np.prod(tensor.shape)) * ITEMSIZE[tensor.dtype]
 
 
@@ -169,23 +174,37 @@ def _verify(
     """
     if set(tree) != set(stored):
         raise AssertionError(f"{len(tree)} tensors were loaded of {len(stored)}.")
-    names = list(stored)
-    if which != "all":
-        largest = max(names, key=lambda name: _nbytes(stored[name]))
-        names = sorted({largest, names[-1], *names[:: -(-len(names) // _SPOT_CHECKS)]})
+    names = list(stored) if which == "all" else spot_checks(stored)
     for name in names:
         array, want, at = tree[name], abstract[name], stored[name]
         if array.dtype != want.dtype or array.shape != want.shape:
             raise AssertionError(f"{name} is {array.shape} {array.dtype}, wanted {want}.")
         if not array.sharding.is_equivalent_to(want.sharding, array.ndim):
             raise AssertionError(f"{name} has {array.sharding}, wanted {want.sharding}.")
-        # As integers, since random bits are often NaN.
-        integer = np.dtype(f"u{want.dtype.itemsize}")
-        expected = np.memmap(at.file, integer, "r", at.start, at.shape)
-        for shard in array.addressable_shards:
-            if not np.array_equal(np.asarray(shard.data).view(integer), expected[shard.index]):
-                raise AssertionError(f"{name}{shard.index} differs from the file.")
+        assert_same_bits(
+            name, array, np.memmap(at.file, f"u{want.dtype.itemsize}", "r", at.start, at.shape)
+        )
     return len(names)
+
+
+def spot_checks(stored: Mapping[str, Stored]) -> list[str]:
+    """Names of a few tensors, the largest among them."""
+    names = list(stored)
+    largest = max(names, key=lambda name: nbytes(stored[name]))
+    return sorted({largest, names[-1], *names[:: -(-len(names) // _SPOT_CHECKS)]})
+
+
+def assert_same_bits(name: str, array: jax.Array, expected: np.ndarray) -> None:
+    """Compares an array, shard by shard, with unsigned integers of its itemsize.
+
+    Raises:
+        AssertionError: A bit differs.
+    """
+    for shard in array.addressable_shards:
+        # As integers, since random bits are often NaN.
+        found = np.asarray(shard.data).view(expected.dtype)
+        if not np.array_equal(found, expected[shard.index]):
+            raise AssertionError(f"{name}{shard.index} differs from the file.")
 
 
 if __name__ == "__main__":

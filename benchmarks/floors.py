@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from results import Cell, Report, Row, ratio
+from results import Cell, Cells, Report, Row, SaveRow, ratio
 
 _LARGE = ("llama", "mini", "moe")
 _SLACK_BYTES = 64_000_000
@@ -23,7 +23,7 @@ class Ratio(NamedTuple):
         least: The smallest ratio allowed.
     """
 
-    row: Row
+    row: Row | SaveRow
     slow: str
     fast: str
     least: float
@@ -59,7 +59,17 @@ RATIOS = tuple(_ratios())
 
 def verdicts(report: Report) -> Iterator[Verdict]:
     """Every promise about a row that was run."""
-    for row, slow, fast, least in RATIOS:
+    yield from ratio_verdicts(report, RATIOS)
+    for row, cells in report.rows.items():
+        if "ours" in cells and cells["ours"].runs:
+            yield _memory(row, cells["ours"])
+            yield _bytes(row, cells["ours"])
+        yield from problem_verdicts(row, cells)
+
+
+def ratio_verdicts(report: Report, ratios: Iterable[Ratio]) -> Iterator[Verdict]:
+    """The ratios of rows that were run."""
+    for row, slow, fast, least in ratios:
         if row not in report.rows:
             continue
         found = ratio(report.rows[row], slow, fast)
@@ -68,13 +78,13 @@ def verdicts(report: Report) -> Iterator[Verdict]:
             yield Verdict(promise, "not measured", None)
         else:
             yield Verdict(promise, f"{found:.2f}x", found >= least)
-    for row, cells in report.rows.items():
-        if "ours" in cells and cells["ours"].runs:
-            yield _memory(row, cells["ours"])
-            yield _bytes(row, cells["ours"])
-        for who, cell in cells.items():
-            if who.startswith("ours") and cell.problem:
-                yield Verdict(f"{row} {who} runs", cell.problem, False)
+
+
+def problem_verdicts(row: Row | SaveRow, cells: Cells) -> Iterator[Verdict]:
+    """That ours run at all."""
+    for who, cell in cells.items():
+        if who.startswith("ours") and cell.problem:
+            yield Verdict(f"{row} {who} runs", cell.problem, False)
 
 
 def _memory(row: Row, cell: Cell) -> Verdict:

@@ -14,31 +14,21 @@ ready. Afterwards the arrays are compared with the files, shard by shard.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import os
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import machine
+import harness
 import pages
-from cases import CASES, WARMUP, data_files, folder_name, make
+from cases import CASES, data_files
 from child import Job
-from results import Cell, Report, Row
+from results import Cell, Row
 from tables import render
 
-BENCHMARKS = Path(__file__).resolve().parent
 CONTENDERS = ("ours", "ours-mmap", "builtin", "load_file", "ocdbt", "odirect")
 DEVICES = 8
-_SLOW_SECONDS = 20.0
-_VERY_SLOW_SECONDS = 60.0
 _READ_BUDGET_BYTES = 2 << 30
 
 
@@ -100,10 +90,7 @@ class Bench:
 
     def run(self, row: Row, whos: Sequence[str]) -> dict[str, Cell]:
         """All runs of a row, contenders taking turns."""
-        warmup = self.folder / "warmup"
-        source = self.folder / folder_name(row.case, self.scale)
-        make(WARMUP, warmup, scale=1.0)
-        make(CASES[row.case], source, scale=self.scale)
+        source, warmup = harness.prepare(self.folder, row.case, self.scale)
         job = Job(
             contender="",
             split=row.split,
@@ -119,30 +106,27 @@ class Bench:
         tensor_bytes = sum(tensor.nbytes for tensor in CASES[row.case].tensors(self.scale))
         needs = {who: first_guess_bytes(who, row, tensor_bytes) for who in whos}
         for who, cell in cells.items():
-            cell.problem = _too_large(needs[who], source)
+            cell.problem = harness.too_large(needs[who], source)
         if "ocdbt" in cells and not cells["ocdbt"].problem:
-            _, cells["ocdbt"].problem = self._child(dataclasses.replace(job, task="save-ocdbt"))
-        for turn in range(self.repeat):
-            # Each turn begins with another contender, so that none always follows the same one.
-            for who in (*whos[turn % len(whos) :], *whos[: turn % len(whos)]):
-                if not cells[who].problem and turn < self._turns(cells[who]):
-                    self._one(row, who, job, cells[who], needs)
+            _, cells["ocdbt"].problem = harness.run_child(
+                "child.py",
+                dataclasses.replace(job, task="save-ocdbt"),
+                timeout_seconds=self.timeout_seconds,
+            )
+        harness.take_turns(
+            cells, self.repeat, lambda who: self._one(row, who, job, cells[who], needs)
+        )
         if not self.keep:
             shutil.rmtree(job.ocdbt, ignore_errors=True)
         return cells
-
-    def _turns(self, cell: Cell) -> int:
-        """Fewer runs of what takes long."""
-        slowest = max((run["wall_seconds"] for run in cell.runs), default=0.0)
-        if slowest > _VERY_SLOW_SECONDS:
-            return 1
-        return min(self.repeat, 3) if slowest > _SLOW_SECONDS else self.repeat
 
     def _one(self, row: Row, who: str, job: Job, cell: Cell, needs: dict[str, int]) -> None:
         """One run of one contender; `needs` learns how much memory it took."""
         most = int(0.8 * pages.available_bytes())
         job = dataclasses.replace(job, contender=who, touch_bytes=min(needs[who], most))
-        result, cell.problem = self._child(job)
+        result, cell.problem = harness.run_child(
+            "child.py", job, timeout_seconds=self.timeout_seconds
+        )
         if result is None:
             print(f"{row} {who}: {cell.problem}", file=sys.stderr)
             return
@@ -156,109 +140,26 @@ class Bench:
             file=sys.stderr,
         )
 
-    def _child(self, job: Job) -> tuple[dict[str, Any] | None, str]:
-        """A child's result, or what went wrong."""
-        environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
-        command = [
-            sys.executable,
-            str(BENCHMARKS / "child.py"),
-            json.dumps(dataclasses.asdict(job)),
-        ]
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=self.timeout_seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return None, f"longer than {self.timeout_seconds:g} s"
-        if done.returncode < 0:
-            return None, f"killed by signal {-done.returncode}"
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["failed without a word"]
-            return None, lines[-1][:160].replace("|", "/")
-        return json.loads(done.stdout.splitlines()[-1]), ""
-
-
-def _too_large(need: int, folder: Path) -> str:
-    """Why a contender has to stay out: the files must stay in the page cache beside it."""
-    files = sum(path.stat().st_size for path in data_files(folder))
-    if need + files <= 0.92 * pages.available_bytes():
-        return ""
-    return f"left out: needs {need / 1e9:.1f} GB of memory"
-
-
-def selected(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """The rows that `CASE[:SHARDING[:PAGES]]` patterns name; also such as no full run has.
-
-    Raises:
-        SystemExit: A pattern names nothing.
-    """
-    if not only:
-        return list(rows)
-    chosen: dict[Row, None] = {}
-    for pattern in only:
-        parts = pattern.split(":")
-        found = [row for row in rows if list(row[: len(parts)]) == parts]
-        if not found and len(parts) == 3 and parts[0] in CASES:
-            found = [Row(*parts)]
-        if not found:
-            raise SystemExit(f"--only {pattern} names none of: {', '.join(map(str, rows))}")
-        chosen |= dict.fromkeys(found)
-    return list(chosen)
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dir", type=Path, help="where checkpoints are made, and kept")
-    parser.add_argument("--only", action="append", default=[], metavar="CASE[:SHARDING[:PAGES]]")
-    parser.add_argument("--contenders", help=f"of {','.join(CONTENDERS)}")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the checkpoints' bytes")
-    parser.add_argument("--quick", action="store_true", help="--scale 0.02 --repeat 1")
-    parser.add_argument("--verify", action="store_true", help="compare all tensors, not some")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one child")
-    parser.add_argument("--keep", action="store_true", help="keep the OCDBT checkpoints too")
-    parser.add_argument("--json", type=Path, help="save the figures here, after each row")
-    parser.add_argument("--render", type=Path, metavar="JSON", help="show saved figures, run none")
-    return parser.parse_args()
-
 
 def main() -> None:
     """Runs what the command line asks for and prints the report."""
-    options = parse()
-    if options.render:
-        print(render(Report.read(options.render)))
-        return
-    if options.quick:
-        options.scale, options.repeat = 0.02, 1
-    folder = options.dir or Path(tempfile.gettempdir()) / "osl-benchmark"
-    folder.mkdir(parents=True, exist_ok=True)
-    whos = options.contenders.split(",") if options.contenders else None
-    if whos and not set(whos) <= set(CONTENDERS):
-        raise SystemExit(f"--contenders must be of {','.join(CONTENDERS)}")
+    parser = harness.parser(__doc__, CONTENDERS, "CASE[:SHARDING[:PAGES]]")
+    parser.add_argument("--keep", action="store_true", help="keep the OCDBT checkpoints too")
+    options = harness.parse(parser, CONTENDERS)
     bench = Bench(
-        folder=folder,
+        folder=options.dir,
         scale=options.scale,
         repeat=options.repeat,
         timeout_seconds=options.timeout,
         verify="all" if options.verify else "some",
         keep=options.keep,
     )
-    report = Report(machine.describe(folder), options.scale)
-    began = time.monotonic()
-    for row in selected(list(default_rows()), options.only):
-        report.rows[row] = bench.run(row, whos or list(default_contenders(row)))
-        if options.json:
-            report.write(options.json)
-    print(render(report))
-    print(f"took {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
+    harness.measure(
+        options,
+        list(default_rows()),
+        lambda row: bench.run(row, options.contenders or list(default_contenders(row))),
+        render,
+    )
 
 
 if __name__ == "__main__":

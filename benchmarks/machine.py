@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pages
 
-_PACKAGES = ("jax", "orbax-checkpoint", "safetensors", "tensorstore", "numpy")
+_PACKAGES = ("jax", "orbax-checkpoint", "safetensors", "tensorstore", "numpy", "torch")
 
 
 def describe(folder: Path) -> dict[str, str]:
@@ -20,8 +22,14 @@ def describe(folder: Path) -> dict[str, str]:
         "kernel": platform.release(),
         "file system": _file_system(folder),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        **dict(_versions()),
     }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # torch may be absent
+            yield name, importlib.metadata.version(name)
 
 
 def _cpu_model() -> str:

@@ -108,11 +108,15 @@ class Usage(NamedTuple):
         cpu_seconds: User and system time of all threads.
         passed_bytes: Bytes that read calls returned (mapped pages are not in it).
         device_bytes: Bytes that storage delivered for this process.
+        written_bytes: Bytes that write calls took.
+        dirtied_bytes: Bytes that have to go to storage for this process.
     """
 
     cpu_seconds: float
     passed_bytes: int
     device_bytes: int
+    written_bytes: int
+    dirtied_bytes: int
 
     @classmethod
     def now(cls) -> Usage:
@@ -120,7 +124,8 @@ class Usage(NamedTuple):
         lines = Path("/proc/self/io").read_text().splitlines()
         counters = dict(line.split(": ") for line in lines)
         times = os.times()
-        return cls(times.user + times.system, int(counters["rchar"]), int(counters["read_bytes"]))
+        keys = ("rchar", "read_bytes", "wchar", "write_bytes")
+        return cls(times.user + times.system, *(int(counters[key]) for key in keys))
 
 
 def reset_peak() -> None:

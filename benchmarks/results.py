@@ -24,7 +24,25 @@ class Row(NamedTuple):
     page_state: str
 
     def __str__(self) -> str:
-        return f"{self.case}:{self.split}:{self.page_state}"
+        return ":".join(self)
+
+
+class SaveRow(NamedTuple):
+    """What is saved.
+
+    Attributes:
+        case: A key of `cases.CASES`.
+        split: A key of `contenders.SPLITS`.
+        arrays: Where the arrays come from: "loaded" by this package, whose buffers JAX adopted,
+            or results of a "jit" in memory of XLA's own.
+    """
+
+    case: str
+    split: str
+    arrays: str
+
+    def __str__(self) -> str:
+        return ":".join(self)
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +64,7 @@ class Cell:
 
     @property
     def growth_bytes(self) -> float | None:
-        """Largest peak of resident memory above what was resident before the load."""
+        """Largest peak of resident memory above what was resident before."""
         if not self.runs:
             return None
         return max(float(run["peak_bytes"] - run["baseline_bytes"]) for run in self.runs)
@@ -72,12 +90,12 @@ class Report:
     Attributes:
         machine: Names and values that describe machine and versions.
         scale: The size of the cases, 1.0 for the real one.
-        rows: The contenders' cells of every row.
+        rows: The contenders' cells of every `Row` or `SaveRow`.
     """
 
     machine: Mapping[str, str]
     scale: float
-    rows: dict[Row, Cells] = dataclasses.field(default_factory=dict)
+    rows: dict[Any, Cells] = dataclasses.field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Saves as JSON."""
@@ -92,13 +110,13 @@ class Report:
         path.write_text(json.dumps(document, indent=1))
 
     @classmethod
-    def read(cls, path: Path) -> Report:
-        """What `write` saved."""
+    def read(cls, path: Path, kind: Any = Row) -> Report:
+        """What `write` saved, of rows of a kind."""
         document = json.loads(path.read_text())
         report = cls(document["machine"], document["scale"])
         for row in document["rows"]:
             cells = {who: Cell(**cell) for who, cell in row["cells"].items()}
-            report.rows[Row(row["case"], row["split"], row["page_state"])] = cells
+            report.rows[kind(*(row[field] for field in kind._fields))] = cells
         return report
 
 

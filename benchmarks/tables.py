@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from cases import CASES
-from floors import verdicts
+from floors import Verdict, verdicts
 from results import Cell, Report, Row, ratio
 
 _ORDER = ("ours", "ours-mmap", "builtin", "load_file", "ocdbt", "odirect")
@@ -13,16 +13,21 @@ _ORDER = ("ours", "ours-mmap", "builtin", "load_file", "ocdbt", "odirect")
 
 def render(report: Report) -> str:
     """All tables and the promises."""
-    described = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    lines = [described, ""]
-    if report.scale != 1.0:
-        lines += [f"**Sizes scaled by {report.scale:g}: not the promised ones.**", ""]
+    lines = heading(report)
     lines += [f"**{warning}**\n" for warning in _page_warnings(report)]
     for case in dict.fromkeys(row.case for row in report.rows):
         rows = {row: cells for row, cells in report.rows.items() if row.case == case}
         lines += [f"### {case}: {CASES[case].about}", "", *_seconds(rows), "", *_details(rows), ""]
-    lines += ["### Floors", "", *_floors(report)]
+    lines += ["### Floors", "", *promises(verdicts(report))]
     return "\n".join(lines) + "\n"
+
+
+def heading(report: Report) -> list[str]:
+    """Machine, versions, and a word on sizes that are not the real ones."""
+    lines = [", ".join(f"{name} {value}" for name, value in report.machine.items()), ""]
+    if report.scale != 1.0:
+        lines += [f"**Sizes scaled by {report.scale:g}: not the promised ones.**", ""]
+    return lines
 
 
 def _page_warnings(report: Report) -> Iterator[str]:
@@ -35,7 +40,7 @@ def _page_warnings(report: Report) -> Iterator[str]:
                     yield f"{row} {who}: a run began with {share:.0%} of its files in the cache."
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:
@@ -48,10 +53,10 @@ def _seconds(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
     head = ["sharding, pages", *(f"{who} s" for who in whos), "builtin / ours", "load_file / ours"]
     body = []
     for row, cells in rows.items():
-        times = [_time(cells.get(who)) for who in whos]
-        ratios = [_times(ratio(cells, slow, "ours")) for slow in ("builtin", "load_file")]
+        times = [seconds_text(cells.get(who)) for who in whos]
+        ratios = [ratio_text(ratio(cells, slow, "ours")) for slow in ("builtin", "load_file")]
         body.append([f"{row.split}, {row.page_state}", *times, *ratios])
-    return _table(head, body)
+    return table(head, body)
 
 
 def _details(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
@@ -73,7 +78,7 @@ def _details(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
         for who in _ORDER:
             if who in cells and cells[who].runs:
                 body.append([f"{row.split}, {row.page_state}", who, *_figures(cells[who])])
-    return _table(head, body)
+    return table(head, body)
 
 
 def _figures(cell: Cell) -> list[str]:
@@ -84,18 +89,18 @@ def _figures(cell: Cell) -> list[str]:
         f"{min(walls):.3g}-{max(walls):.3g}",
         f"{cell.median('cpu_seconds'):.3g}",
         f"{max(run['peak_bytes'] for run in cell.runs) / 1e6:,.0f}",
-        _share(cell.growth_bytes, tensors),
-        _share(cell.scalar("bytes_read"), tensors),
-        _share(cell.median("passed_bytes"), files),
-        _share(cell.median("device_bytes"), files),
+        share_text(cell.growth_bytes, tensors),
+        share_text(cell.scalar("bytes_read"), tensors),
+        share_text(cell.median("passed_bytes"), files),
+        share_text(cell.median("device_bytes"), files),
     ]
 
 
-def _share(part: float | None, whole: float) -> str:
+def share_text(part: float | None, whole: float) -> str:
     return "" if part is None else f"{part / whole:.3f}"
 
 
-def _time(cell: Cell | None) -> str:
+def seconds_text(cell: Cell | None) -> str:
     if cell is None:
         return ""
     if cell.seconds is None:
@@ -103,13 +108,14 @@ def _time(cell: Cell | None) -> str:
     return f"{cell.seconds:.3g}" + (f" ({cell.problem})" if cell.problem else "")
 
 
-def _times(value: float | None) -> str:
+def ratio_text(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}x"
 
 
-def _floors(report: Report) -> Iterator[str]:
+def promises(found: Iterable[Verdict]) -> Iterator[str]:
+    """Which promises were kept."""
     words = {True: "PASS", False: "**FAIL**", None: "?"}
-    return _table(
+    return table(
         ["", "promise", "found"],
-        ([words[verdict.passed], verdict.promise, verdict.found] for verdict in verdicts(report)),
+        ([words[verdict.passed], verdict.promise, verdict.found] for verdict in found),
     )

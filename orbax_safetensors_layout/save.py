@@ -9,14 +9,26 @@ from typing import Any, Self
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    CheckpointExistsError,
+    MappingError,
+    SafetensorsLayoutError,
+)
 from orbax_safetensors_layout.format.index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX
 from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
+from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, WriteOptions
+from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.shards import ProcessShards
-from orbax_safetensors_layout.plan.writes import PIECES_FOLDER, WritePlan, plan_writes
+from orbax_safetensors_layout.plan.writes import (
+    PIECES_FOLDER,
+    WritePlan,
+    plan_mapped_writes,
+    plan_writes,
+)
 from orbax_safetensors_layout.saved_tree import SavedTree
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.local_write import flush_folder
@@ -28,6 +40,7 @@ from orbax_safetensors_layout.transfer.gather import gather
 from orbax_safetensors_layout.transfer.heap import frozen_heap
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.progress import progress_callback
+from orbax_safetensors_layout.transfer.scatter import scatter
 from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats, write_parts
 
 PathLike = str | os.PathLike[str]
@@ -38,6 +51,7 @@ def save(
     path: PathLike,
     tree: Any,
     *,
+    mapping: LeafMapping | None = None,
     options: WriteOptions | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -52,12 +66,15 @@ def save(
         tree: Any pytree of `jax.Array`s (plain, or of typed PRNG keys), numpy arrays and scalars,
             and Python numbers, booleans and strings. A tensor is called by its dotted key path;
             a flat dict of Hugging Face names gives the files of Hugging Face.
+        mapping: What the leaves are made of, as for `load`; the files get the tensors that it
+            takes, and nothing else is written beside them. The tree then holds arrays only.
         options: How to write.
         overwrite: Replace a safetensors checkpoint that stands there.
 
     Raises:
         CheckpointExistsError: A safetensors checkpoint stands there, without `overwrite`.
         SafetensorsLayoutError: Leaves that can not be saved; before anything is written.
+        MappingError: The mapping does not invert, or does not fit; before anything is written.
         StorageError: A write failed. What stood at `path` is as it was.
         PeerError: Another process failed.
 
@@ -69,12 +86,14 @@ def save(
         {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     with frozen_heap():
-        PreparedSave.of(tree, options or WriteOptions()).publish(path, overwrite=overwrite)
+        prepared = PreparedSave.of(tree, options or WriteOptions(), mapping=mapping)
+        prepared.publish(path, overwrite=overwrite)
 
 
 def plan_save(
     abstract: Any,
     *,
+    mapping: LeafMapping | None = None,
     options: WriteOptions | None = None,
     process_index: int | None = None,
     process_count: int | None = None,
@@ -84,6 +103,7 @@ def plan_save(
     Args:
         abstract: The tree, of arrays or of `jax.ShapeDtypeStruct`s with shardings; these may be
             over an `AbstractMesh`, as for `plan_load`.
+        mapping: As for `save`.
         options: As for `save`.
         process_index: The process whose plan is wanted; by default this one.
         process_count: For an `AbstractMesh`: the number of processes.
@@ -93,16 +113,39 @@ def plan_save(
     """
     options = options or WriteOptions()
     shards = ProcessShards(process_index, process_count)
-    return _plan(SavedTree.parse(abstract, options=options, shards=shards), options, shards)
+    parsed = SavedTree.parse(abstract, options=options, shards=shards)
+    return _plan(parsed, mapping, options, shards)[0]
 
 
-def _plan(tree: SavedTree, options: WriteOptions, shards: ProcessShards) -> WritePlan:
-    return plan_writes(
+def _plan(
+    tree: SavedTree, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
+) -> tuple[WritePlan, ScatterPlan | None]:
+    index, count = shards.process_index, shards.process_count
+    if mapping is None:
+        return (
+            plan_writes(tree.leaves, options=options, process_index=index, process_count=count),
+            None,
+        )
+    if options.layout != "hf" or options.dtype is not None:
+        raise ValueError(
+            "A save through a mapping has layout 'hf', and the dtypes of its leaves unless the"
+            " mapping casts: leave out WriteOptions.layout and .dtype."
+        )
+    values = [name for name, leaf in leaf_names(tree.node) if isinstance(leaf, ValueLeaf)]
+    if values:
+        raise MappingError(
+            f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
+            hint="Save the parameters alone.",
+        )
+    scattered = plan_scatter(tree.leaves, mapping)
+    plan = plan_mapped_writes(
         tree.leaves,
+        scattered.tensors,
         options=options,
-        process_index=shards.process_index,
-        process_count=shards.process_count,
+        process_index=index,
+        process_count=count,
     )
+    return plan, scattered
 
 
 class PreparedSave:
@@ -111,8 +154,9 @@ class PreparedSave:
     Args:
         plan: What this process writes.
         values: The values of its leaves.
-        manifest: What is written beside the tensors.
+        manifest: What is written beside the tensors, if anything.
         options: How to write.
+        scattered: What the files' tensors are made of, in a save through a mapping.
         pieces_folder: Where the pieces are that files are put together from, if they are there
             already; by default this save writes them, and removes them when it is done.
     """
@@ -121,15 +165,17 @@ class PreparedSave:
         self,
         plan: WritePlan,
         values: HostValues,
-        manifest: Manifest,
+        manifest: Manifest | None,
         options: WriteOptions,
         *,
+        scattered: ScatterPlan | None = None,
         pieces_folder: str | None = None,
     ) -> None:
         self.plan = plan
         self._values = values
         self._manifest = manifest
         self._options = options
+        self._scattered = scattered
         self._pieces_folder = pieces_folder
 
     @classmethod
@@ -138,6 +184,7 @@ class PreparedSave:
         tree: Any,
         options: WriteOptions,
         *,
+        mapping: LeafMapping | None = None,
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
     ) -> Self:
@@ -146,6 +193,7 @@ class PreparedSave:
         Args:
             tree: As for `save`.
             options: How to write.
+            mapping: As for `save`.
             custom: A JSON value to keep beside the tensors.
             dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
                 the options say; None for the usual.
@@ -156,7 +204,10 @@ class PreparedSave:
         """
         shards = ProcessShards()
         parsed = SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
-        plan = _plan(parsed, options, shards)
+        plan, scattered = _plan(parsed, mapping, options, shards)
+        values = HostValues(parsed.values, plan.leaves)
+        if scattered is not None:
+            return cls(plan, values, None, options, scattered=scattered)
         stored = plan.stored if options.layout == "sharded" else None
         manifest = Manifest(
             layout=options.layout,
@@ -166,11 +217,14 @@ class PreparedSave:
             custom=custom,
             pieces=stored,
         )
-        return cls(plan, HostValues(parsed.values, plan.leaves), manifest, options)
+        return cls(plan, values, manifest, options)
 
     def capture(self) -> None:
         """Brings what this process writes to the host, as far as the memory budget allows."""
         parts = [part for file in self.plan.writes() for part in file.parts]
+        if self._scattered is not None and self.plan.stored is None:
+            wanted = {(p.leaf, p.held) for made in self._scattered.parts.values() for p in made}
+            parts = [self._values.box_part(leaf, held) for leaf, held in sorted(wanted)]
         self._values.capture(parts, self._options.memory_budget_bytes)
 
     def wait_captured(self, timeout_seconds: float | None = None) -> bool:
@@ -277,8 +331,19 @@ class PreparedSave:
                 pool.stop()
             group.meet("writing shards", error)
             try:
-                if plan.exchanges:
-                    pieces = self._pieces_folder or folder
+                pieces = self._pieces_folder or folder
+                if self._scattered is not None:
+                    stats += scatter(
+                        plan,
+                        self._scattered.parts,
+                        files,
+                        pool,
+                        self._values,
+                        storage,
+                        pieces,
+                        memory_budget_bytes=budget,
+                    )
+                elif plan.exchanges:
                     stats += gather(plan, files, pool, storage, pieces, memory_budget_bytes=budget)
                 if group.is_leader:
                     self._write_documents(storage, folder, documents)
@@ -298,7 +363,9 @@ class PreparedSave:
 
     def _write_documents(self, storage: Storage, folder: str, more: Mapping[str, bytes]) -> None:
         """The manifest, for several files the index, and what else is given."""
-        documents = {MANIFEST: self._manifest.to_json(), **more}
+        documents = dict(more)
+        if self._manifest is not None:
+            documents[MANIFEST] = self._manifest.to_json()
         if len(self.plan.files) > 1:
             files = [(name, tensors) for name, _, tensors in self.plan.files]
             documents[MAIN_INDEX] = index_bytes(files)

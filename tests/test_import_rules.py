@@ -42,6 +42,7 @@ MAY_IMPORT_JAX = (
     "transfer._jax",
     "transfer.assemble",
     "transfer.host",
+    "transfer.scatter",
     "load",
     "save",
     "tree",

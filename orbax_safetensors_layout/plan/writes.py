@@ -182,6 +182,48 @@ def plan_consolidation(
     return _Planner(leaves, options, process_index, process_count).hf(stored)
 
 
+def plan_mapped_writes(
+    leaves: Sequence[LeafWrite],
+    tensors: Sequence[NewTensor],
+    *,
+    options: WriteOptions,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> WritePlan:
+    """Plans the writes of tensors that a mapping makes of leaves.
+
+    Several processes leave the leaves in pieces, of which the files' owners make the tensors.
+
+    Args:
+        leaves: The leaves.
+        tensors: The tensors.
+        options: How to write.
+        process_index: The process.
+        process_count: How many there are.
+    """
+    pieces: FileWrite | None = None
+    stored: StoredPieces | None = None
+    if process_count > 1:
+        planner = _Planner(leaves, options, process_index, process_count)
+        stored, pieces = planner.pieces(range(len(leaves)), folder=PIECES_FOLDER)
+    empty = StoredPieces((), (), {})
+    files = plan_consolidation(
+        tensors,
+        empty,
+        options=options,
+        process_index=process_index,
+        process_count=process_count,
+    )
+    first = len(leaves)
+    own = tuple(
+        file._replace(gathered=tuple(first + number for number in file.gathered))
+        for file in files.own
+    )
+    return dataclasses.replace(
+        files, leaves=(*leaves, *files.leaves), own=own, pieces=pieces, stored=stored
+    )
+
+
 class _Planner:
     def __init__(
         self, leaves: Sequence[LeafWrite], options: WriteOptions, index: int, count: int
@@ -195,7 +237,7 @@ class _Planner:
         self._writers = PieceWriters(count, replicate_below_bytes=below)
 
     def sharded(self) -> WritePlan:
-        stored, pieces = self._pieces(range(len(self._leaves)), folder="")
+        stored, pieces = self.pieces(range(len(self._leaves)), folder="")
         return self._plan((), (), pieces, stored)
 
     def hf(self, stored: StoredPieces | None = None) -> WritePlan:
@@ -227,7 +269,7 @@ class _Planner:
         )
         if stored is not None or not exchanged:
             return self._plan(described, tuple(own), None, stored)
-        stored, pieces = self._pieces(sorted(exchanged), folder=PIECES_FOLDER)
+        stored, pieces = self.pieces(sorted(exchanged), folder=PIECES_FOLDER)
         return self._plan(described, tuple(own), pieces, stored)
 
     def _is_pieced(
@@ -282,7 +324,7 @@ class _Planner:
                 parts.append(Part(number, found, entry.dtype, entry.start, entry.stop))
         return FileWrite(name, layout, tuple(parts), tuple(gathered))
 
-    def _pieces(self, numbers: Sequence[int], folder: str) -> tuple[StoredPieces, FileWrite | None]:
+    def pieces(self, numbers: Sequence[int], folder: str) -> tuple[StoredPieces, FileWrite | None]:
         """Where the pieces of some leaves are, and this process's file of them."""
         prefix = f"{folder}/" if folder else ""
         names = [

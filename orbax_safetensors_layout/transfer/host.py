@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry.box import Box, Tile
 from orbax_safetensors_layout.plan.shards import box_of
 from orbax_safetensors_layout.plan.writes import LeafWrite, Part
 from orbax_safetensors_layout.transfer.parts import Fetch
@@ -69,6 +69,24 @@ class HostValues:
         if not _on_host(value):
             shards = _to_host(shards)
         return lambda: [np.asarray(shard) for shard in shards]
+
+    def shard(self, leaf: int, held: int) -> np.ndarray:
+        """One of the boxes of a leaf, by its number among those of all processes."""
+        captured = self._captured.get((leaf, (held,)))
+        if captured is None:
+            part = self.box_part(leaf, held)
+            captured = self._begin(part)
+            if self.held_bytes(part):  # regions of it are asked for one by one
+                captured = functools.partial(_same, captured())
+                self._captured[leaf, (held,)] = captured
+        (found,) = captured()
+        return found
+
+    def box_part(self, leaf: int, held: int) -> Part:
+        """A box of a leaf by itself, which is no part of any file."""
+        box = self._leaves[leaf].held.boxes[held]
+        alone = Tile(box, (1,) * len(box.start), (held,))
+        return Part(leaf, alone, self._leaves[leaf].tensor.dtype, 0, 0)
 
     def capture(self, parts: Sequence[Part], budget_bytes: int | None) -> None:
         """Brings the members of parts to the host now, in order, as far as a budget allows.

@@ -1,0 +1,138 @@
+"""Saves through a mapping: Hugging Face to JAX and back is bit-exact, from any sharding."""
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoints import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from mapping_expressions import INDEX_OPS, cases, reshape
+from multiprocess import run_processes
+from test_load_mapped import HEAD_DIM, SPECS, path, sharded, tensors
+
+import orbax_safetensors_layout as osl
+
+__all__ = ["path", "tensors"]  # fixtures
+
+
+def mapping():
+    layer = "model.layers.{i}."
+    q = osl.tensor(layer + "q_proj.weight").rearrange("(h d) e -> e h d", d=HEAD_DIM)
+    experts = osl.stack(osl.tensor(layer + "experts.{e}.down.weight").transpose(), over="e")
+    return osl.Mapping(
+        [
+            osl.rule("layers.q", osl.stack(q, over="i", axis=1)),
+            osl.rule("layers.experts", osl.stack(experts, over="i")),
+            osl.rule("layers.{i}.gate", osl.tensor(layer + "gate_up.weight").slice(1, 0, None, 2)),
+            osl.rule("layers.{i}.up", osl.tensor(layer + "gate_up.weight").slice(1, 1, None, 2)),
+            osl.rule("layers.{i}.norm", osl.tensor(layer + "norm.weight").cast("float32")),
+            osl.rule("norm", osl.tensor("model.norm.weight").scale(4.0)),
+            osl.rule("tied", None, tied_to="norm"),
+        ]
+    )
+
+
+def abstract(path, split, on=None):
+    mesh = on or Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    facts = osl.metadata(path, mapping=mapping())
+    return {
+        name: jax.ShapeDtypeStruct(
+            fact.shape, fact.dtype, sharding=NamedSharding(mesh, SPECS[split](len(fact.shape)))
+        )
+        for name, fact in facts.items()
+    }
+
+
+def read_all(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("split", SPECS)
+def test_there_and_back(tmp_path, path, tensors, split):
+    tree = osl.load(path, abstract(path, split), mapping=mapping())
+    osl.save(
+        tmp_path / "out", tree, mapping=mapping(), options=osl.WriteOptions(max_file_bytes=40_000)
+    )
+    found = read_all(tmp_path / "out")
+    assert set(found) == set(tensors)
+    for name, value in tensors.items():
+        if "layers" in name and name.endswith(".norm.weight"):
+            value = value.astype(np.float32)  # nothing says that it was bfloat16
+        if name == "model.norm.weight":
+            value = value * value.dtype.type(4) / value.dtype.type(4)
+        assert_same_bits(found[name], value)
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "orbax_safetensors_layout.json" not in names
+    again = osl.load(tmp_path / "out", tree, mapping=mapping())
+    for name, value in tree.items():
+        assert_same_bits(np.asarray(again[name]), np.asarray(value))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_invertible_expression(tmp_path_factory, data):
+    operations = [operation for operation in INDEX_OPS if operation is not reshape]
+    case = data.draw(cases(operations, depth=4))
+    mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
+    folder = tmp_path_factory.mktemp("mapped")
+    value = np.asarray(case.array)
+    leaf = jax.device_put(value, sharded(data, value.shape)) if value.size else value
+    try:
+        osl.save(folder / "out", {"leaf": leaf}, mapping=mapping)
+    except osl.MappingError:
+        return  # a part of a tensor only, or shapes that the leaf does not tell
+    found = osl.load(folder / "out", mapping=mapping)["leaf"]
+    assert_same_bits(found, value)
+
+
+def test_what_is_no_array_is_refused(tmp_path, path):
+    with pytest.raises(osl.MappingError, match="step"):
+        osl.save(tmp_path / "out", {"step": 3}, mapping=mapping())
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_invert_is_refused(tmp_path):
+    rules = osl.Mapping([osl.rule("leaf", osl.tensor("a").scale(3.0))])
+    with pytest.raises(osl.MappingError, match=r"scale\(3\.0\)"):
+        osl.save(tmp_path / "out", {"leaf": np.ones(3, np.float32)}, mapping=rules)
+    assert not (tmp_path / "out").exists()
+
+
+SOURCE = """
+import numpy as np
+from jax.sharding import Mesh
+import orbax_safetensors_layout as osl
+from test_save_mapped import abstract, mapping
+
+def main(path, target, split):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    tree = osl.load(path, abstract(path, split, mesh), mapping=mapping())
+    options = osl.WriteOptions(max_file_bytes=40_000)
+    osl.save(target, tree, mapping=mapping(), options=options)
+    return osl.plan_save(tree, mapping=mapping(), options=options).cost().written_bytes
+"""
+
+
+@pytest.mark.parametrize("split", SPECS)
+def test_two_processes_write_the_bytes_of_one(tmp_path, path, split):
+    tree = osl.load(path, abstract(path, split), mapping=mapping())
+    options = osl.WriteOptions(max_file_bytes=40_000)
+    osl.save(tmp_path / "one", tree, mapping=mapping(), options=options)
+    run_processes(
+        SOURCE,
+        processes=2,
+        devices=2,
+        path=str(path),
+        target=str(tmp_path / "two"),
+        split=split,
+    )
+    one, two = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("one", "two")
+    )
+    assert one == two
