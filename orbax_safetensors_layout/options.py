@@ -156,7 +156,8 @@ class WriteOptions:
         memory_budget_bytes: Host bytes that a save may hold beyond its arrays. On devices with
             memory of their own the blocking part of an asynchronous save then lasts until what is
             left to write fits it; None copies everything to the host at once.
-        concurrency: Writes in flight at once; None takes one a core, at most eight.
+        concurrency: Writes in flight at once; None takes one a core, or two where files are
+            flushed to the disk, at most eight.
         fsync: Flush every file to the disk before the save counts as done. Without it a crash of
             the machine, not of the process, can lose a save that was reported as done.
         replicate_below_bytes: In layout `"sharded"` replicated shards up to this size are written
@@ -198,8 +199,8 @@ class WriteOptions:
 
     @property
     def writers(self) -> int:
-        """Threads that write."""
-        return self.concurrency or min(8, max(2, os.cpu_count() or 1))
+        """Threads that write: one a core that copies, two where they also wait for the disk."""
+        return self.concurrency or min(8, max(2, os.cpu_count() or 1) * (2 if self.fsync else 1))
 
 
 def _check_counts(options: object, names: tuple[str, ...]) -> None:

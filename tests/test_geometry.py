@@ -6,6 +6,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,3 +136,40 @@ def test_packed_boxes_hold_their_elements(case, bits):
     stored = pack(elements, bits).reshape(packed.shape)
     data = np.ascontiguousarray(stored[packed.box.slices])
     np.testing.assert_array_equal(unpack_box(data, bits, packed), elements[box.slices])
+
+
+@given(shape_and_box(), st.data())
+def test_runs_of_reversed_and_repeated_dimensions(case, data):
+    shape, box = case
+    view = AffineView.row_major(shape).restrict(box)
+    kinds = [data.draw(st.sampled_from([1, -1, 0])) for _ in shape]
+    strides = tuple(k * s for k, s in zip(kinds, view.strides, strict=True))
+    turned = sum(
+        s * (n - 1) for k, s, n in zip(kinds, view.strides, view.shape, strict=True) if k < 0
+    )
+    view = AffineView(view.offset + turned, view.shape, strides)
+    kept = tuple(slice(a, b if k else a + 1) for k, a, b in zip(kinds, *box, strict=True))
+    elements = np.arange(math.prod(shape)).reshape(shape)[kept].ravel()
+    runs = StridedRuns.of(view, 2)
+    assert bytes_of(runs) == [2 * e + i for e in elements.tolist() for i in range(2)]
+    assert view.bounds == (elements.min(), elements.max() + 1)
+
+
+def test_interlaced_dimensions_are_refused():
+    with pytest.raises(ValueError, match="interlace"):
+        StridedRuns.of(AffineView(0, (3, 3), (1, 2)), 4)
+
+
+@given(shapes, st.data())
+def test_boxes_cover_each_index_once_or_not(shape, data):
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=5))
+    hits = np.zeros(shape, int)
+    for box in boxes:
+        hits[box.slices] += 1
+    assert cover(boxes, Box.whole(shape)) == bool((hits == 1).all())
+    edges = [sorted({0, n, data.draw(st.integers(0, n))}) for n in shape]
+    grid = [
+        Box(tuple(a for a, _ in cell), tuple(b for _, b in cell))
+        for cell in itertools.product(*map(itertools.pairwise, edges))
+    ]
+    assert cover(grid, Box.whole(shape))

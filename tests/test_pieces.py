@@ -185,13 +185,13 @@ CASES = (
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(*CASES)
 def test_every_box_is_what_numpy_makes_of_it(case, files, latency, most_bytes, budget):
     check(case, files, latency, most_bytes, budget)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 @given(*CASES)
 def test_so_it_is_where_small_regions_are_treated_as_large_ones(
     case, files, latency, most_bytes, budget

@@ -112,7 +112,7 @@ class LeafRead(NamedTuple):
         if self.is_plain:
             return
         self._check_dtypes()
-        for source in self.sources:
+        for source in {(s.entry.shape, s.box.shape, s.view): s for s in self.sources}.values():
             self._check_source(source)
         for box in self.local.boxes:
             common = [box.intersect(source.box) for source in self.sources]

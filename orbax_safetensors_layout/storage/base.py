@@ -29,10 +29,6 @@ class FileWriter(Protocol):
         """
         ...
 
-    def flush(self) -> None:
-        """Begins to make durable what was written so far, where that saves time later."""
-        ...
-
     def finish(self) -> None:
         """Makes the file durable, if it was asked to be, and visible under its name."""
         ...

@@ -25,14 +25,13 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.storage.base import Buffer, FileWriter
+from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
 from orbax_safetensors_layout.storage.local_write import LocalFileWriter, storage_errors
 
 _PAGE = mmap.PAGESIZE
-_HUGE_PAGE = 2 * MIB
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 _MAX_OPEN_FILES = 128
 _DIRECT_MIN_BYTES = 1 * MIB
-_DIRECT_CHUNK_BYTES = 4 * MIB
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
@@ -98,7 +97,7 @@ class LocalStorage:
         self._lock = threading.Lock()
         self._open: dict[str, _OpenFile] = {}
         self._identities: dict[str, tuple[int, int, int, int]] = {}
-        self._scratch = threading.local()
+        self._scratch = DirectScratch()
         self._probes = bool(_NOWAIT and _O_DIRECT)
         self._closed = False
 
@@ -273,14 +272,14 @@ class LocalStorage:
         fd = self._direct_fd(handle)
         if fd < 0:
             return False
-        scratch = self._direct_scratch()
+        scratch = self._scratch.take()
         total = sum(len(buffer) for buffer in buffers)
         position, stop = offset, offset + total
         while position < stop:
             first = position - position % _PAGE
-            length = min(_DIRECT_CHUNK_BYTES, -(-(stop - first) // _PAGE) * _PAGE)
+            length = min(DIRECT_CHUNK_BYTES, -(-(stop - first) // _PAGE) * _PAGE)
             rest = _skip(buffers, position - offset)
-            whole_pages = min(len(rest[0]), _DIRECT_CHUNK_BYTES) // _PAGE * _PAGE
+            whole_pages = min(len(rest[0]), DIRECT_CHUNK_BYTES) // _PAGE * _PAGE
             in_place = whole_pages and first == position and _address(rest[0]) % _PAGE == 0
             into = rest[0][:whole_pages] if in_place else scratch[:length]
             try:
@@ -303,36 +302,12 @@ class LocalStorage:
                 handle.direct_fd = handle.reopen(_O_DIRECT)
             return handle.direct_fd
 
-    def _direct_scratch(self) -> memoryview:
-        """This thread's chunk. It is not a forked child's, so it is made again there."""
-        pid, chunk = getattr(self._scratch, "chunk", (0, memoryview(b"")))
-        if pid != os.getpid():
-            chunk = _huge_pages(_DIRECT_CHUNK_BYTES)
-            self._scratch.chunk = os.getpid(), chunk
-        return chunk
-
 
 def _is_file_or_broken_link(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
     except OSError:  # a link to itself
         return True
-
-
-def _huge_pages(nbytes: int) -> memoryview:
-    """Writable memory in huge pages where the system has them, which a fork does not share.
-
-    With 4 KiB pages the kernel cuts a direct read of 4 MiB into many small ones: 1.3 GiB/s in
-    place of 4.0 (Linux 6.18, virtio). A page that a fork shares may miss what the disk writes to it
-    (open(2), O_DIRECT).
-    """
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(getattr(mmap, advice))
-    start = -_address(memoryview(memory)) % _HUGE_PAGE
-    return memoryview(memory)[start : start + nbytes]
 
 
 def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> int:

@@ -6,18 +6,25 @@ import contextlib
 import ctypes
 import errno
 import functools
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
 
 PARTIAL_SUFFIX = ".partial"
 """What is appended to a file's name until it is complete."""
 
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_PAGE = mmap.PAGESIZE
+_DIRECT_MIN_BYTES = 1 << 20
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class LocalFileWriter:
@@ -37,12 +44,17 @@ class LocalFileWriter:
         self.file = file
         self._partial = file + PARTIAL_SUFFIX
         self._durable = durable
+        self._scratch = DirectScratch()
+        self._direct_fd = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
         with storage_errors("can not create the file", file):
             self._fd = os.open(self._partial, flags, 0o666)
         try:
             with storage_errors(f"can not make room for {size} bytes", file):
                 _allocate(self._fd, size)
+            if durable and _O_DIRECT:
+                with contextlib.suppress(OSError):  # as on tmpfs
+                    self._direct_fd = os.open(self._partial, os.O_WRONLY | os.O_CLOEXEC | _O_DIRECT)
         except BaseException:
             self.abort()
             raise
@@ -50,26 +62,87 @@ class LocalFileWriter:
     def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
         total = sum(buffer.nbytes for buffer in buffers)
         with storage_errors(f"writing bytes [{offset}, {offset + total}) failed", self.file):
-            _write_fully(self._fd, offset, buffers, total)
+            if self._direct_fd >= 0 and total >= _DIRECT_MIN_BYTES:
+                self._write_direct(offset, _flat(buffers), total)
+            else:
+                _write_fully(self._fd, offset, buffers, total)
 
-    def flush(self) -> None:
-        with storage_errors("flushing to the disk failed", self.file):
-            os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
+    def _write_direct(self, offset: int, buffers: Sequence[memoryview], total: int) -> None:
+        """Writes whole pages past the page cache, from an aligned chunk.
+
+        What has to reach the disk anyway gets there sooner: 2.28 GB in 0.55 s, in place of 0.95
+        through the page cache and `fsync` (Linux 6.18, ext4, virtio).
+        """
+        stop = offset + total
+        first, last = -(-offset // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+        source = _Cursor(buffers)
+        if first > offset:
+            _write_fully(self._fd, offset, source.take(first - offset), first - offset)
+        for start in range(first, last, DIRECT_CHUNK_BYTES):
+            size = min(DIRECT_CHUNK_BYTES, last - start)
+            chunk = self._scratch.take()[:size]
+            into = np.frombuffer(chunk, np.uint8)
+            at = 0
+            for part in source.take(size):
+                # numpy's copy lets other threads run; a memoryview's does not.
+                into[at : at + len(part)] = np.frombuffer(part, np.uint8)
+                at += len(part)
+            self._write_pages(start, chunk)
+        if last < stop:
+            _write_fully(self._fd, last, source.take(stop - last), stop - last)
+
+    def _write_pages(self, offset: int, chunk: memoryview) -> None:
+        try:
+            if self._direct_fd >= 0 and os.pwrite(self._direct_fd, chunk, offset) == len(chunk):
+                return
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+        # Not supported after all, or written in part: the page cache takes it all.
+        _write_fully(self._fd, offset, [chunk], len(chunk))
 
     def finish(self) -> None:
         with storage_errors("completing the file failed", self.file):
             if self._durable:
                 os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+            self._close()
             os.replace(self._partial, self.file)
 
+    def _close(self) -> None:
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
+
     def abort(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._partial)
+
+
+class _Cursor:
+    """Takes bytes from buffers, one after the other."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
+        self._number = self._at = 0
+
+    def take(self, nbytes: int) -> list[memoryview]:
+        """The next bytes, as parts of the buffers."""
+        found = []
+        while nbytes:
+            rest = self._buffers[self._number][self._at : self._at + nbytes]
+            found.append(rest)
+            nbytes -= len(rest)
+            self._at += len(rest)
+            if self._at == len(self._buffers[self._number]):
+                self._number, self._at = self._number + 1, 0
+        return found
+
+
+def _flat(buffers: Sequence[Source]) -> list[memoryview]:
+    flat: Any = memoryview  # typed without arrays in some versions
+    return [flat(buffer).cast("B") for buffer in buffers if buffer.nbytes]
 
 
 def flush_folder(folder: str) -> None:
@@ -83,7 +156,7 @@ def flush_folder(folder: str) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno not in _NO_FALLOCATE:  # some network file systems flush no folders
+            if error.errno not in _UNSUPPORTED:  # some network file systems flush no folders
                 raise
         finally:
             os.close(fd)
@@ -116,7 +189,7 @@ def _allocate(fd: int, size: int) -> None:
             if fallocate(fd, 0, 0, size) == 0:
                 return
             code = ctypes.get_errno()
-            if code not in _NO_FALLOCATE:
+            if code not in _UNSUPPORTED:
                 raise OSError(code, os.strerror(code))
     os.ftruncate(fd, size)
 

@@ -7,11 +7,7 @@ the buffers are dropped, and the one error names file, tensor, byte range and ca
 from __future__ import annotations
 
 import dataclasses
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +25,7 @@ from orbax_safetensors_layout.transfer.budget import Budget
 from orbax_safetensors_layout.transfer.buffers import Bytes
 from orbax_safetensors_layout.transfer.destinations import Destination, destinations_of
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
+from orbax_safetensors_layout.transfer.workers import Then, Workers
 
 Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
 """Takes a leaf's number, some of its boxes by number, and their values. What it returns, if
@@ -79,15 +76,6 @@ def read_leaves(
     return _Reader(plan, storage, deliver, convert, mmap, progress).run()
 
 
-class _Failure(NamedTuple):
-    """What a worker thread puts into the queue in place of a finished piece of work."""
-
-    error: BaseException
-
-
-_Event = Callable[[], None] | _Failure
-
-
 class _OpenTile:
     """A tile that several regions fill, from the first that is scheduled to the last."""
 
@@ -120,9 +108,7 @@ class _Reader:
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
-        self._cancelled = threading.Event()
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._in_flight = 0
+        self._workers = Workers(plan.profile.concurrency, "safetensors-read")
         self._budget = Budget(plan.memory_budget_bytes)
         self._tiles: dict[tuple[int, int], _OpenTile] = {}
         self._total_bytes = self._done_bytes = 0
@@ -138,36 +124,21 @@ class _Reader:
             if number not in needing:
                 empty = [np.empty(box.shape, leaf.dtype) for box in leaf.local.boxes]
                 self._deliver(number, range(len(empty)), empty)
-        concurrency = self._plan.profile.concurrency
-        pool = ThreadPoolExecutor(concurrency, thread_name_prefix="safetensors-read")
         try:
-            for group in self._plan.groups():
-                self._num_reads += 1
-                if not self._adopt_mapped(group, pool):
-                    self._schedule(group, pool)
-            while self._in_flight:
-                self._next_event()
+            with self._workers:
+                for group in self._plan.groups():
+                    self._num_reads += 1
+                    if not self._adopt_mapped(group):
+                        self._schedule(group)
+                self._workers.take_all()
         finally:
-            self._cancelled.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            self._events = queue.SimpleQueue()  # what is left in it holds buffers, and this object
-            self._tiles.clear()
+            self._tiles.clear()  # an error's traceback holds this object
         self._budget.release_all()
         for file in self._mapped_files:
             self._storage.check_unchanged(file)
         return ReadStats(self._bytes_read, self._num_reads, self._storage_reads, self._mapped_bytes)
 
-    def _next_event(self) -> None:
-        event = self._events.get()
-        if not isinstance(event, _Failure):
-            event()
-            return
-        try:
-            raise event.error
-        finally:
-            del event  # the error's traceback holds this frame
-
-    def _schedule(self, group: Group, pool: ThreadPoolExecutor) -> None:
+    def _schedule(self, group: Group) -> None:
         destinations = self._destinations(group)
         outstanding = [1]  # the group itself, until all its jobs are submitted
 
@@ -175,23 +146,21 @@ class _Reader:
             outstanding[0] -= 1
             if not outstanding[0]:
                 for destination in destinations:
-                    self._region_done(destination, pool)
+                    self._region_done(destination)
 
         for job in jobs_of(group, destinations, self._plan.profile):
-            while self._in_flight >= 3 * self._plan.profile.concurrency:
-                self._next_event()
+            self._workers.make_room()
             outstanding[0] += 1
-            self._submit_job(pool, job, done)
+            self._submit_job(job, done)
         done()
-        while not self._events.empty():
-            self._next_event()
+        self._workers.take_finished()
 
     def _destinations(self, group: Group) -> list[Destination]:
         """The memory of a group's regions; waits until there is room for tiles that are new."""
         if not self._plan.adopt:
             fresh = {r.tile: r.layout for r in group.regions if r.tile not in self._tiles}
             held = (self._plan.held_bytes(leaf, layout) for (leaf, _), layout in fresh.items())
-            self._budget.reserve(sum(held), self._make_progress)
+            self._budget.reserve(sum(held), self._workers.take)
         opened = {
             r.tile: self._tiles[r.tile].memory for r in group.regions if r.tile in self._tiles
         }
@@ -205,13 +174,7 @@ class _Reader:
                 self._tiles[region.tile] = _OpenTile(memory, region.parts)
         return destinations
 
-    def _make_progress(self) -> bool:
-        if self._in_flight:
-            self._next_event()
-            return True
-        return False
-
-    def _submit_job(self, pool: ThreadPoolExecutor, job: Job, done: Callable[[], None]) -> None:
+    def _submit_job(self, job: Job, done: Callable[[], None]) -> None:
         def work() -> Callable[[], None]:
             nbytes, requests = job.run(self._storage, self._scratch)
 
@@ -222,39 +185,18 @@ class _Reader:
 
             return account
 
-        self._submit(pool, work, job.file, [d.region for d in job.destinations])
+        self._submit(work, job.file, [d.region for d in job.destinations])
 
     def _submit(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[], Callable[[], None]],
-        file: str | None,
-        regions: Sequence[Region],
+        self, work: Callable[[], Then], file: str | None, regions: Sequence[Region]
     ) -> None:
-        """Runs `work` on the pool, and what it returns on the calling thread."""
+        def explain(error: BaseException) -> None:
+            if not isinstance(error, SafetensorsLayoutError):
+                error.add_note(f"while loading {self._names(regions)} of {file}")
+            elif error.tensor is None:
+                error.tensor = self._tensor(regions[0])
 
-        def run() -> None:
-            if self._cancelled.is_set():
-                return
-            try:
-                then = work()
-            except BaseException as error:
-                self._cancelled.set()
-                if not isinstance(error, SafetensorsLayoutError):
-                    error.add_note(f"while loading {self._names(regions)} of {file}")
-                elif error.tensor is None:
-                    error.tensor = self._tensor(regions[0])
-                self._events.put(_Failure(error))
-            else:
-
-                def finish() -> None:
-                    self._in_flight -= 1
-                    then()
-
-                self._events.put(finish)
-
-        self._in_flight += 1
-        pool.submit(run)
+        self._workers.submit(work, explain)
 
     def _names(self, regions: Sequence[Region]) -> str:
         more = f" and {len(regions) - 1} more tensors" if len(regions) > 1 else ""
@@ -263,7 +205,7 @@ class _Reader:
     def _tensor(self, region: Region) -> str:
         return self._plan.leaves[region.leaf].sources[region.source].entry.name
 
-    def _adopt_mapped(self, group: Group, pool: ThreadPoolExecutor) -> bool:
+    def _adopt_mapped(self, group: Group) -> bool:
         """Takes a group's bytes from mapped pages where every shard is aligned there."""
         if self._map is None or not all(map(_adoptable, group.regions)):
             return False
@@ -271,10 +213,10 @@ class _Reader:
         self._mapped_files.add(group.file)
         for region in group.regions:
             self._mapped_bytes += region.stop - region.start
-            self._region_done(Destination(region, mapped[region.start : region.stop]), pool)
+            self._region_done(Destination(region, mapped[region.start : region.stop]))
         return True
 
-    def _region_done(self, destination: Destination, pool: ThreadPoolExecutor) -> None:
+    def _region_done(self, destination: Destination) -> None:
         region = destination.region
         nbytes = region.read.runs.total_bytes
         if region.parts > 1:
@@ -294,7 +236,7 @@ class _Reader:
             converted = self._converted(region.leaf, region.layout, values)
             return lambda: self._finish(region, converted, nbytes)
 
-        self._submit(pool, work, leaf.file, [region])
+        self._submit(work, leaf.file, [region])
 
     def _converted(
         self, number: int, layout: TileLayout, values: list[np.ndarray]

@@ -21,7 +21,6 @@ from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
 
 _JOB_BYTES = 8 * MIB
-_FLUSH_BYTES = 256 * MIB  # begins to reach the disk while the rest is still being written
 
 
 class Values(Protocol):
@@ -73,6 +72,9 @@ class OpenFile(NamedTuple):
 class FileSet:
     """The files of a save that this process has begun and not completed.
 
+    Attributes:
+        durable: Whether they must survive a crash of the machine.
+
     Args:
         storage: Where they are.
         folder: The checkpoint's folder.
@@ -82,14 +84,14 @@ class FileSet:
     def __init__(self, storage: Storage, folder: str, *, durable: bool) -> None:
         self._storage = storage
         self._folder = folder
-        self._durable = durable
+        self.durable = durable
         self._open: dict[str, OpenFile] = {}
         self._lock = threading.Lock()
 
     def begin(self, plan: FileWrite) -> OpenFile:
         """Creates a file and writes its header."""
         path = join(self._folder, plan.name)
-        writer = self._storage.create(path, plan.layout.size, durable=self._durable)
+        writer = self._storage.create(path, plan.layout.size, durable=self.durable)
         found = OpenFile(plan, writer)
         with self._lock:
             self._open[plan.name] = found
@@ -298,8 +300,10 @@ class _PartWriter:
         """Offsets in the file, and what goes there; staged parts are put together here."""
         if len(segments) == 1 and segments[0].source.staged:
             source, start, stop = segments[0]
-            for at in range(start, stop, source.block_bytes):
-                end = min(at + source.block_bytes, stop)
+            # What a core's cache holds, unless large writes go straight to the disk.
+            step = stop - start if self._files.durable else source.block_bytes
+            for at in range(start, stop, step):
+                end = min(at + step, stop)
                 scratch = self._take(end - at)
                 yield source.part.start + at, source.buffers(at, end, scratch)
             return

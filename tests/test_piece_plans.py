@@ -1,0 +1,345 @@
+"""Leaves made of pieces: what is planned for them, in which order it is read, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same_bits, random_tensor, save
+from recording import RecordingStorage
+from test_pieces import run
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
+from orbax_safetensors_layout.transfer.read import read_leaves
+
+LOCAL = osl.ReadOptions().profile("local")
+
+
+def cells(shape, *grid) -> LocalBoxes:
+    """All cells of a grid."""
+    parts = [n // g for n, g in zip(shape, grid, strict=True)]
+    boxes = [
+        Box(
+            tuple(c * n for c, n in zip(cell, parts, strict=True)),
+            tuple((c + 1) * n for c, n in zip(cell, parts, strict=True)),
+        )
+        for cell in itertools.product(*map(range, grid))
+    ]
+    return LocalBoxes(tuple(boxes), (False,) * len(boxes))
+
+
+def stacked(entries, local, shape, strides, name="stack") -> LeafRead:
+    """One leaf of equal views, one a tensor, along a new leading dimension."""
+    sources = tuple(
+        Source(
+            entry,
+            Box((i, *[0] * len(shape)), (i + 1, *shape)),
+            AffineView(0, (1, *shape), (0, *strides)),
+        )
+        for i, entry in enumerate(entries)
+    )
+    stored = sources[0].entry.dtype
+    return LeafRead(name, (len(sources), *shape), stored, sources, local, stored.numpy)
+
+
+def plan(leaves, *, budget=1 << 31, adopt=True, profile=LOCAL) -> ReadPlan:
+    return plan_reads(leaves, profile=profile, memory_budget_bytes=budget, adopt=adopt)
+
+
+def made_up(name="t", shape=(4, 6), code="F32", file="f", start=8) -> TensorEntry:
+    dtype = DTYPES[code]
+    size = int(np.prod(shape)) * dtype.bits // 8
+    return TensorEntry(name, dtype, tuple(shape), file, start, start + size)
+
+
+@pytest.mark.parametrize("grid", [(4, 1, 1), (2, 1, 1), (1, 8, 1), (2, 4, 1), (1, 1, 1)])
+def test_stacked_layers_are_read_straight_into_their_shards(tmp_path, grid):
+    layers, shape = 4, (64, 48)
+    tensors = {f"{i}": random_tensor(shape, np.float32, i) for i in range(layers)}
+    path = save(tmp_path, tensors, files=3)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+    local = cells((layers, *shape), *grid)
+    leaf = stacked([entries[n] for n in tensors], local, shape, row_major_strides(shape))
+    found = plan([leaf])
+    regions = [region for _, some in found.batches for region in some]
+    assert len(regions) == layers
+    assert all(region.read.direct for region in regions)
+    assert found.cost().peak_host_bytes == 0
+    with RecordingStorage() as storage:
+        values = run(found, storage)
+    full = np.stack([*tensors.values()])
+    for number, box in enumerate(local.boxes):
+        assert_same_bits(values[0, number], full[box.slices])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("grid", [(1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (4, 2, 1, 1)])
+def test_equal_experts_share_their_geometry(grid, transposed):
+    layers, experts, shape = 4, 8, (64, 32)
+    local = cells((layers, experts, *shape), *grid)
+    strides = (1, 64) if transposed else (32, 1)
+    sources = tuple(
+        Source(
+            made_up(f"{layer}.{expert}", (64, 32), "BF16", f"f{layer}"),
+            Box((layer, expert, 0, 0), (layer + 1, expert + 1, *shape)),
+            AffineView(0, (1, 1, *shape), (0, 0, *strides)),
+        )
+        for layer in range(layers)
+        for expert in range(experts)
+    )
+    bf16 = DTYPES["BF16"]
+    leaf = LeafRead("e", (layers, experts, *shape), bf16, sources, local, bf16.numpy)
+    regions = [region for _, some in plan([leaf]).batches for region in some]
+    assert len(regions) == layers * experts
+    assert len({id(region.read) for region in regions}) == 1
+
+
+def test_a_large_transposed_head_split(tmp_path):
+    """Rows of a multiple of 4 KiB: padded, staged in the order of the file, one copy a block."""
+    heads, head_dim, hidden = 8, 64, 4096
+    tensors = {f"{i}": random_tensor((heads * head_dim, hidden), np.uint16, i) for i in range(2)}
+    path = save(tmp_path, tensors, files=2)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+    shape = (hidden, heads, head_dim)
+    expected = np.stack([t.T.reshape(shape) for t in tensors.values()])
+    for grid in ((1, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (1, 1, 1, 4)):
+        local = cells(expected.shape, *grid)
+        leaf = stacked([*entries.values()], local, shape, (1, head_dim * hidden, hidden))
+        found = plan([leaf])
+        with RecordingStorage() as storage:
+            values = run(found, storage)
+            read = sorted(storage.ranges)
+        for number, box in enumerate(local.boxes):
+            assert_same_bits(values[0, number], expected[box.slices])
+        assert sum(stop - start for _, start, stop in read) == expected.nbytes
+        assert len(read) == found.cost().requests
+
+
+def test_long_rows_are_cut_so_that_the_copy_writes_whole_lines(tmp_path):
+    """Rows of 512 KiB, of which four fit a staging buffer: blocks are bounded in both ways."""
+    tensor = random_tensor((128, 1 << 18), np.uint16)
+    path = save(tmp_path, {"t": tensor})
+    with Catalog.open(path) as catalog:
+        (entry,) = catalog.all_entries().values()
+    shape = (1 << 18, 128)
+    source = Source(entry, Box.whole(shape), AffineView(0, shape, (1, 1 << 18)))
+    local = LocalBoxes.whole(shape)
+    leaf = LeafRead("t", shape, entry.dtype, (source,), local, entry.dtype.numpy)
+    found = plan([leaf])
+    (region,) = found.batches[0][1]
+    rows, columns = region.read.blocking.lengths
+    assert rows * 2 >= 128
+    assert columns * 2 > LOCAL.max_gap_bytes
+    with RecordingStorage() as storage:
+        values = run(found, storage)
+        assert len(storage.ranges) == found.cost().requests
+    assert_same_bits(values[0, 0], tensor.T)
+
+
+@pytest.mark.parametrize("strides", [(1, 128), (128, 1)])
+@pytest.mark.parametrize("grid", [(1, 1, 1), (1, 4, 1), (1, 1, 4)])
+def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
+    """As on an accelerator: tiles of all layers of all files are not open at once."""
+    layers, shape = 6, (128, 128)
+    names = [f"{i}.{k}" for i in range(layers) for k in "abcdef"]
+    tensors = {name: random_tensor(shape, np.float32, i) for i, name in enumerate(names)}
+    path = save(tmp_path, tensors, files=layers)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+    local = cells((layers, *shape), *grid)
+    leaves = [
+        stacked([entries[f"{i}.{k}"] for i in range(layers)], local, shape, strides, k)
+        for k in "abcdef"
+    ]
+    tile_bytes = layers * 128 * 128 * 4
+    budget = 2 * tile_bytes + 1000
+    found = plan(leaves, budget=budget, adopt=False)
+    assert found.cost().peak_host_bytes <= budget + LOCAL.concurrency * LOCAL.staging_bytes
+    lock = threading.Lock()
+    opened: set[str] = set()
+    released: list[str] = []
+    most = []
+    kinds = {(e.file, e.start): n[-1] for n, e in entries.items()}
+
+    def before_read(file, start, stop):
+        with lock:
+            opened.update(
+                kind for (f, at), kind in kinds.items() if f == file and start <= at < stop
+            )
+            most.append(len(opened) - len(released))
+
+    def deliver(number, boxes, values):
+        expected = np.stack([tensors[f"{i}.{leaves[number].name}"] for i in range(layers)])
+        if strides[0] == 1:
+            expected = expected.transpose(0, 2, 1)
+        for box, value in zip(boxes, values, strict=True):
+            assert_same_bits(value, expected[local.boxes[box].slices])
+        return lambda: released.append(leaves[number].name)
+
+    with RecordingStorage() as storage:
+        storage.before_read = before_read
+        read_leaves(found, storage, deliver=deliver, convert=lambda n, v: v)
+    assert sorted(set(released)) == [*"abcdef"]
+    assert max(most) <= 3
+    # Where arrays keep their buffers, the files come one after the other.
+    files = [file for file, _ in plan(leaves).batches]
+    assert files == sorted(set(files))
+
+
+def test_a_tile_larger_than_the_budget_is_read_by_itself(tmp_path):
+    tensors = {f"{i}": random_tensor((64, 64), np.float32, i) for i in range(4)}
+    path = save(tmp_path, tensors, files=2)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+    leaf = stacked([entries[n] for n in tensors], cells((4, 64, 64), 1, 2, 1), (64, 64), (64, 1))
+    found = plan([leaf], budget=100, adopt=False)
+    assert found.cost().peak_host_bytes == 4 * 32 * 64 * 4
+    with RecordingStorage() as storage:
+        values = run(found, storage)
+    assert_same_bits(np.concatenate([values[0, 0], values[0, 1]], 1), np.stack([*tensors.values()]))
+
+
+def test_small_parts_of_many_leaves_share_requests(tmp_path):
+    """Norms of all layers: one request a file, whatever the leaves."""
+    tensors = {f"{i}.{k}": random_tensor((33,), np.float32, i) for i in range(8) for k in "ab"}
+    path = save(tmp_path, tensors, files=2)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+    leaves = [
+        stacked([entries[f"{i}.{k}"] for i in range(8)], LocalBoxes.whole((8, 33)), (33,), (1,), k)
+        for k in "ab"
+    ]
+    for adopt in (True, False):
+        found = plan(leaves, adopt=adopt)
+        with RecordingStorage() as storage:
+            values = run(found, storage)
+            assert len(storage.ranges) == 2 == found.cost().requests
+        for number, k in enumerate("ab"):
+            assert_same_bits(values[number, 0], np.stack([tensors[f"{i}.{k}"] for i in range(8)]))
+
+
+def test_a_repeated_element_is_read_once(tmp_path):
+    tensor = random_tensor((5, 7), np.int16)
+    path = save(tmp_path, {"t": tensor})
+    with Catalog.open(path) as catalog:
+        (entry,) = catalog.all_entries().values()
+    shape = (5, 3, 7, 4)
+    source = Source(entry, Box.whole(shape), AffineView(28, shape, (-7, 0, 1, 0)))
+    local = cells(shape, 1, 3, 1, 2)
+    leaf = LeafRead("t", shape, entry.dtype, (source,), local, entry.dtype.numpy)
+    found = plan([leaf])
+    assert found.cost().read_bytes == found.cost().needed_bytes == tensor.nbytes
+    with RecordingStorage() as storage:
+        values = run(found, storage)
+        assert sum(b - a for _, a, b in storage.ranges) == tensor.nbytes
+    expected = np.broadcast_to(tensor[::-1, None, :, None], shape)
+    for number, box in enumerate(local.boxes):
+        assert_same_bits(values[0, number], np.ascontiguousarray(expected[box.slices]))
+
+
+def test_a_plan_of_pieces_prints():
+    leaf = stacked(
+        [made_up(f"t{i}", (4, 6), start=8 + 96 * i) for i in range(3)],
+        LocalBoxes.whole((3, 6, 4)),
+        (6, 4),
+        (1, 6),
+        "layers.kernel",
+    )
+    found = plan([leaf])
+    assert found.by_tensor() == [("layers.kernel", 288, 288)]
+    assert "layers.kernel  [3, 6, 4]  F32       288   288" in str(found)
+    assert "1 tensors, 288 bytes needed" in str(found)
+
+
+def test_a_failing_read_names_file_and_tensor(tmp_path):
+    tensors = {f"t{i}": random_tensor((100,), np.float32, i) for i in range(2)}
+    path = save(tmp_path, tensors, files=2)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+    leaf = stacked([*entries.values()], LocalBoxes.whole((2, 100)), (100,), (1,))
+
+    def before_read(file, start, stop):
+        if file == entries["t1"].file:
+            raise osl.StorageError("the disk broke", file=file)
+
+    with RecordingStorage() as storage:
+        storage.before_read = before_read
+        with pytest.raises(osl.StorageError, match="the disk broke") as caught:
+            run(plan([leaf]), storage)
+    assert (caught.value.file, caught.value.tensor) == (entries["t1"].file, "t1")
+
+
+def one(entry, box, view, shape=(4, 6)) -> LeafRead:
+    source = Source(entry, box, view)
+    local = LocalBoxes.whole(shape)
+    return LeafRead("the.leaf", shape, entry.dtype, (source,), local, entry.dtype.numpy)
+
+
+WHOLE = Box.whole((4, 6))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (one(made_up(), Box((0, 0), (4, 5)), AffineView(0, (4, 5), (6, 1))), "do not cover it"),
+        (one(made_up(), WHOLE, AffineView(0, (4, 5), (6, 1))), "can not fill"),
+        (one(made_up(), WHOLE, AffineView(1, (4, 6), (6, 1))), "leaves the tensor 't'"),
+        (one(made_up(), WHOLE, AffineView(0, (4, 6), (-6, 1))), "leaves the tensor 't'"),
+        (one(made_up(), WHOLE, AffineView(0, (4, 6), (1, 1))), "interlace"),
+    ],
+)
+def test_pieces_that_do_not_make_the_leaf_are_refused(leaf, text):
+    with pytest.raises(osl.MismatchError, match=text) as caught:
+        plan([leaf])
+    assert caught.value.tensor == "the.leaf"
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [Box((0, 0), (2, 6)), Box((1, 0), (3, 6))],  # overlap and gap
+        [Box((0, 0), (2, 6)), Box((0, 0), (2, 6))],
+        [Box((0, 0), (2, 6)), Box((3, 0), (5, 6))],
+        [Box((0, 0), (4, 6)), Box((0, 0), (4, 6))],
+    ],
+)
+def test_boxes_that_do_not_tile_the_leaf_are_refused(boxes):
+    sources = tuple(Source(made_up(), b, AffineView(0, b.shape, (6, 1))) for b in boxes)
+    f32 = DTYPES["F32"]
+    leaf = LeafRead("the.leaf", (4, 6), f32, sources, LocalBoxes.whole((4, 6)), f32.numpy)
+    with pytest.raises(osl.MismatchError, match="do not cover it, each index once") as caught:
+        plan([leaf])
+    assert caught.value.tensor == "the.leaf"
+
+
+def test_tensors_of_several_dtypes_do_not_make_a_leaf():
+    entries = [made_up("a"), made_up("b", code="I32", file="g")]
+    leaf = stacked(entries, LocalBoxes.whole((2, 4, 6)), (4, 6), (6, 1), "the.leaf")
+    with pytest.raises(osl.DtypeMismatchError, match="'b' is not F32") as caught:
+        plan([leaf])
+    assert (caught.value.tensor, caught.value.file) == ("the.leaf", "g")
+
+
+def test_packed_elements_stay_where_they_are():
+    entries = [made_up(n, code="F4") for n in "ab"]
+    leaf = stacked(entries, LocalBoxes.whole((2, 4, 6)), (4, 6), (6, 1), "the.leaf")
+    with pytest.raises(osl.UnsupportedDtypeError, match="Load the tensor by itself") as caught:
+        plan([leaf])
+    assert caught.value.tensor == "the.leaf"
+    with pytest.raises(osl.UnsupportedDtypeError, match="Load the tensor by itself"):
+        plan([one(made_up(code="F4"), WHOLE, AffineView(0, (4, 6), (1, 4)))])
+    assert ml_dtypes.float4_e2m1fn is DTYPES["F4"].numpy.type
+    plain = LeafRead.plain("p", entries[0], LocalBoxes.whole((4, 6)), DTYPES["F4"].numpy)
+    assert plan([plain]).cost().needed_bytes == 12
