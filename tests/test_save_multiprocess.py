@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -82,7 +83,8 @@ def main(path, target, doing, process):
         found = [type(error).__name__, str(error)]
     else:
         found = None
-    return {"error": found, "seconds": time.monotonic() - begin, "old": osl.load(target)["old"].tolist()}
+    seconds = time.monotonic() - begin
+    return {"error": found, "seconds": seconds, "old": osl.load(target)["old"].tolist()}
 """
 )
 
@@ -191,3 +193,50 @@ def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doi
         assert result["seconds"] < 20
         assert result["old"] == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+MEMORY = (
+    PRELUDE
+    + """
+def peak_bytes():
+    with open("/proc/self/status") as status:
+        lines = [line.split() for line in status]
+    return next(int(fields[1]) << 10 for fields in lines if fields[0] == "VmHWM:")
+
+def main(target, layout, megabytes, budget):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rows = megabytes * 256
+    tree = {}
+    for name in ("a", "b", "c", "d"):
+        def part(index):
+            extents = [len(range(*i.indices(n))) for i, n in zip(index, (rows, 1024))]
+            return np.full(extents, 3.0, "f")
+        sharding = NamedSharding(mesh, P(None, "x"))
+        tree[name] = jax.make_array_from_callback((rows, 1024), sharding, part)
+    osl.save(target, {"w": tree["a"][:8]}, options=osl.WriteOptions(layout=layout))  # warms up
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")
+    before = peak_bytes()
+    options = osl.WriteOptions(
+        layout=layout, max_file_bytes=rows * 4096, memory_budget_bytes=budget, fsync=False
+    )
+    osl.save(target, tree, overwrite=True, options=options)
+    return peak_bytes() - before
+"""
+)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_memory_does_not_grow_with_the_model(tmp_path, layout):
+    budget = 32 << 20
+    grown = run_processes(
+        MEMORY,
+        processes=2,
+        devices=2,
+        target=str(tmp_path / "target"),
+        layout=layout,
+        megabytes=128,  # each of four tensors; a process holds half of them
+        budget=budget,
+    )
+    assert max(grown) <= (64 << 20) + budget
