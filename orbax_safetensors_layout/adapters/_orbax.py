@@ -8,17 +8,121 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
-from orbax.checkpoint.experimental.v1._src.layout import registry, safetensors_layout
+from orbax.checkpoint.experimental.v1._src.handlers import registration, resolution
+from orbax.checkpoint.experimental.v1._src.handlers.registration import NoEntryError
+from orbax.checkpoint.experimental.v1._src.handlers.types import typestr
+from orbax.checkpoint.experimental.v1._src.layout import (
+    orbax_layout,
+    registry,
+    safetensors_layout,
+)
+from orbax.checkpoint.experimental.v1._src.layout.checkpoint_layout import (
+    RESERVED_CHECKPOINTABLE_KEYS as RESERVED,
+)
 from orbax.checkpoint.experimental.v1._src.layout.checkpoint_layout import (
     STATE_CHECKPOINTABLE_KEY as STATE,
 )
+from orbax.checkpoint.experimental.v1._src.layout.orbax_layout import (
+    CHECKPOINT_METADATA as STEP_METADATA,
+)
+from orbax.checkpoint.experimental.v1._src.layout.orbax_layout import (
+    ORBAX_CHECKPOINT_INDICATOR_FILE as STEP_INDICATOR,
+)
+from orbax.checkpoint.experimental.v1._src.layout.orbax_layout import (
+    PYTREE_METADATA_FILE as ITEM_METADATA,
+)
+from orbax.checkpoint.experimental.v1._src.partial.saving import _PartialSavePyTree as PartialSave
+from orbax.checkpoint.experimental.v1._src.saving import saving
 
-__all__ = ["STATE", "get_context", "layout_class", "set_layout_class", "tree_metadata", "version"]
+__all__ = [
+    "ITEM_METADATA",
+    "RESERVED",
+    "STATE",
+    "STEP_INDICATOR",
+    "STEP_METADATA",
+    "Hooks",
+    "NoEntryError",
+    "PartialSave",
+    "get_context",
+    "get_hooks",
+    "handlers_used",
+    "layout_used",
+    "orbaxs_layout",
+    "read_step_metadata",
+    "set_hooks",
+    "tree_metadata",
+    "typestr",
+    "version",
+]
+
+read_step_metadata = orbax_layout.read_checkpoint_metadata
+
+
+class Hooks(NamedTuple):
+    """What `install` puts in the place of Orbax's own.
+
+    Attributes:
+        layout: The class behind `checkpoint_layout = "safetensors"`.
+        for_save: Finds the handler that saves a checkpointable.
+        for_load: Finds the handler that loads one.
+    """
+
+    layout: Any
+    for_save: Any
+    for_load: Any
+
+
+def get_hooks() -> Hooks:
+    """What stands in these places now."""
+    return Hooks(
+        safetensors_layout.SafetensorsLayout,
+        registration.resolve_handler_for_save,
+        registration.resolve_handler_for_load,
+    )
+
+
+def set_hooks(hooks: Hooks) -> None:
+    """Puts others there."""
+    safetensors_layout.SafetensorsLayout = hooks.layout
+    registration.resolve_handler_for_save = hooks.for_save
+    registration.resolve_handler_for_load = hooks.for_load
+
+
+def layout_used() -> Any:
+    """The class that Orbax's own resolution takes for `checkpoint_layout = "safetensors"`."""
+    # Without a path it awaits nothing, so it is driven by hand: no event loop is needed, and one
+    # that runs already (a notebook) is not in the way.
+    resolving = registry.get_layout_class(ocp.options.CheckpointLayout.SAFETENSORS)
+    try:
+        resolving.send(None)
+    except StopIteration as finished:
+        return finished.value
+    finally:
+        resolving.close()
+    raise RuntimeError("Orbax's layout resolution waits for something")
+
+
+async def orbaxs_layout(path: ocp.path.Path) -> Any:
+    """What reads a step that Orbax saved, with either API."""
+    kind: Any = await registry.get_layout_class(ocp.options.CheckpointLayout.ORBAX, path)
+    return kind()
+
+
+def handlers_used(context: ocp.Context, state: Any) -> list[Any]:
+    """The handlers that Orbax's own resolution takes for saving a state within a context.
+
+    The first is what `ocp.save` records, the second what `ocp.training.Checkpointer` saves with.
+    """
+    with context:
+        known = context.checkpointables.registry
+        recorded = resolution.get_handlers_for_save(known, {STATE: state})[STATE]
+        used = saving.handler_registration.resolve_handler_for_save(known, state, name=STATE)
+    return [recorded, used]
 
 
 def version() -> str:
@@ -26,27 +130,6 @@ def version() -> str:
     return importlib.metadata.version("orbax-checkpoint")
 
 
-def tree_metadata(tree: Any, custom_metadata: Mapping[str, str]) -> Any:
+def tree_metadata(tree: Any, custom_metadata: Mapping[str, Any] | None) -> Any:
     """A `TreeMetadata`, which v0 has no public way to make."""
-    return build_default_tree_metadata(tree, custom_metadata=dict(custom_metadata) or None)
-
-
-def layout_class() -> Any:
-    """The class that Orbax's own resolution takes for `checkpoint_layout = "safetensors"`."""
-    # Without a path it awaits nothing, so it is driven by hand: no event loop is needed, and one
-    # that runs already (a notebook) is not in the way.
-    resolution = registry.get_layout_class(ocp.options.CheckpointLayout.SAFETENSORS)
-    try:
-        resolution.send(None)
-    except StopIteration as finished:
-        return finished.value
-    finally:
-        resolution.close()
-    raise RuntimeError("Orbax's layout resolution waits for something")
-
-
-def set_layout_class(layout: Any) -> Any:
-    """Puts a class where that resolution looks, and returns the one that was there."""
-    previous = safetensors_layout.SafetensorsLayout
-    safetensors_layout.SafetensorsLayout = layout
-    return previous
+    return build_default_tree_metadata(tree, custom_metadata=custom_metadata)

@@ -15,10 +15,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def in_background(
-    function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
-) -> Coroutine[Any, Any, _R]:
-    """A coroutine that runs `function` in a thread; what it sees is captured at this call.
+def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function` for another thread, where it sees what the caller of this sees now.
 
     Context variables are captured, and whether x64 is on: `jax.enable_x64` is local to a thread
     and no context variable, so inside such a block a worker would otherwise refuse, or narrow,
@@ -27,12 +25,34 @@ def in_background(
     context = contextvars.copy_context()
     x64 = bool(_jax.config.jax_enable_x64)
 
-    def call() -> _R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with _x64(x64):
             return function(*args, **kwargs)
 
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return context.run(call, *args, **kwargs)
+
+    return run
+
+
+def in_background(
+    function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> Coroutine[Any, Any, _R]:
+    """A coroutine that runs `function` in a thread; what it sees is captured at this call.
+
+    A thread can not be stopped: a coroutine that is cancelled ends when the thread has, so that
+    nothing goes on behind whoever cancelled it.
+    """
+    captured = in_callers_context(function)
+
     async def run() -> _R:
-        return await asyncio.get_running_loop().run_in_executor(None, context.run, call)
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(None, lambda: captured(*args, **kwargs))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
 
     return run()
 

@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
+from orbax_safetensors_layout.adapters.v0_metadata import HostArrayMetadata
 from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.keys import dotted_name
 
@@ -45,7 +46,7 @@ def abstract_tree(args: Any) -> Any:
                 f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
                 hint="Restore under the checkpoint's own names, then change the tree.",
             )
-    item = _plain(getattr(args, "item", None))
+    item = jax.tree.map(_described, _plain(getattr(args, "item", None)))
     overrides = _plain(getattr(args, "restore_args", None))
     if overrides is not None:
         item = _override(item, overrides, partial=getattr(args, "partial_restore", False))
@@ -59,6 +60,25 @@ def abstract_tree(args: Any) -> Any:
 def _plain(tree: Any) -> Any:
     """Orbax's `TreeMetadata` is a pytree of its own; its `tree` has the checkpoint's structure."""
     return tree.tree if hasattr(tree, "custom_metadata") and hasattr(tree, "tree") else tree
+
+
+def _described(leaf: Any) -> Any:
+    """A leaf of `metadata` as one that `osl.load` takes; other leaves as they are."""
+    if isinstance(leaf, ocp.metadata.StringMetadata):
+        return str
+    if isinstance(leaf, ocp.metadata.ScalarMetadata):
+        return type(np.zeros((), leaf.dtype).item())
+    if not isinstance(leaf, ocp.metadata.ArrayMetadata):
+        return leaf
+    if isinstance(leaf, HostArrayMetadata):
+        return HostArray(leaf.shape, leaf.dtype)
+    sharding = leaf.sharding
+    if sharding is not None and not isinstance(sharding, Sharding):
+        try:
+            sharding = sharding.to_jax_sharding()
+        except ValueError:  # over devices that this program does not have
+            sharding = None
+    return _struct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _override(item: Any, overrides: Any, *, partial: bool) -> Any:

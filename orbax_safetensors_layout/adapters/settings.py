@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from orbax_safetensors_layout.adapters import _orbax
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +17,11 @@ class Settings:
 
     Attributes:
         read: How checkpoints are read.
+        write: How checkpoints are written.
     """
 
     read: ReadOptions | None = None
+    write: WriteOptions | None = None
 
 
 _NOTHING = Settings()
@@ -27,7 +29,7 @@ _SETTINGS: ContextVar[Settings] = ContextVar("orbax_safetensors_layout", default
 
 
 @contextlib.contextmanager
-def using(*, read: ReadOptions | None = None) -> Iterator[None]:
+def using(*, read: ReadOptions | None = None, write: WriteOptions | None = None) -> Iterator[None]:
     """Settings for the Orbax operations that start inside the block.
 
     Orbax makes layouts and v1 handlers itself, without arguments; this is how options reach them.
@@ -37,6 +39,7 @@ def using(*, read: ReadOptions | None = None) -> Iterator[None]:
     Args:
         read: How checkpoints are read, instead of the defaults, of Orbax's own options and of
             those that a `SafetensorsCheckpointHandler` was made with.
+        write: How checkpoints are written, in the same way.
 
     Example:
         >>> import tempfile, numpy as np, safetensors.numpy, orbax.checkpoint as ocp
@@ -50,7 +53,10 @@ def using(*, read: ReadOptions | None = None) -> Iterator[None]:
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     outer = _SETTINGS.get()
-    token = _SETTINGS.set(Settings(read=outer.read if read is None else read))
+    inner = Settings(
+        read=outer.read if read is None else read, write=outer.write if write is None else write
+    )
+    token = _SETTINGS.set(inner)
     try:
         yield
     finally:
@@ -77,3 +83,16 @@ def read_options_v1() -> ReadOptions:
     read = ReadOptions(request_bytes=context.safetensors.read_chunk_bytes)
     budget = context.memory.read_concurrent_bytes
     return read if budget is None else dataclasses.replace(read, memory_budget_bytes=budget)
+
+
+def write_options_v1() -> WriteOptions:
+    """How to write, for an operation of Orbax v1; call it in the blocking phase.
+
+    `using(write=...)` decides alone. Without it, `ctx.memory.write_concurrent_bytes` of Orbax's
+    context is the memory budget.
+    """
+    write = current().write
+    if write is not None:
+        return write
+    budget = _orbax.get_context().memory.write_concurrent_bytes
+    return WriteOptions(memory_budget_bytes=budget)

@@ -1,5 +1,10 @@
 """Orbax v0: the handler for `ocp.Checkpointer` and `ocp.CheckpointManager`.
 
+An existing pipeline writes safetensors, and restores them, with one line changed:
+
+    manager = ocp.CheckpointManager(root, handler_registry=osl.handler_registry("default"))
+    manager.save(step, args=ocp.args.StandardSave(state))
+
 A folder of published weights is restored as it stands, with nothing added to it:
 
     checkpointer = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
@@ -24,40 +29,106 @@ arguments and `item_metadata` work for that item, too.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import os
-from typing import Any, NoReturn
+import time
+from typing import Any
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
-from orbax_safetensors_layout.adapters import _orbax, settings
+from orbax_safetensors_layout.adapters import _orbax, settings, v0_metadata
 from orbax_safetensors_layout.adapters.contents import Contents
 from orbax_safetensors_layout.adapters.restore_args import abstract_tree
+from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
+from orbax_safetensors_layout.adapters.saving import ItemSave
 from orbax_safetensors_layout.adapters.strictness import load_item
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+
+_SETTLE_SECONDS = 10.0
 
 
 class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
-    """Restores safetensors checkpoints in Orbax v0; each process reads its own shards' bytes.
+    """Saves and restores safetensors checkpoints in Orbax v0; each process its own shards' bytes.
 
     Args:
         read: How to read, where no `using(read=...)` block says otherwise. Its `strict` does not
             count: in v0, `partial_restore` of the restore arguments decides that.
+        write: How to write, where no `using(write=...)` block says otherwise.
 
     Example:
-        >>> import tempfile, jax, numpy as np, safetensors.numpy, orbax.checkpoint as ocp
-        >>> folder = tempfile.mkdtemp()
-        >>> tensors = {"layer.weight": np.arange(4.0, dtype=np.float32)}
-        >>> safetensors.numpy.save_file(tensors, f"{folder}/model.safetensors")
-        >>> tree = {"layer": {"weight": jax.ShapeDtypeStruct((4,), np.float32)}}
+        >>> import tempfile, jax, numpy as np, orbax.checkpoint as ocp
+        >>> folder = f"{tempfile.mkdtemp()}/checkpoint"
         >>> checkpointer = ocp.Checkpointer(SafetensorsCheckpointHandler())
+        >>> state = {"layer": {"weight": np.arange(4.0, dtype=np.float32)}, "step": 3}
+        >>> checkpointer.save(folder, args=SafetensorsSave(state))
+        >>> checkpointer.restore(folder)
+        {'layer': {'weight': array([0., 1., 2., 3.], dtype=float32)}, 'step': 3}
+        >>> tree = {"layer": {"weight": jax.ShapeDtypeStruct((4,), np.float32)}, "step": 0}
         >>> checkpointer.restore(folder, args=SafetensorsRestore(tree))
-        {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
+        {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}, 'step': 3}
     """
 
-    def __init__(self, *, read: ReadOptions | None = None) -> None:
+    def __init__(
+        self, *, read: ReadOptions | None = None, write: WriteOptions | None = None
+    ) -> None:
         self._read = read
+        self._write = write
+
+    @classmethod
+    def typestr(cls) -> str:
+        """What steps record; that of the v1 handler, so that each API restores the other's."""
+        return str(_orbax.typestr(SafetensorsHandler))
+
+    async def async_save(
+        self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs
+    ) -> list[future.Future]:
+        """Copies what this process writes to the host; files are written in the background.
+
+        Args:
+            directory: Where the item will be; it need not exist yet.
+            args: `SafetensorsSave`, `StandardSave` or `PyTreeSave`.
+
+        Returns:
+            What waits until all processes have written, and raises what went wrong.
+
+        Raises:
+            ValueError: The tree is an empty container.
+            SafetensorsLayoutError: Leaves that can not be saved.
+        """
+        try:
+            save, options = self._begin(directory, args)
+        except BaseException:
+            await asyncio.to_thread(_settle)
+            raise
+        commit = _commit(save, directory)
+        if not save.is_captured:
+            await asyncio.to_thread(_wait_captured, save, commit, options.timeout_seconds)
+        return [commit]
+
+    def save(self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs) -> None:
+        """Saves, and waits for it; also inside a running event loop. As `async_save`.
+
+        Raises:
+            StorageError: A write failed.
+            PeerError: Another process failed.
+        """
+        save, _ = self._begin(directory, args)
+        _commit(save, directory).result()
+
+    def _begin(self, directory: os.PathLike[str], args: Any) -> tuple[ItemSave, WriteOptions]:
+        options = settings.current().write or self._write or WriteOptions()
+        save = ItemSave(
+            directory,
+            args.item,
+            options,
+            custom=getattr(args, "custom_metadata", None),
+            dtypes=leaf_dtypes(args),
+        )
+        return save, options
 
     def restore(
         self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs | None = None
@@ -66,8 +137,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
 
         Args:
             directory: The folder that holds the `.safetensors` files.
-            args: `SafetensorsRestore`, `StandardRestore`, `PyTreeRestore`, or None to load
-                everything as a flat dict of numpy arrays.
+            args: `SafetensorsRestore`, `StandardRestore`, `PyTreeRestore`, or None. Without a tree
+                everything is loaded: what this package saved as it was saved, a checkpoint of
+                others as a flat dict of numpy arrays.
 
         Raises:
             CheckpointNotFoundError: No safetensors checkpoint stands there.
@@ -84,52 +156,72 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         )
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
-        """Name, shape and dtype of every tensor, and the files' `__metadata__`.
+        """Name, shape, dtype and sharding of every leaf, and the custom metadata.
 
         Returns:
-            A `TreeMetadata`, as from Orbax's own pytree handlers: a flat dict from tensor name to
-            `ocp.metadata.ArrayMetadata`, which also serves as the tree to restore.
+            A `TreeMetadata`, as from Orbax's own pytree handlers, which also serves as the tree to
+            restore. Of a checkpoint that others wrote, it is a flat dict of tensors, and the files'
+            `__metadata__` are the custom metadata.
         """
-        contents = Contents.read(directory)
-        tree = {
-            name: ocp.metadata.ArrayMetadata(
-                name=name,
-                directory=directory,
-                shape=entry.shape,
-                sharding=None,
-                dtype=entry.dtype.numpy,
-                storage=ocp.metadata.StorageMetadata(chunk_shape=entry.shape),
-            )
-            for name, entry in contents.tensors.items()
-        }
-        return _orbax.tree_metadata(tree, contents.custom_metadata)
-
-    def save(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses: this version reads safetensors and does not write them.
-
-        Raises:
-            SafetensorsLayoutError: Always.
-        """
-        del args, kwargs
-        raise _saves_nothing(directory)
-
-    async def async_save(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses, as `save` does.
-
-        Raises:
-            SafetensorsLayoutError: Always.
-        """
-        del args, kwargs
-        raise _saves_nothing(directory)
+        return v0_metadata.describe(directory, Contents.read(directory))
 
 
-def _saves_nothing(directory: os.PathLike[str]) -> SafetensorsLayoutError:
-    return SafetensorsLayoutError(
-        "this version of orbax_safetensors_layout reads checkpoints and does not save them",
-        file=directory,
-        hint="Save with a handler of Orbax's own, for instance through a second"
-        " CheckpointManager without this handler_registry.",
-    )
+def _commit(save: ItemSave, directory: os.PathLike[str]) -> future.Future:
+    """Starts the background phase, for the operation that Orbax has begun."""
+
+    async def write() -> None:
+        save.write(directory)  # the thread is its own
+
+    return future.CommitFutureAwaitingContractedSignals(write(), name="safetensors_save")
+
+
+def _settle() -> None:
+    """Waits for the folders that Orbax is making for a save that has failed already.
+
+    If the program ends, or closes the checkpointer, in between, a thread of Orbax waits for them
+    until `coordination_timeout`, five minutes, and keeps the program from ending (orbax-checkpoint
+    0.12.6 and 0.12.8, with any handler).
+    """
+
+    async def nothing() -> None:
+        pass
+
+    made = future.CommitFutureAwaitingContractedSignals(nothing(), name="safetensors_settle")
+    with contextlib.suppress(Exception):
+        made.result(timeout=_SETTLE_SECONDS)
+
+
+def _wait_captured(save: ItemSave, commit: future.Future, timeout_seconds: float) -> None:
+    """Waits until the caller may change the arrays; raises where the background phase failed."""
+    deadline = time.monotonic() + timeout_seconds
+
+    def writing() -> bool:
+        try:
+            commit.result(timeout=0)
+        except TimeoutError:
+            return time.monotonic() < deadline
+        return False
+
+    save.wait_captured(writing)
+
+
+@ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_save=True)
+@dataclasses.dataclass
+class SafetensorsSave(ocp.args.CheckpointArgs):
+    """What to save as a safetensors checkpoint.
+
+    Attributes:
+        item: Any pytree of `jax.Array`s (plain, or of typed PRNG keys), numpy arrays and scalars,
+            and Python numbers, booleans and strings.
+        save_args: A tree of the item's structure of `ocp.SaveArgs`, or None in their place; their
+            `dtype` is the one that an array is written in.
+        custom_metadata: A JSON value, given back by `metadata`.
+    """
+
+    item: Any
+    save_args: Any = None
+    _: dataclasses.KW_ONLY
+    custom_metadata: Any = None
 
 
 @ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_restore=True)
@@ -139,9 +231,8 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
 
     Attributes:
         item: The tree that is wanted. Leaves may be all that `osl.load` takes: abstract or
-            concrete arrays, `...`, Python scalars, the leaves of `metadata`. Without an item,
-            `restore_args` gives the structure; without either, everything is loaded as a flat
-            dict of numpy arrays.
+            concrete arrays, `...`, Python scalars and strings, the leaves of `metadata`. Without
+            an item, `restore_args` gives the structure; without either, everything is loaded.
         restore_args: A tree of the item's structure of `ocp.RestoreArgs` and
             `ocp.ArrayRestoreArgs`; what they say of a leaf overrides the item.
         partial_restore: Let the checkpoint hold tensors that the item does not name; otherwise
@@ -154,39 +245,38 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     partial_restore: bool = False
 
 
-# Orbax takes a handler for a legacy one, and does not pass it arguments, unless it has both kinds.
-@ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_save=True)
-@dataclasses.dataclass
-class _RefusedSave(ocp.args.CheckpointArgs):
-    item: Any = None
-    save_args: Any = None
-
-
-_RESTORES = (SafetensorsRestore, ocp.args.StandardRestore, ocp.args.PyTreeRestore)
-# Registered too: Orbax would otherwise look for another handler, and fail with "already exists".
-_SAVES = (_RefusedSave, ocp.args.StandardSave, ocp.args.PyTreeSave)
+_ARGS = (
+    SafetensorsSave,
+    ocp.args.StandardSave,
+    ocp.args.PyTreeSave,
+    SafetensorsRestore,
+    ocp.args.StandardRestore,
+    ocp.args.PyTreeRestore,
+)
 
 
 def handler_registry(
-    *item_names: str, read: ReadOptions | None = None
+    *item_names: str, read: ReadOptions | None = None, write: WriteOptions | None = None
 ) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """A registry that gives these items of a `CheckpointManager` to the safetensors handler.
 
-    A pipeline's `StandardRestore` and `PyTreeRestore` calls work unchanged with it, and so do
-    `restore(step)` without arguments and `item_metadata(step)`. Other items keep Orbax's handlers.
+    A pipeline's `StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` calls work
+    unchanged with it, and so do `restore(step)` without arguments and `item_metadata(step)`. Other
+    items keep Orbax's handlers.
 
     Args:
         *item_names: The items; `"default"` is the one of a manager without named items.
         read: How to read; see `SafetensorsCheckpointHandler`.
+        write: How to write.
 
     Example:
-        >>> import pathlib, tempfile, numpy as np, safetensors.numpy, orbax.checkpoint as ocp
-        >>> item = pathlib.Path(tempfile.mkdtemp()) / "0" / "default"
-        >>> item.mkdir(parents=True)
-        >>> tensors = {"weight": np.arange(4.0, dtype=np.float32)}
-        >>> safetensors.numpy.save_file(tensors, item / "model.safetensors")
+        >>> import tempfile, numpy as np, orbax.checkpoint as ocp
         >>> registry = handler_registry("default")
-        >>> manager = ocp.CheckpointManager(item.parent.parent, handler_registry=registry)
+        >>> manager = ocp.CheckpointManager(tempfile.mkdtemp(), handler_registry=registry)
+        >>> state = {"weight": np.arange(4.0, dtype=np.float32)}
+        >>> manager.save(7, args=ocp.args.StandardSave(state))
+        True
+        >>> manager.wait_until_finished()
         >>> manager.restore(manager.latest_step())
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
@@ -194,9 +284,9 @@ def handler_registry(
         raise ValueError(
             'handler_registry needs the items\' names; one without names is "default".'
         )
-    handler = SafetensorsCheckpointHandler(read=read)
+    handler = SafetensorsCheckpointHandler(read=read, write=write)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name in item_names:
-        for args in _SAVES + _RESTORES:
+        for args in _ARGS:
             registry.add(name, args, handler)
     return registry

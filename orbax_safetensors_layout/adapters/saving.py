@@ -1,0 +1,83 @@
+"""One item of a checkpoint on its way to its folder, the same for both APIs of Orbax."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from orbax_safetensors_layout.adapters import _orbax
+from orbax_safetensors_layout.adapters.background import in_callers_context
+from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.save import PreparedSave
+from orbax_safetensors_layout.storage.resolve import open_storage
+
+_PathLike = str | os.PathLike[str]
+_HINT = (
+    "This folder holds safetensors files, not a checkpoint in Orbax's own format: restore it with"
+    " orbax_safetensors_layout (v0: handler_registry=osl.handler_registry(...), v1:"
+    " osl.context(...) or osl.install())"
+)
+# Orbax v1 takes a folder for a pytree by this file's presence. What is in it, only Orbax's own
+# handlers read; theirs is then the error "ValueError: '<the hint>' is not a valid KeyType".
+_ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _HINT}]}}}
+_DOCUMENTS = {_orbax.ITEM_METADATA: json.dumps(_ITEM_METADATA).encode() + b"\n"}
+_POLL_SECONDS = 0.05
+
+
+class ItemSave:
+    """The blocking phase of a save; all processes make these in the same order.
+
+    When it is made, what this process writes is on the host, or, with a memory budget, as much of
+    it as fits. Settings of the caller, such as whether x64 is on, hold in `write`, too.
+
+    Args:
+        folder: Where the item will be; it need not exist yet. Processes find each other by it.
+        tree: The item.
+        options: How to write.
+        custom: A JSON value to keep with it.
+        dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
+
+    Raises:
+        ValueError: The tree is an empty container.
+        SafetensorsLayoutError: Leaves that can not be saved.
+    """
+
+    def __init__(
+        self,
+        folder: _PathLike,
+        tree: Any,
+        options: WriteOptions,
+        *,
+        custom: object = None,
+        dtypes: Sequence[Any] | None = None,
+    ) -> None:
+        self._prepared = PreparedSave.of(tree, options, custom=custom, dtypes=dtypes)
+        self._group = self._prepared.group(os.fspath(folder))
+        self._prepared.capture()
+        self.write: Callable[[_PathLike], None] = in_callers_context(self._write)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the caller may change the arrays; if not yet, `write` will come to that."""
+        return self._prepared.wait_captured(0)
+
+    def wait_captured(self, writing: Callable[[], bool]) -> None:
+        """Waits for that, as long as `writing` says that `write` runs or will run."""
+        while not self._prepared.wait_captured(_POLL_SECONDS) and writing():
+            pass
+
+    def start(self, folder: _PathLike) -> concurrent.futures.Future[None]:
+        """Writes in a thread, and waits until the caller may change the arrays."""
+        pool = concurrent.futures.ThreadPoolExecutor(1, "safetensors_save")
+        future = pool.submit(self.write, folder)
+        pool.shutdown(wait=False)
+        self.wait_captured(lambda: not future.done())
+        return future
+
+    def _write(self, folder: _PathLike) -> None:
+        storage, target = open_storage(folder)
+        with storage:
+            self._prepared.write(target, group=self._group, storage=storage, documents=_DOCUMENTS)

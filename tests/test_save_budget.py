@@ -1,0 +1,144 @@
+"""Asynchronous saves under a memory budget: the blocking part lasts until the rest fits.
+
+Arrays on the CPU are on the host already, so these tests have the package take it for a device
+with memory of its own; they ask for no more than that `device_put` to `pinned_host` works.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp0
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from checkpoints import assert_same_bits
+from jax.sharding import PartitionSpec as P
+from saving import full_disk, opened
+from states import place
+
+import orbax_safetensors_layout as osl
+
+VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+NAMES = "abcdefgh"
+
+
+@pytest.fixture(autouse=True)
+def device_memory(monkeypatch):
+    monkeypatch.setattr("orbax_safetensors_layout.transfer.host._on_host", lambda array: False)
+
+
+def tree():
+    return {name: place(VALUES + number, P("x")) for number, name in enumerate(NAMES)}
+
+
+def small_steps(budget=256):
+    """Every tensor has a file and takes a while, so that later ones wait for earlier ones."""
+    return osl.WriteOptions(
+        memory_budget_bytes=budget,
+        max_file_bytes=1,
+        concurrency=1,
+        progress=lambda _: time.sleep(0.02),
+    )
+
+
+def begin_v0(root, write):
+    """Starts a save; returns what waits for it."""
+    registry = osl.handler_registry("state", write=write)
+    manager = ocp0.CheckpointManager(root, handler_registry=registry)
+
+    def begin(step, item):
+        args = ocp0.args.Composite(state=ocp0.args.StandardSave(item))
+        manager.save(step, args=args)
+        return manager.wait_until_finished
+
+    return begin
+
+
+def begin_v1(root, write):
+    def begin(step, item):
+        with osl.context("state"), osl.using(write=write):
+            return ocp.save_async(root / str(step), item).result
+
+    return begin
+
+
+def begin_layout(root, write):
+    def begin(step, item):
+        osl.install()
+        context = ocp.Context()
+        context.checkpoint_layout = "safetensors"
+        try:
+            with context, osl.using(write=write):
+                return ocp.save_async(root / str(step), item).result
+        finally:
+            osl.uninstall()
+
+    return begin
+
+
+def begin_training(root, write):
+    training = ocp.training.Checkpointer(root, context=osl.context("state"))
+
+    def begin(step, item):
+        with osl.using(write=write):
+            return training.save_async(step, item).result
+
+    return begin
+
+
+ROUTES = [begin_v0, begin_v1, begin_layout, begin_training]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("budget", [256, 1000, None])
+def test_the_arrays_may_go_when_the_save_returns(tmp_path, route, budget):
+    begin = route(tmp_path, small_steps(budget))
+    for step in range(2):
+        item = tree()
+        finish = begin(step, item)
+        for array in jax.tree.leaves(item):
+            array.delete()
+        finish()
+        found = opened(tmp_path / str(step) / "state")
+        for number, name in enumerate(NAMES):
+            assert_same_bits(found[name], VALUES + number)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_budget_makes_the_blocking_part_longer(tmp_path, route):
+    def blocking_seconds(budget):
+        begin = route(tmp_path / str(budget), small_steps(budget))
+        start = time.monotonic()
+        finish = begin(0, tree())
+        seconds = time.monotonic() - start
+        finish()
+        return seconds
+
+    blocking_seconds(1)  # whatever is slow the first time
+    assert blocking_seconds(256) > 0.02 * (len(NAMES) - 2)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_full_disk_ends_the_blocking_part(tmp_path, route):
+    begin = route(tmp_path, small_steps())
+    big = {name: place(np.ones((8, 1000), np.float32), P("x")) for name in NAMES}
+
+    def fail():
+        begin(0, big)()
+
+    with full_disk(8192), pytest.raises(osl.StorageError, match=r"model-.*\.safetensors"):
+        fail()
+
+
+def test_the_budget_of_orbaxs_context(tmp_path):
+    context = osl.context("state")
+    context.memory.write_concurrent_bytes = 256
+    with context:
+        item = tree()
+        response = ocp.save_async(tmp_path / "a", item)
+        for array in jax.tree.leaves(item):
+            array.delete()
+        response.result()
+    assert opened(tmp_path / "a" / "state").keys() == set(NAMES)

@@ -1,0 +1,441 @@
+"""Orbax v1: saving through the handler's context, and through the layout that `install` sets."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import threading
+from collections.abc import Awaitable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from checkpoints import assert_same_bits
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from saving import Gate, full_disk, opened, tensor_files
+from states import everything, mesh, place, same, train_state
+
+import orbax_safetensors_layout as osl
+
+VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+# What Orbax itself leaves behind when a save fails before its background phase.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine '_create_paths' was never awaited")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drop_what_orbax_dropped():
+    yield
+    gc.collect()
+
+
+def layout_context() -> ocp.Context:
+    context = ocp.Context()
+    context.checkpoint_layout = "safetensors"
+    return context
+
+
+def handler_context() -> ocp.Context:
+    return osl.context("state", "params", "opt", "other")
+
+
+@pytest.fixture(params=["handler", "layout"])
+def route(request):
+    """Makes the contexts of one of the two ways to us."""
+    if request.param == "handler":
+        yield handler_context
+    else:
+        osl.install()
+        yield layout_context
+        osl.uninstall()
+
+
+@pytest.fixture
+def installed():
+    osl.install()
+    yield
+    osl.uninstall()
+
+
+def state(step=0):
+    return {"w": place(VALUES + step, P("x", "y")), "step": step, "name": "run"}
+
+
+def writes_ocdbt(path):
+    return any(file.name == "manifest.ocdbt" for file in path.rglob("*"))
+
+
+def test_everything_comes_back(tmp_path, route):
+    tree = everything()
+    with route():
+        ocp.save(tmp_path / "a", tree)
+        same(ocp.load(tmp_path / "a"), tree)
+        same(ocp.load(tmp_path / "a", tree), tree)
+
+
+def test_a_train_state(tmp_path, route):
+    tree = train_state()
+    with route():
+        ocp.save(tmp_path / "a", tree)
+        same(ocp.load(tmp_path / "a", tree), tree)
+
+
+def test_a_bare_array(tmp_path, route):
+    with route():
+        ocp.save(tmp_path / "a", jnp.arange(3))
+        assert_same_bits(ocp.load(tmp_path / "a"), np.arange(3, dtype=np.int32))
+
+
+def test_safetensors_reads_what_was_saved(tmp_path, route):
+    with route():
+        ocp.save(tmp_path / "a", {"b": {"c": place(VALUES, P("x", "y"))}})
+    found = opened(tmp_path / "a" / "state")
+    assert found.keys() == {"b.c"}
+    assert_same_bits(found["b.c"], VALUES)
+
+
+def test_overwrite(tmp_path, route):
+    with route():
+        ocp.save(tmp_path / "a", state(0))
+        with pytest.raises(ValueError, match="already exists"):
+            ocp.save(tmp_path / "a", state(1))
+        ocp.save(tmp_path / "a", state(1), overwrite=True)
+        same(ocp.load(tmp_path / "a"), state(1))
+
+
+def test_other_names(tmp_path, route):
+    with route():
+        ocp.save(tmp_path / "a", state(), checkpointable_name="params")
+        same(ocp.load(tmp_path / "a", checkpointable_name="params"), state())
+        same(ocp.load(tmp_path / "a"), state())
+
+
+def test_several_checkpointables(tmp_path, route):
+    trees = {"params": state(1), "opt": {"count": 3}, "other": {"a": np.arange(3)}}
+    with route():
+        ocp.save_checkpointables(tmp_path / "a", trees)
+        same(ocp.load_checkpointables(tmp_path / "a"), trees)
+        found = ocp.load_checkpointables(tmp_path / "a", {"opt": None, "params": state()})
+        same(found, {"opt": {"count": 3}, "params": state(1)})
+        metadata = ocp.checkpointables_metadata(tmp_path / "a")
+        assert metadata.metadata["opt"] == {"count": int}
+    assert opened(tmp_path / "a" / "other").keys() == {"a"}
+
+
+def test_metadata(tmp_path, route):
+    tree = everything()
+    with route():
+        ocp.save(tmp_path / "a", tree, custom_metadata={"run": [1]})
+        metadata = ocp.metadata(tmp_path / "a")
+        assert metadata.custom_metadata == {"run": [1]}
+        assert 0 < metadata.init_timestamp_nsecs <= metadata.commit_timestamp_nsecs
+        assert jax.tree.structure(metadata.metadata) == jax.tree.structure(tree)
+        leaf = metadata.metadata["int4"]
+        assert leaf.sharding == NamedSharding(mesh(4, 2), P("x"))
+        assert (leaf.shape, leaf.dtype) == ((8, 2), tree["int4"].dtype)
+        assert metadata.metadata["scalars"]["text"] is str
+        assert metadata.metadata["keys"].dtype == tree["keys"].dtype
+        found = ocp.load(tmp_path / "a", metadata)
+    tree["host"] = [np.asarray(value) for value in tree["host"]]
+    same(found, tree)
+
+
+def test_save_async_then_the_arrays_go(tmp_path, route):
+    gate = Gate()
+    tree = {name: place(VALUES + number, P("x")) for number, name in enumerate("abc")}
+    with route(), osl.using(write=gate.options):
+        response = ocp.save_async(tmp_path / "a", tree)
+    assert gate.reached.wait(30)
+    for array in jax.tree.leaves(tree):
+        array.delete()
+    assert not (tmp_path / "a").exists()
+    gate.open()
+    response.result(60)
+    for number, name in enumerate("abc"):
+        assert_same_bits(opened(tmp_path / "a" / "state")[name], VALUES + number)
+
+
+def test_numpy_arrays_may_be_overwritten(tmp_path, route):
+    gate = Gate()
+    tree = {name: VALUES + number for number, name in enumerate("abc")}
+    with route(), osl.using(write=gate.options):
+        response = ocp.save_async(tmp_path / "a", tree)
+    assert gate.reached.wait(30)
+    for array in tree.values():
+        array[...] = -1
+    gate.open()
+    response.result(60)
+    assert_same_bits(opened(tmp_path / "a" / "state")["c"], VALUES + 2)
+
+
+def test_inside_a_running_event_loop(tmp_path, route):
+    async def run():
+        with route():
+            ocp.save(tmp_path / "a", state())
+            ocp.save_async(tmp_path / "b", state()).result()
+            return ocp.load(tmp_path / "a"), ocp.load(tmp_path / "b")
+
+    same(asyncio.run(run()), (state(), state()))
+
+
+def test_an_error_in_the_background_is_the_results(tmp_path, route):
+    big = {"a": np.zeros(100_000, np.float32)}
+    with route():
+        with full_disk(8192):
+            response = ocp.save_async(tmp_path / "a", big)
+            with pytest.raises(osl.StorageError, match=r"model\.safetensors"):
+                response.result(60)
+        assert not (tmp_path / "a").exists()
+        ocp.save(tmp_path / "a", big)
+        same(ocp.load(tmp_path / "a"), big)
+
+
+def test_an_empty_tree_is_an_error(tmp_path, route):
+    with route():
+        with pytest.raises(ValueError, match="empty tree"):
+            ocp.save(tmp_path / "a", {})
+        ocp.save(tmp_path / "a", {"a": 1})
+
+
+def test_options_of_using_and_of_orbaxs_context(tmp_path, route):
+    tree = {"a": VALUES, "b": VALUES, "c": VALUES}
+    context = route()
+    context.memory.write_concurrent_bytes = 1 << 20
+    with context:
+        with osl.using(write=osl.WriteOptions(max_file_bytes=300)):
+            ocp.save(tmp_path / "a", tree)
+        ocp.save(tmp_path / "b", tree)
+    assert len(list((tmp_path / "a" / "state").glob("*.safetensors"))) == 3
+    assert len(list((tmp_path / "b" / "state").glob("*.safetensors"))) == 1
+
+
+def test_the_sharded_layout(tmp_path, route):
+    with route():
+        with osl.using(write=osl.WriteOptions(layout="sharded")):
+            ocp.save(tmp_path / "a", everything())
+        same(ocp.load(tmp_path / "a"), everything())
+
+
+def test_training_checkpointer(tmp_path, route):
+    policy = ocp.training.preservation_policies.LatestN(2)
+    with ocp.training.Checkpointer(
+        tmp_path, context=route(), preservation_policy=policy
+    ) as training:
+        for step in range(3):
+            training.save(
+                step, state(step), metrics={"loss": 1.0 / (step + 1)}, custom_metadata={"at": step}
+            )
+        response = training.save_async(3, state(3), metrics={"loss": 0.1})
+        assert response.result(60)
+        assert [checkpoint.step for checkpoint in training.checkpoints] == [2, 3]
+        assert training.latest.metrics == {"loss": 0.1}
+        same(training.load(), state(3))
+        same(training.load(2, state()), state(2))
+        assert training.metadata(2).custom_metadata == {"at": 2}
+        assert training.metadata(2).metadata["step"] is int
+        assert set(training.load_checkpointables(2)) == {"state"}
+    assert not writes_ocdbt(tmp_path)
+    assert_same_bits(opened(tmp_path / "3" / "state")["w"], VALUES + 3)
+
+
+def test_training_checkpointer_goes_on_after_a_full_disk(tmp_path, route):
+    training = ocp.training.Checkpointer(tmp_path, context=route())
+    training.save(0, state(0))
+    with full_disk(8192), pytest.raises(osl.StorageError, match=r"model\.safetensors"):
+        training.save(1, {"big": np.zeros(100_000)})
+    with pytest.raises(osl.StorageError):  # Orbax says it twice, of its own format, too
+        training.save(2, state(2))
+    same(training.load(), state(0))
+    assert training.save(2, state(2))
+    same(training.load(), state(2))
+    training.close()
+
+
+def test_both_routes_leave_the_same_folder(tmp_path):
+    tree = everything()
+    with handler_context():
+        ocp.save(tmp_path / "handler", tree)
+    osl.install()
+    with layout_context():
+        ocp.save(tmp_path / "layout", tree)
+    osl.uninstall()
+    handler, layout = tensor_files(tmp_path / "handler"), tensor_files(tmp_path / "layout")
+    for files in (handler, layout):
+        assert b"SafetensorsHandler" in files.pop("_CHECKPOINT_METADATA")
+    assert handler == layout
+
+
+def test_each_route_loads_what_the_other_saved(tmp_path, installed):
+    for number, (save, load) in enumerate(
+        [(handler_context, layout_context), (layout_context, handler_context)]
+    ):
+        path = tmp_path / str(number)
+        with save():
+            ocp.save(path, state(number))
+        with load():
+            same(ocp.load(path), state(number))
+
+
+@pytest.mark.parametrize("name", ["state", "params"])
+def test_auto_loads_what_the_layout_saved(tmp_path, installed, name):
+    with layout_context():
+        ocp.save(tmp_path / "a", state(), checkpointable_name=name)
+    same(ocp.load(tmp_path / "a"), state())
+    same(ocp.load(tmp_path / "a", state()), state())
+    same(ocp.load_checkpointables(tmp_path / "a"), {name: state()})
+    assert ocp.metadata(tmp_path / "a").metadata["step"] is int
+
+
+def test_auto_saves_as_orbax_does(tmp_path, installed):
+    ocp.save(tmp_path / "a", state())
+    assert writes_ocdbt(tmp_path / "a")
+    same(ocp.load(tmp_path / "a", state(1)), state(0))
+
+
+def test_uninstalled_orbax_is_as_it_was(tmp_path):
+    osl.install()
+    osl.uninstall()
+    with ocp.training.Checkpointer(tmp_path / "a", context=layout_context()) as training:
+        training.save(0, {"a": VALUES})
+    assert writes_ocdbt(tmp_path / "a")
+    with layout_context(), pytest.raises(NotImplementedError):
+        ocp.save(tmp_path / "b", {"a": VALUES})
+
+
+def test_without_the_handler_orbax_says_what_the_folder_holds(tmp_path):
+    with handler_context():
+        ocp.save(tmp_path / "a", state())
+    with pytest.raises(ValueError, match=r"holds safetensors files.*osl\.context"):
+        ocp.load(tmp_path / "a")
+
+
+def test_partial_saves_are_refused_in_that_layout_alone(tmp_path, installed):
+    with layout_context(), pytest.raises(osl.SafetensorsLayoutError, match="part by part"):
+        ocp.partial.save(tmp_path / "a", {"a": VALUES})
+    assert not writes_ocdbt(tmp_path)
+    ocp.partial.save(tmp_path / "a", {"a": VALUES})
+    ocp.partial.finalize(tmp_path / "a")
+    assert_same_bits(ocp.load(tmp_path / "a")["a"], VALUES)
+
+
+@dataclasses.dataclass
+class Counter:
+    """What brings its own way to be saved, as a data set's iterator does."""
+
+    count: int = 0
+
+    async def save(self, directory: ocp.path.PathAwaitingCreation) -> Awaitable[None]:
+        return self._write(directory, self.count)
+
+    async def _write(self, directory: Any, count: int) -> None:
+        ((await directory.await_creation()) / "count").write_text(str(count))
+
+    async def load(self, directory: ocp.path.Path) -> Awaitable[None]:
+        return self._read(directory)
+
+    async def _read(self, directory: Any) -> None:
+        self.count = int((directory / "count").read_text())
+
+
+def test_what_saves_itself_keeps_that(tmp_path, route):
+    with route():
+        ocp.save_checkpointables(tmp_path / "a", {"state": state(), "data": Counter(5)})
+        counter = Counter()
+        found = ocp.load_checkpointables(tmp_path / "a", {"data": counter, "state": None})
+        assert list(found) == ["data", "state"]
+        same(found["state"], state())
+        assert counter.count == 5
+
+
+def test_what_saves_itself_in_a_training_step(tmp_path, route):
+    with ocp.training.Checkpointer(tmp_path, context=route()) as training:
+        training.save_checkpointables(0, {"state": state(), "data": Counter(5)})
+        counter = Counter()
+        found = training.load_checkpointables(0, {"state": state(), "data": counter})
+        same(found["state"], state())
+        assert counter.count == 5
+
+
+def test_a_save_that_is_cancelled_does_not_go_on_behind_the_next(tmp_path, route):
+    gate = Gate()
+    training = ocp.training.Checkpointer(tmp_path, context=route())
+    with osl.using(write=gate.options):
+        training.save_async(0, dict.fromkeys("abc", VALUES))
+    assert gate.reached.wait(30)
+    training.cancel(0)
+    threading.Timer(0.3, gate.open).start()
+    training.save(0, {"a": VALUES + 1})
+    assert opened(tmp_path / "0" / "state").keys() == {"a"}
+    same(training.load(0), {"a": VALUES + 1})
+    training.close()
+
+
+def test_processes_that_the_context_leaves_out(tmp_path):
+    context = osl.context("state")
+    context.multiprocessing.active_processes = {0, 1}
+    handler, path = osl.SafetensorsHandler(), ocp.path.Path(tmp_path)
+    with context, pytest.raises(osl.SafetensorsLayoutError, match=r"found: \[0, 1\]"):
+        asyncio.run(handler.save(path, state()))
+
+
+def test_what_a_handler_was_registered_for_keeps_it(tmp_path, installed):
+    context = layout_context()
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="config")
+    context.checkpointables.registry = registry
+    trees = {"state": state(), "config": {"lr": 0.1}}
+    with context:
+        ocp.save_checkpointables(tmp_path / "a", trees)
+        assert not list((tmp_path / "a" / "config").glob("*.safetensors"))
+        same(ocp.load_checkpointables(tmp_path / "a"), trees)
+
+
+def test_leaves_that_can_not_be_saved_never_go_to_orbaxs_format(tmp_path, installed):
+    training = ocp.training.Checkpointer(tmp_path, context=layout_context())
+    with pytest.raises(osl.UnsupportedDtypeError, match="bytes"):
+        training.save(0, {"a": b"bytes"})
+    training.save(1, state())  # Orbax is not closed while it makes the folders of step 0
+    assert not writes_ocdbt(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tree", "handled"),
+    [
+        ({"a": VALUES, "b": [jnp.ones(2), np.float32(1), 1, 2.0, True, "text", None]}, True),
+        ({"key": jax.random.key(0)}, True),
+        ({}, False),
+        (None, False),
+        ({"a": object()}, False),
+        ({"a": b"bytes"}, False),
+    ],
+)
+def test_handler_takes_the_leaves_that_save_takes(tree, handled):
+    assert osl.SafetensorsHandler().is_handleable(tree) is handled
+
+
+def test_install_twice_and_uninstall_once(tmp_path):
+    osl.install()
+    osl.install()
+    osl.uninstall()
+    osl.save(tmp_path, {"a": VALUES})
+    with layout_context(), pytest.raises(ValueError, match="not a flat dictionary"):
+        ocp.load(tmp_path, {"a": {"b": VALUES}})
+
+
+def test_uninstall_leaves_what_others_put_there():
+    from orbax.checkpoint.experimental.v1._src.handlers import registration
+
+    original = registration.resolve_handler_for_save
+    osl.install()
+    theirs = functools.partial(registration.resolve_handler_for_save)
+    registration.resolve_handler_for_save = theirs
+    try:
+        osl.uninstall()
+        assert registration.resolve_handler_for_save is theirs
+    finally:
+        registration.resolve_handler_for_save = original
