@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
     from orbax_safetensors_layout.load import TensorMetadata, load, metadata, plan_load
+    from orbax_safetensors_layout.mapping import families
     from orbax_safetensors_layout.mapping.expression import Expr, fill, tensor
     from orbax_safetensors_layout.mapping.functions import opaque
     from orbax_safetensors_layout.mapping.joins import concat, stack
@@ -98,6 +99,7 @@ _NAMES_BY_MODULE = {
     ),
     "format.survey": ("is_safetensors_checkpoint",),
     "load": ("TensorMetadata", "load", "metadata", "plan_load"),
+    "mapping": ("families",),
     "mapping.expression": ("Expr", "fill", "tensor"),
     "mapping.functions": ("opaque",),
     "mapping.joins": ("concat", "stack"),
@@ -150,6 +152,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "dequantize_block",
     "dequantize_int4",
     "dequantize_mxfp4",
+    "families",
     "fill",
     "handler_registry",
     "install",

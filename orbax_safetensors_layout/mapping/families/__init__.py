@@ -1,0 +1,33 @@
+"""Ready mappings for common model families: Hugging Face's names to those of JAX models."""
+
+from orbax_safetensors_layout.mapping.families.ready import (
+    TARGETS,
+    Options,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    llama,
+    mapping,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+
+__all__ = [
+    "TARGETS",
+    "Options",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "llama",
+    "mapping",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+]

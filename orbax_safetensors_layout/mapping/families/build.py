@@ -1,0 +1,182 @@
+"""From tables of leaves to a mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.expression import Expr, tensor
+from orbax_safetensors_layout.mapping.families.dims import Dims
+from orbax_safetensors_layout.mapping.families.steps import Group, Leaf, Step, Tree
+from orbax_safetensors_layout.mapping.joins import concat, stack
+from orbax_safetensors_layout.mapping.matching import Rule
+from orbax_safetensors_layout.mapping.quantized import dequantize_block, dequantize_mxfp4
+from orbax_safetensors_layout.mapping.rules import Mapping, rule
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user chooses; see `ready.Options`.
+
+    Attributes:
+        scan: Whether layers are stacked.
+        scan_axis: The axis that layers are stacked along.
+        dtype: What values that are computed are rounded to.
+        vocab_size: Rows of the model's embedding.
+        untie: Whether a tied model has an output kernel of its own.
+        prefix: What stands before the names of the checkpoint's tensors.
+        root: What stands before the names of the model's leaves, with its dot.
+    """
+
+    scan: bool
+    scan_axis: int
+    dtype: str | None
+    vocab_size: int
+    untie: bool
+    prefix: str
+    root: str
+
+
+def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
+    """The mapping of a model.
+
+    Args:
+        dims: The model's facts.
+        settings: The user's choices.
+        tree: Its leaves.
+
+    Raises:
+        MappingError: The choices do not fit the model.
+    """
+    return Mapping(_Builder(dims, settings).rules(tree), ignore=_ignored(dims, settings))
+
+
+class _Builder:
+    def __init__(self, dims: Dims, settings: Settings) -> None:
+        self._dims = dims
+        self._settings = settings
+
+    def rules(self, tree: Tree) -> Iterator[Rule]:
+        root = self._settings.root
+        yield rule(root + tree.embedding.target, self._padded(self._whole(tree.embedding), 0))
+        yield rule(root + tree.norm.target, self._whole(tree.norm))
+        if not self._dims.tied:
+            yield rule(root + tree.head.target, self._padded(self._whole(tree.head), 1))
+        elif self._settings.untie:
+            shared = dataclasses.replace(tree.head, source=tree.embedding.source)
+            expr = self._padded(self._whole(shared), 1)
+            yield rule(root + tree.head.target, expr, tied_to=root + tree.embedding.target)
+        for group in tree.groups:
+            if group.indices:
+                yield from self._group(group)
+
+    def _group(self, group: Group) -> Iterator[Rule]:
+        scan = self._settings.scan
+        for leaf in group.leaves:
+            if scan and group.scans:
+                yield self._stacked(group, leaf)
+            elif not scan and group.indices == self._all:
+                yield self._one(group.unscanned.replace("{n}", "{i}"), leaf, "{i}")
+            else:
+                for position, index in enumerate(group.indices):
+                    # Layers that remain beside stacked ones are counted by themselves.
+                    name, first = (group.scanned, 0) if scan else (group.unscanned, group.first)
+                    number = index if first is None else first + position
+                    yield self._one(name.replace("{n}", str(number)), leaf, str(index))
+
+    @property
+    def _all(self) -> tuple[int, ...] | None:
+        """All layers that the checkpoint has; None where it has others as well."""
+        return None if self._dims.extra else tuple(range(self._dims.layers))
+
+    def _one(self, name: str, leaf: Leaf, layer: str) -> Rule:
+        return rule(self._root(leaf) + name + leaf.target, self._leaf(leaf, layer))
+
+    def _stacked(self, group: Group, leaf: Leaf) -> Rule:
+        axis = self._settings.scan_axis
+        if leaf.variable or self._rank(leaf) < axis:
+            axis = 0
+        expr = stack(self._leaf(leaf, "{i}"), over="i", axis=axis, indices=group.indices)
+        return rule(self._root(leaf) + group.scanned + leaf.target, expr)
+
+    def _root(self, leaf: Leaf) -> str:
+        """What stands before a leaf's name: collections of variables stand beside parameters."""
+        root, parameters = self._settings.root, "params."
+        if leaf.variable and root.endswith(parameters):
+            return f"{root.removesuffix(parameters)}{leaf.variable}."
+        return root
+
+    def _rank(self, leaf: Leaf) -> int:
+        """Axes of a layer's leaf."""
+        return leaf.step.rank + ("{e}" in leaf.source)
+
+    def _leaf(self, leaf: Leaf, layer: str) -> Expr:
+        """The leaf of one layer."""
+        before = f"{self._settings.prefix}layers.{layer}."
+        names = (leaf.source,) if isinstance(leaf.source, str) else leaf.source
+        parts = [self._made(before + name, leaf.step) for name in names]
+        expr = concat(parts, 0, sizes=[1] * len(parts)) if len(parts) > 1 else parts[0]
+        if "{e}" in leaf.source:
+            expr = stack(expr, over="e", indices=range(self._dims.experts))
+        return expr
+
+    def _whole(self, leaf: Leaf) -> Expr:
+        """A leaf that belongs to no layer."""
+        assert isinstance(leaf.source, str)
+        if leaf.source == HEAD:
+            return self._made(head_name(self._settings.prefix), leaf.step)
+        return self._made(self._settings.prefix + leaf.source, leaf.step)
+
+    def _made(self, name: str, step: Step) -> Expr:
+        return step.apply(self._source(name, step), self._settings.dtype)
+
+    def _source(self, name: str, step: Step) -> Expr:
+        """All of a tensor, decoded."""
+        dims, dtype = self._dims, self._settings.dtype or "bfloat16"
+        if dims.quantized == "fp8" and step.projection:
+            scale = tensor(f"{name}_scale_inv")
+            return dequantize_block(tensor(name), scale, block=dims.block, dtype=dtype)
+        if dims.quantized == "mxfp4" and step.packed:
+            # `convert_moe_packed_tensors` of transformers 5.23.0, `integrations/mxfp4.py`: decoded
+            # rows are outputs, but the tensors of checkpoints without MXFP4 are [.., in, out].
+            packed = tensor(f"{name}_blocks"), tensor(f"{name}_scales")
+            return dequantize_mxfp4(*packed, dtype=dtype).rearrange("x o i -> x i o")
+        return tensor(name)
+
+    def _padded(self, expr: Expr, axis: int) -> Expr:
+        """Room for tokens that the checkpoint does not have."""
+        more = self._settings.vocab_size - self._dims.vocab
+        if more < 0:
+            raise MappingError(
+                "the model has fewer tokens than the checkpoint",
+                expected=f"vocab_size of {self._dims.vocab} or more",
+                found=self._settings.vocab_size,
+            )
+        return expr.pad(axis, 0, more) if more else expr
+
+
+HEAD = "lm_head.weight"
+"""The source of an output kernel."""
+
+
+def head_name(prefix: str) -> str:
+    """The name of the output kernel's tensor, beside those that begin with a prefix.
+
+    >>> head_name("model."), head_name("language_model.model."), head_name("model.language_model.")
+    ('lm_head.weight', 'language_model.lm_head.weight', 'lm_head.weight')
+    """
+    return HEAD if prefix.startswith("model.") else prefix.removesuffix("model.") + HEAD
+
+
+def _ignored(dims: Dims, settings: Settings) -> Iterator[str]:
+    """Patterns of tensors that no leaf needs."""
+    yield "*.rotary_emb.inv_freq"  # buffers that transformers saved until 4.31
+    if dims.tied:
+        yield head_name(settings.prefix)
+    if dims.extra:
+        last = dims.layers + dims.extra - 1
+        yield f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"
+    if dims.multimodal:
+        yield "*vision_tower.*"
+        yield "*multi_modal_projector.*"

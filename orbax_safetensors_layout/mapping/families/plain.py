@@ -1,0 +1,182 @@
+"""The plain tree: Hugging Face's modules, with JAX's axis orders.
+
+`docs/families.md` documents it. Values are those of the checkpoint, so that everything but
+quantised weights saves back to the same bits.
+"""
+
+from __future__ import annotations
+
+from orbax_safetensors_layout.mapping.families.build import HEAD
+from orbax_safetensors_layout.mapping.families.dims import Dims
+from orbax_safetensors_layout.mapping.families.steps import (
+    EMBEDDING,
+    LINEAR,
+    ROUTER,
+    SAME,
+    Group,
+    Leaf,
+    Step,
+    Tree,
+    heads,
+    heads_bias,
+    out_of_heads,
+)
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+)
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_QK_NORMED = ("qwen3", "qwen3_moe", "gemma3")
+
+_MIXTRAL_EXPERTS = (
+    Leaf("mlp.router.kernel", "block_sparse_moe.gate.weight", ROUTER),
+    # `MixtralBlockSparseTop2MLP` of transformers 4: w1 is the gate, w3 goes up, w2 goes down.
+    Leaf("mlp.experts.gate_proj.kernel", "block_sparse_moe.experts.{e}.w1.weight", LINEAR),
+    Leaf("mlp.experts.up_proj.kernel", "block_sparse_moe.experts.{e}.w3.weight", LINEAR),
+    Leaf("mlp.experts.down_proj.kernel", "block_sparse_moe.experts.{e}.w2.weight", LINEAR),
+)
+
+_EXPERTS = (
+    Leaf("mlp.router.kernel", "mlp.gate.weight", ROUTER),
+    *(
+        Leaf(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", LINEAR)
+        for name in _MLP
+    ),
+)
+
+# `GptOssExperts` of transformers 5.23.0, `modeling_gpt_oss.py`: expert kernels are [in, out]
+# already, and gate and up take turns along the last axis.
+_GPT_OSS_EXPERTS = (
+    Leaf("mlp.router.kernel", "mlp.router.weight", ROUTER),
+    Leaf("mlp.router.bias", "mlp.router.bias", SAME),
+    *(
+        leaf
+        for start, name in enumerate(("gate_proj", "up_proj"))
+        for leaf in (
+            Leaf(
+                f"mlp.experts.{name}.kernel",
+                "mlp.experts.gate_up_proj",
+                Step("x i o -> x i o", packed=True, every=(start, 2)),
+            ),
+            Leaf(
+                f"mlp.experts.{name}.bias",
+                "mlp.experts.gate_up_proj_bias",
+                Step("x o -> x o", every=(start, 2)),
+            ),
+        )
+    ),
+    Leaf(
+        "mlp.experts.down_proj.kernel",
+        "mlp.experts.down_proj",
+        Step("x i o -> x i o", packed=True),
+    ),
+    Leaf("mlp.experts.down_proj.bias", "mlp.experts.down_proj_bias", Step("x o -> x o")),
+)
+
+
+def tree(dims: Dims) -> Tree:
+    """The leaves of a model."""
+    return Tree(
+        Leaf("embed_tokens.embedding", "embed_tokens.weight", EMBEDDING),
+        Leaf("lm_head.kernel", HEAD, ROUTER),
+        Leaf("norm.scale", "norm.weight", SAME),
+        _groups(dims),
+    )
+
+
+def _groups(dims: Dims) -> tuple[Group, ...]:
+    shared = (*_norms(dims), *_attention(dims))
+    dense, sparse = (*shared, *_mlp("mlp")), (*shared, *_experts(dims))
+    if dims.dense and dims.sparse:
+        return (
+            Group("dense_layers.", "layers.{n}.", dims.dense, dense),
+            Group("moe_layers.", "layers.{n}.", dims.sparse, sparse),
+        )
+    return (
+        Group("layers.", "layers.{n}.", dims.dense, dense),
+        Group("layers.", "layers.{n}.", dims.sparse, sparse),
+    )
+
+
+def _norms(dims: Dims) -> tuple[Leaf, ...]:
+    gemma = dims.family in ("gemma2", "gemma3")
+    names: tuple[str, ...] = _GEMMA_NORMS if gemma else _NORMS
+    if dims.family in _QK_NORMED:
+        names += _HEAD_NORMS
+    return tuple(Leaf(f"{name}.scale", f"{name}.weight", SAME) for name in names)
+
+
+def _attention(dims: Dims) -> tuple[Leaf, ...]:
+    if dims.latent is not None:
+        return _latent(dims)
+    d = dims.head_dim
+    biases = {"q": heads_bias(d), "k": heads_bias(d), "v": heads_bias(d), "o": SAME}
+    kernels = {"q": heads(d), "k": heads(d), "v": heads(d), "o": out_of_heads(d)}
+    leaves = [
+        Leaf(f"self_attn.{x}_proj.kernel", f"self_attn.{x}_proj.weight", step)
+        for x, step in kernels.items()
+    ]
+    leaves += [
+        Leaf(f"self_attn.{x}_proj.bias", f"self_attn.{x}_proj.bias", step)
+        for x, step in biases.items()
+    ]
+    if dims.family == "gpt_oss":
+        leaves.append(Leaf("self_attn.sinks", "self_attn.sinks", SAME))
+    return tuple(leaves)
+
+
+def _latent(dims: Dims) -> tuple[Leaf, ...]:
+    """`DeepseekV3Attention` of transformers 5.23.0, `modeling_deepseek_v3.py`."""
+    latent = dims.latent
+    assert latent is not None
+    steps = {
+        "kv_a_proj_with_mqa": LINEAR,
+        "kv_b_proj": heads(latent.key_value_dim),
+        "o_proj": out_of_heads(latent.value_dim),
+    }
+    norms = ["kv_a_layernorm"]
+    if latent.query_rank:
+        steps |= {"q_a_proj": LINEAR, "q_b_proj": heads(latent.query_dim)}
+        norms.append("q_a_layernorm")
+    else:
+        steps["q_proj"] = heads(latent.query_dim)
+    return (
+        *(
+            Leaf(f"self_attn.{name}.kernel", f"self_attn.{name}.weight", step)
+            for name, step in steps.items()
+        ),
+        *(Leaf(f"self_attn.{name}.scale", f"self_attn.{name}.weight", SAME) for name in norms),
+    )
+
+
+def _mlp(before: str) -> tuple[Leaf, ...]:
+    kernels = (Leaf(f"{before}.{name}.kernel", f"{before}.{name}.weight", LINEAR) for name in _MLP)
+    biases = (Leaf(f"{before}.{name}.bias", f"{before}.{name}.bias", SAME) for name in _MLP)
+    return (*kernels, *biases)
+
+
+def _experts(dims: Dims) -> tuple[Leaf, ...]:
+    match dims.family:
+        case "mixtral":
+            return _MIXTRAL_EXPERTS
+        case "gpt_oss":
+            return _GPT_OSS_EXPERTS
+        case "deepseek_v3":
+            bias = "e_score_correction_bias"
+            routed = (*_EXPERTS, Leaf(f"mlp.router.{bias}", f"mlp.gate.{bias}", SAME))
+            return (*routed, *_mlp("mlp.shared_experts")) if dims.shared_experts else routed
+        case _:
+            return _EXPERTS

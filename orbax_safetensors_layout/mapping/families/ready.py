@@ -1,0 +1,223 @@
+"""The public functions: a mapping for a model, from its configuration."""
+
+from __future__ import annotations
+
+import collections.abc
+import os
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypedDict, Unpack
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
+from orbax_safetensors_layout.mapping.families.build import Settings, build
+from orbax_safetensors_layout.mapping.families.dims import (
+    Config,
+    Dims,
+    dims_of,
+    find_prefix,
+    read_config,
+)
+from orbax_safetensors_layout.mapping.families.steps import Tree
+from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.mapping.values import as_dtype
+
+
+class _Target(NamedTuple):
+    """A model side.
+
+    Attributes:
+        tree: Gives the leaves of a model.
+        families: The families that it has.
+        scan: Whether layers are stacked, unless the user says otherwise; None where never.
+        scan_axis: The axis that they are stacked along, unless the user says otherwise.
+        root: What stands before all leaves, unless the user says otherwise.
+    """
+
+    tree: Callable[[Dims], Tree]
+    families: tuple[str, ...]
+    scan: bool | None
+    scan_axis: int
+    root: str
+
+
+_TARGETS = {
+    "plain": _Target(plain.tree, plain.FAMILIES, scan=True, scan_axis=0, root=""),
+    # `scan_layers` and `param_scan_axis` of `configs/base.yml`, maxtext 0.2.5.
+    "maxtext": _Target(maxtext.tree, maxtext.FAMILIES, scan=True, scan_axis=1, root="params"),
+    "tunix": _Target(tunix.tree, tunix.FAMILIES, scan=None, scan_axis=0, root=""),
+}
+
+TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TARGETS.items()}
+"""The model sides, and the families that each has."""
+
+_FAMILY_OF = {family: family for family in plain.FAMILIES} | {"gemma3_text": "gemma3"}
+
+# What stands before the names of checkpoints with vision; `google/gemma-3-4b-it` on the hub.
+_MULTIMODAL_PREFIX = "language_model.model."
+
+
+class Options(TypedDict, total=False):
+    """How a model's mapping is to be made; all may be left out.
+
+    Attributes:
+        target: The model side: `plain` (the tree of `docs/families.md`), `maxtext` or `tunix`.
+        scan: Whether layers are stacked into one leaf: `scan_layers` of MaxText. By default they
+            are, but for `tunix`, which has no such models.
+        scan_axis: The axis that layers are stacked along, `param_scan_axis` of MaxText: 1 there,
+            else 0.
+        dtype: What values that are computed (MaxText's scaled queries, Gemma's norms and embedding
+            there, dequantised weights) are rounded to. By default they are float32, and dequantised
+            ones bfloat16. It does not touch leaves that hold the checkpoint's values.
+        vocab_size: Rows of the model's embedding where it has more than the checkpoint; they hold
+            zeros.
+        untie: Give a model with tied embeddings an output kernel of its own, tied to the embedding.
+        prefix: What stands before `embed_tokens.weight` in the checkpoint's names. By default what
+            the folder's names say, else `model.`.
+        root: The name of the tree that holds the leaves: `params` for MaxText, else none.
+    """
+
+    target: Literal["plain", "maxtext", "tunix"]
+    scan: bool | None
+    scan_axis: int | None
+    dtype: str | None
+    vocab_size: int | None
+    untie: bool
+    prefix: str | None
+    root: str | None
+
+
+def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A ready mapping for the model of a Hugging Face checkpoint.
+
+    Args:
+        config: The checkpoint's folder, its `config.json`, or what that holds as a dict;
+            `model_type` chooses the family.
+        **options: See `Options`.
+
+    Raises:
+        MappingError: There is no ready mapping for the model, or a fact is missing.
+        CheckpointNotFoundError: There is no configuration at the path.
+
+    Example:
+        >>> config = {
+        ...     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16,
+        ...     "num_attention_heads": 2, "num_key_value_heads": 1,
+        ... }
+        >>> made = mapping(config, target="maxtext")
+        >>> made.rules[4]
+        rule('params.decoder.layers.post_self_attention_layer_norm.scale',
+            stack(tensor('model.layers.{i}.post_attention_layernorm.weight'), over='i', axis=1,
+            indices=[0, 1]))
+    """
+    parsed = _parsed(config)
+    model_type = parsed.get("model_type")
+    family = _FAMILY_OF.get(str(model_type))
+    if family is None:
+        raise MappingError(
+            f"there is no ready mapping for model_type {model_type!r}",
+            expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
+            hint="If the model is one of these by another name, call that family's function, such"
+            " as osl.families.llama; else write an osl.Mapping.",
+        )
+    return _made(family, config, parsed, options)
+
+
+def llama(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for Llama 1 to 3.3, whatever the `model_type`; see `mapping`."""
+    return _made("llama", config, _parsed(config), options)
+
+
+def mistral(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for Mistral, whatever the `model_type`; see `mapping`."""
+    return _made("mistral", config, _parsed(config), options)
+
+
+def qwen2(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for Qwen 2 and 2.5, whatever the `model_type`; see `mapping`."""
+    return _made("qwen2", config, _parsed(config), options)
+
+
+def qwen3(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for dense Qwen 3, whatever the `model_type`; see `mapping`."""
+    return _made("qwen3", config, _parsed(config), options)
+
+
+def qwen3_moe(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for Qwen 3 with experts, whatever the `model_type`; see `mapping`."""
+    return _made("qwen3_moe", config, _parsed(config), options)
+
+
+def gemma2(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for Gemma 2, whatever the `model_type`; see `mapping`."""
+    return _made("gemma2", config, _parsed(config), options)
+
+
+def gemma3(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for the language model of Gemma 3, whatever the `model_type`; see `mapping`."""
+    return _made("gemma3", config, _parsed(config), options)
+
+
+def mixtral(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for Mixtral, whatever the `model_type`; see `mapping`."""
+    return _made("mixtral", config, _parsed(config), options)
+
+
+def deepseek_v3(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for DeepSeek V3 and R1, whatever the `model_type`; see `mapping`."""
+    return _made("deepseek_v3", config, _parsed(config), options)
+
+
+def gpt_oss(config: Config, **options: Unpack[Options]) -> Mapping:
+    """A mapping for GPT-OSS, whatever the `model_type`; see `mapping`."""
+    return _made("gpt_oss", config, _parsed(config), options)
+
+
+def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
+    return read_config(config) if isinstance(config, str | os.PathLike) else config
+
+
+def _made(
+    family: str,
+    config: Config,
+    parsed: collections.abc.Mapping[str, object],
+    options: Options,
+) -> Mapping:
+    unknown = sorted(options.keys() - Options.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"there is no option {unknown[0]!r}")
+    name = options.get("target", "plain")
+    side = _TARGETS.get(name)
+    if side is None:
+        raise MappingError(f"there is no target {name!r}", expected=f"one of {', '.join(_TARGETS)}")
+    if family not in side.families:
+        raise MappingError(
+            f"there is no ready mapping from {family} to {name}",
+            expected=f"one of {', '.join(side.families)}",
+        )
+    dims = dims_of(family, parsed)
+    return build(dims, _settings(dims, config, name, side, options), side.tree(dims))
+
+
+def _settings(dims: Dims, config: Config, name: str, side: _Target, options: Options) -> Settings:
+    scan, axis = options.get("scan"), options.get("scan_axis")
+    if scan and side.scan is None:
+        raise MappingError(f"scan=True: {name} has no models with stacked layers")
+    if axis is not None and axis < 0:
+        raise MappingError(f"scan_axis={axis} must be 0 or more")
+    dtype, root = options.get("dtype"), options.get("root")
+    root = side.root if root is None else root
+    prefix = options.get("prefix")
+    if prefix is None and isinstance(config, str | os.PathLike):
+        prefix = find_prefix(config)
+    if prefix is None:
+        prefix = _MULTIMODAL_PREFIX if dims.multimodal else "model."
+    vocab = options.get("vocab_size")
+    return Settings(
+        scan=bool(side.scan) if scan is None else scan,
+        scan_axis=side.scan_axis if axis is None else axis,
+        dtype=None if dtype is None else as_dtype(dtype).name,
+        vocab_size=dims.vocab if vocab is None else vocab,
+        untie=options.get("untie", False),
+        prefix=prefix,
+        root=f"{root}." if root else "",
+    )

@@ -1,0 +1,100 @@
+"""The NNX models of Tunix, as google-tunix 0.1.7 names and lays out their state.
+
+Facts are those of `tunix/models/{llama3,qwen2,qwen3,gemma,gemma3}/model.py` and the `params*.py`
+beside them. Layers are never stacked. Norms and embeddings are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.families.build import HEAD
+from orbax_safetensors_layout.mapping.families.dims import Dims
+from orbax_safetensors_layout.mapping.families.steps import (
+    EMBEDDING,
+    LINEAR,
+    ROUTER,
+    SAME,
+    Group,
+    Leaf,
+    Tree,
+    heads,
+    heads_first,
+    heads_part,
+    out_of_heads,
+)
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3")
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def tree(dims: Dims) -> Tree:
+    """The leaves of a model.
+
+    Raises:
+        MappingError: Tunix has no such model.
+    """
+    if dims.dense and dims.sparse:
+        raise MappingError(
+            f"Tunix has no {dims.family} whose layers are partly dense",
+            found=f"dense layers {list(dims.dense)} of {dims.layers}",
+        )
+    gemma = dims.family in ("gemma2", "gemma3")
+    layers = tuple(range(dims.layers))
+    leaves = _gemma(dims) if gemma else _qwen(dims)
+    return Tree(
+        Leaf("embedder.input_embedding", "embed_tokens.weight", EMBEDDING),
+        Leaf("lm_head.w", HEAD, ROUTER),
+        Leaf("final_norm.scale" if gemma else "final_norm.w", "norm.weight", SAME),
+        (Group("layers.", "layers.{n}.", layers, tuple(leaves)),),
+    )
+
+
+def _qwen(dims: Dims) -> list[Leaf]:
+    """Llama 3, Qwen 2 and Qwen 3."""
+    d = dims.head_dim
+    steps = {"q_proj": heads(d), "k_proj": heads(d), "v_proj": heads(d), "o_proj": out_of_heads(d)}
+    leaves = [Leaf(f"{name}.w", f"{name}.weight", SAME) for name in _NORMS]
+    leaves += [Leaf(f"attn.{n}.w", f"self_attn.{n}.weight", step) for n, step in steps.items()]
+    if dims.family == "qwen2":
+        leaves += [Leaf(f"attn.{x}_bias", f"self_attn.{x}_proj.bias", SAME) for x in "qkv"]
+    if dims.family in ("qwen3", "qwen3_moe"):
+        leaves += [Leaf(f"attn.{x}_norm.w", f"self_attn.{x}_norm.weight", SAME) for x in "qk"]
+    if dims.dense:
+        leaves += _mlp()
+    if dims.experts:
+        leaves.append(Leaf("mlp.router.kernel", "mlp.gate.weight", ROUTER))
+        leaves += [Leaf(f"mlp.{n}", f"mlp.experts.{{e}}.{n}.weight", LINEAR) for n in _MLP]
+    return leaves
+
+
+def _gemma(dims: Dims) -> list[Leaf]:
+    """Gemma 2 and 3.
+
+    Queries, keys and values are one leaf where there are as many of each
+    (`use_qkv_einsum`), else keys and values are.
+    """
+    d = dims.head_dim
+    after = "post_attn_norm" if dims.family == "gemma2" else "post_attention_norm"
+    norms = {
+        "pre_attention_norm": "input_layernorm",
+        after: "post_attention_layernorm",
+        "pre_ffw_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+    if dims.family == "gemma3":
+        norms |= {"attn._query_norm": "self_attn.q_norm", "attn._key_norm": "self_attn.k_norm"}
+    leaves = [Leaf(f"{a}.scale", f"{b}.weight", SAME) for a, b in norms.items()]
+    q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
+    if dims.heads == dims.kv_heads:
+        leaves.append(Leaf("attn.qkv_einsum.w", (q, k, v), heads_part(d)))
+    else:
+        leaves.append(Leaf("attn.q_einsum.w", q, heads_first(d)))
+        leaves.append(Leaf("attn.kv_einsum.w", (k, v), heads_part(d)))
+    leaves.append(Leaf("attn.attn_vec_einsum.w", o, out_of_heads(d)))
+    return leaves + _mlp()
+
+
+def _mlp() -> list[Leaf]:
+    return [Leaf(f"mlp.{name}.kernel", f"mlp.{name}.weight", LINEAR) for name in _MLP]

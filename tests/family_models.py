@@ -1,0 +1,118 @@
+"""Tiny Hugging Face models with random weights, and what `save_pretrained` writes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+DIMS = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# Name: prefix of transformers' classes, and what differs from `DIMS`.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3Moe", {**MOE, "num_experts": 5, "head_dim": 16}),
+    "qwen3_moe_mixed": ("Qwen3Moe", {**MOE, "num_experts": 4, "mlp_only_layers": [1]}),
+    "gemma2": (
+        "Gemma2",
+        {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 12, "hidden_size": 40},
+    ),
+    "gemma3": ("Gemma3", {"num_hidden_layers": 14, "head_dim": 16, "hidden_size": 40}),
+    "gemma3_full_heads": ("Gemma3", {"head_dim": 16, "num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **MOE,
+            **LATENT,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"num_hidden_layers": 4, "num_local_experts": 5, "head_dim": 16, "num_experts_per_tok": 2},
+    ),
+}
+
+
+class Saved(NamedTuple):
+    """A saved model: its folder, its configuration, and its tensors as they are in the files."""
+
+    folder: Any
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+    model: Any
+
+
+def make(name: str, folder, dtype: str = "bfloat16") -> Saved:
+    """Builds the model, and saves it in several files."""
+    import torch
+    import transformers
+
+    kind, changes = MODELS[name]
+    text = "Text" if kind == "Gemma3" else ""
+    config = getattr(transformers, f"{kind}{text}Config")(
+        **DIMS | {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | changes
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(getattr(torch, dtype))
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *_saved_buffers(model)]:
+            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return Saved(folder, json.loads((folder / "config.json").read_text()), read(folder), model)
+
+
+def _saved_buffers(model):
+    return [b for name, b in model.named_buffers() if "e_score_correction_bias" in name]
+
+
+def read(folder) -> dict[str, np.ndarray]:
+    """All tensors of a folder, by safetensors itself."""
+    import torch
+    from safetensors.torch import load_file
+
+    def array(tensor):
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 1
+    return {name: array(t) for file in files for name, t in load_file(file).items()}

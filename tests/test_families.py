@@ -1,0 +1,462 @@
+"""Ready mappings against tiny Hugging Face models and plain numpy on whole tensors."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mapping_expressions import evaluate, facts_of, same
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from family_models import MODELS, make
+from family_references import REFERENCES, maxtext
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping import families
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
+
+FAMILY = {"llama3": "llama", "llama_biased": "llama", "qwen3_moe_mixed": "qwen3_moe"}
+FAMILY["gemma3_full_heads"] = "gemma3"
+NOT_IN_MAXTEXT = ("llama_biased", "qwen3_moe_mixed")
+NOT_IN_TUNIX = ("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "deepseek_v3", "gpt_oss")
+
+TREES = json.loads((Path(__file__).parent / "family_trees.json").read_text())
+del TREES["provenance"]
+
+CASES = [
+    (name, target, scan)
+    for name in MODELS
+    for target, scans in (("plain", (True, False)), ("maxtext", (True, False)), ("tunix", (False,)))
+    for scan in scans
+    if not (target == "maxtext" and name in NOT_IN_MAXTEXT)
+    and not (target == "tunix" and name in NOT_IN_TUNIX)
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Makes each model once."""
+
+    class Models(dict):
+        def __missing__(self, name):
+            self[name] = make(name, tmp_path_factory.mktemp(name))
+            return self[name]
+
+    return Models()
+
+
+def family_of(name):
+    return FAMILY.get(name, name)
+
+
+def random_boxes(shape, rng, count=3):
+    for _ in range(count):
+        start = [int(rng.integers(0, n)) for n in shape]
+        stop = [int(rng.integers(a + 1, n + 1)) for a, n in zip(start, shape, strict=True)]
+        yield Box(tuple(start), tuple(stop))
+
+
+def check(mapping, source, tensors, expected):
+    """Every leaf, whole and in random boxes, and no leaf more."""
+    bound = mapping.bind(source)
+    assert set(bound.expressions) == set(expected)
+    rng = np.random.default_rng(0)
+    for name, array in expected.items():
+        made = bound.expressions[name]
+        assert (name, made.shape) == (name, array.shape)
+        same(evaluate(made, tensors), array)
+        for box in random_boxes(array.shape, rng):
+            same(evaluate(made, tensors, box), array[box.slices])
+    # A model that wants these very leaves is served as well.
+    mapping.bind(source, {name: array.shape for name, array in expected.items()})
+
+
+def check_inverse(mapping, source, tensors, leaves):
+    """Back from the leaves: the bits of the files."""
+    bound = mapping.inverse().bind(facts_of(leaves), source)
+    assert set(bound.expressions) == set(tensors)
+    rng = np.random.default_rng(0)
+    for name, array in tensors.items():
+        same(evaluate(bound.expressions[name], leaves), array)
+        for box in random_boxes(array.shape, rng, 1):
+            same(evaluate(bound.expressions[name], leaves, box), array[box.slices])
+
+
+@pytest.mark.parametrize(("name", "target", "scan"), CASES)
+def test_leaves(saved, name, target, scan):
+    folder, config, tensors, _ = saved[name]
+    mapping = families.mapping(folder, target=target, scan=scan)
+    expected = REFERENCES[target](family_of(name), config, tensors, scan)
+    check(mapping, folder, tensors, expected)
+    check_inverse(mapping, folder, tensors, expected)
+
+
+@pytest.mark.parametrize(("name", "target", "scan"), CASES)
+def test_names_and_shapes_of_the_files_follow_from_the_leaves(saved, name, target, scan):
+    folder, config, tensors, _ = saved[name]
+    leaves = REFERENCES[target](family_of(name), config, tensors, scan)
+    found = families.mapping(folder, target=target, scan=scan).inverse().bind(facts_of(leaves))
+    shapes = {tensor: fact.shape for tensor, fact in found.facts().items()}
+    assert shapes == {tensor: array.shape for tensor, array in tensors.items()}
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_scan_axis(saved, name, axis):
+    folder, config, tensors, _ = saved[name]
+    expected = maxtext(name, config, tensors, True, axis)
+    mapping = families.mapping(config, target="maxtext", scan_axis=axis)
+    check(mapping, folder, tensors, expected)
+
+
+def test_shapes_that_maxtext_documents(saved):
+    """`param_scan_axis=1`: [embed, layer, heads, head_dim] and [expert, layer, embed, mlp]."""
+    folder = saved["deepseek_v3"].folder
+    facts = families.mapping(folder, target="maxtext").leaf_facts(folder)
+    shapes = {name.partition(".decoder.")[2]: fact.shape for name, fact in facts.items()}
+    block = "moe_layers.DeepSeekMoeBlock_0."
+    assert shapes["dense_layers.self_attention.wq_b.kernel"] == (24, 2, 4, 12)
+    assert shapes["dense_layers.self_attention.wkv_b.kernel"] == (16, 2, 4, 20)
+    assert shapes["dense_layers.self_attention.out.kernel"] == (4, 2, 12, 32)
+    assert shapes["dense_layers.pre_self_attention_layer_norm.scale"] == (32, 2)
+    assert shapes[f"{block}MoeBlock_0.wi_0"] == (4, 3, 32, 24)
+    assert shapes[f"{block}MoeBlock_0.gate.kernel"] == (32, 3, 4)
+    assert shapes[f"{block}MoeBlock_0.gate.bias"] == (3, 4)
+
+
+def number_free(names):
+    layer = re.compile(r"\b(layers_|dense_layers_|moe_layers_|layers\.)[0-9]+")
+    return {layer.sub(r"\1#", name): list(shape) for name, shape in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("target", "case"), [(target, case) for target in TREES for case in TREES[target]]
+)
+def test_trees_of_the_real_models(saved, target, case):
+    """Names and shapes are those of MaxText's and Tunix's own models."""
+    name, _, layers = case.partition(" ")
+    folder = saved[name].folder
+    scan = layers == "scanned" if layers else None
+    facts = families.mapping(folder, target=target, scan=scan).leaf_facts(folder)
+    shapes = {leaf: fact.shape for leaf, fact in facts.items()}
+    assert number_free(shapes) == TREES[target][case]
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        (None, "MoEBiasVar.decoder"),
+        ("params.params", "params.MoEBiasVar.decoder"),
+        ("", "decoder"),
+        ("model", "model.decoder"),
+    ],
+)
+def test_variables_stand_beside_parameters(saved, root, expected):
+    rules = families.mapping(saved["deepseek_v3"].config, target="maxtext", root=root).rules
+    (bias,) = [rule.target for rule in rules if rule.target.endswith("gate.bias")]
+    assert bias == f"{expected}.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama3"])
+def test_dtype_rounds_what_is_computed(saved, name):
+    folder, config, tensors, _ = saved[name]
+    mapping = families.mapping(folder, target="maxtext", scan=False, dtype="bfloat16")
+    expected = maxtext(family_of(name), config, tensors, False)
+    bf16 = tensors["model.norm.weight"].dtype
+    check(mapping, folder, tensors, {leaf: array.astype(bf16) for leaf, array in expected.items()})
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext", "tunix"])
+def test_untied_output_kernel(saved, target):
+    folder, config, tensors, _ = saved["qwen2"]
+    scan = target != "tunix"
+    expected = REFERENCES[target]("qwen2", config, tensors, scan)
+    leaf = {"plain": "lm_head.kernel", "tunix": "lm_head.w"}
+    leaf = leaf.get(target, "params.decoder.logits_dense.kernel")
+    expected[leaf] = tensors["model.embed_tokens.weight"].T
+    mapping = families.mapping(folder, target=target, untie=True)
+    check(mapping, folder, tensors, expected)
+    check_inverse(mapping, folder, tensors, expected)
+    assert set(mapping.bind(folder).ties) == {leaf}
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+def test_vocabulary_with_room(saved, target):
+    folder, config, tensors, _ = saved["llama"]
+    expected = REFERENCES[target]("llama", config, tensors, True)
+    for leaf, axis in (("embed", 0), ("lm_head", 1), ("logits", 1)):
+        for name in [name for name in expected if leaf in name]:
+            widths = [(0, 0), (0, 0)]
+            widths[axis] = (0, 32)
+            expected[name] = np.pad(expected[name], widths)
+    mapping = families.llama(config, target=target, vocab_size=128)
+    check(mapping, folder, tensors, expected)
+    check_inverse(mapping, folder, tensors, expected)
+    with pytest.raises(MappingError, match="vocab_size of 96 or more, found: 95"):
+        families.llama(config, vocab_size=95)
+
+
+def test_root_and_prefix(saved):
+    _, config, tensors, _ = saved["gemma3"]
+    renamed = {f"language_{k.replace('model.', 'model.model.', 1)}": v for k, v in tensors.items()}
+    renamed["vision_tower.vision_model.post_layernorm.weight"] = np.zeros(3, np.float32)
+    outer = {"model_type": "gemma3", "text_config": config, "vision_config": {}}
+    expected = REFERENCES["plain"]("gemma3", config, tensors, True)
+    expected = {f"a.b.{name}": array for name, array in expected.items()}
+    mapping = families.mapping(outer, root="a.b")
+    check(mapping, facts_of(renamed), renamed, expected)
+    renamed = {k.replace("language_model.model", "model.language_model"): v
+               for k, v in renamed.items()}  # fmt: skip
+    mapping = families.mapping(outer, root="a.b", prefix="model.language_model.")
+    check(mapping, facts_of(renamed), renamed, expected)
+
+
+def test_prefix_of_a_folder(saved, tmp_path):
+    import torch
+    import transformers
+
+    _, config, _, _ = saved["gemma3"]
+    text = transformers.Gemma3TextConfig(**config)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    both = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(both).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    facts = families.mapping(tmp_path, target="maxtext").leaf_facts(tmp_path)
+    assert facts["params.token_embedder.embedding"].shape == (96, 40)
+
+
+def test_buffers_and_tied_heads_of_old_checkpoints_are_ignored(saved):
+    _, config, tensors, _ = saved["llama3"]
+    facts = facts_of(tensors)
+    facts["model.layers.0.self_attn.rotary_emb.inv_freq"] = ((4,), np.dtype(np.float32))
+    facts["lm_head.weight"] = facts["model.embed_tokens.weight"]
+    for target in ("plain", "maxtext", "tunix"):
+        families.mapping(config, target=target).bind(facts)
+    facts["model.layers.0.self_attn.q_proj.lora"] = ((4,), np.dtype(np.float32))
+    with pytest.raises(MappingError, match=r"no rule uses tensor 'model\.layers\.0\.self"):
+        families.mapping(config).bind(facts)
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_for_multi_token_prediction_are_ignored(saved, target, scan):
+    _, config, tensors, _ = saved["deepseek_v3"]
+    expected = REFERENCES[target]("deepseek_v3", config, tensors, scan)
+    last = [name for name in tensors if name.startswith("model.layers.4.")]
+    more = {name.replace("layers.4.", "layers.5."): tensors[name] for name in last}
+    more["model.layers.5.eh_proj.weight"] = np.zeros((2, 2), np.float32)
+    mapping = families.mapping({**config, "num_nextn_predict_layers": 1}, target=target, scan=scan)
+    check(mapping, facts_of(tensors | more), tensors | more, expected)
+
+
+def test_queries_of_full_rank(saved):
+    _, config, tensors, _ = saved["deepseek_v3"]
+    config = {**config, "q_lora_rank": None}
+    lite = {name: array for name, array in tensors.items() if ".q_a_" not in name}
+    for name in [name for name in lite if ".q_b_proj." in name]:
+        del lite[name]
+        rng = np.random.default_rng(len(lite))
+        lite[name.replace("q_b_proj", "q_proj")] = rng.random((48, 32), np.float32)
+    for target in ("plain", "maxtext"):
+        expected = REFERENCES[target]("deepseek_v3", config, lite, True)
+        check(families.mapping(config, target=target), facts_of(lite), lite, expected)
+
+
+def fp8(tensors, names, block):
+    """Tensors as FP8 with a scale for each block, and what they decode to."""
+    import ml_dtypes
+
+    stored, decoded = dict(tensors), dict(tensors)
+    rng = np.random.default_rng(0)
+    for name in names:
+        rows, columns = tensors[name].shape
+        scale = rng.random((-(-rows // block), -(-columns // block)), np.float32) + 0.5
+        values = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        stored |= {name: values, f"{name}_scale_inv": scale}
+        spread = scale.repeat(block, 0).repeat(block, 1)[:rows, :columns]
+        product = values.astype(np.float32) * spread
+        decoded[name] = product.astype(tensors["model.norm.weight"].dtype)
+    return stored, decoded
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "qwen3"])
+def test_fp8_with_block_scales(saved, name, target, scan):
+    _, config, tensors, _ = saved[name]
+    projections = [
+        tensor
+        for tensor in tensors
+        if tensor.endswith(("_proj.weight", "_mqa.weight"))
+    ]  # fmt: skip
+    stored, decoded = fp8(tensors, projections, 16)
+    config = config | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [16, 16],
+            "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+        }
+    }
+    expected = REFERENCES[target](name, config, decoded, scan)
+    mapping = families.mapping(config, target=target, scan=scan)
+    check(mapping, facts_of(stored), stored, expected)
+    with pytest.raises(MappingError, match="does not invert"):
+        mapping.inverse()
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_mxfp4(saved, target, scan):
+    """Against transformers' own decoder."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    _, config, tensors, _ = saved["gpt_oss"]
+    config = config | {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    bf16 = tensors["model.norm.weight"].dtype
+    stored, decoded = dict(tensors), dict(tensors)
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        rows, groups = (96, 2) if name.endswith("gate_up_proj") else (64, 1)
+        blocks = rng.integers(0, 256, (5, rows, groups, 16), np.uint8)
+        scales = rng.integers(120, 134, (5, rows, groups), np.uint8)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+        decoded[name] = values.contiguous().view(torch.uint16).numpy().view(bf16)
+        assert decoded[name].shape == (5, groups * 32, rows)
+    expected = REFERENCES[target]("gpt_oss", config, decoded, scan)
+    check(families.mapping(config, target=target, scan=scan), facts_of(stored), stored, expected)
+
+
+def test_named_functions(saved):
+    for name in families.TARGETS["plain"]:
+        config = {k: v for k, v in saved[name].config.items() if k != "model_type"}
+        made = getattr(families, name)(config, target="plain", scan=False)
+        assert repr(made) == repr(families.mapping(saved[name].config, scan=False))
+
+
+def test_configurations_as_version_4_of_transformers_writes_them(saved):
+    """Names of older versions, and nothing that is a default."""
+    _, config, _, _ = saved["llama3"]
+    old = {k: v for k, v in config.items() if k not in ("rope_parameters", "head_dim")}
+    old["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0}
+    for target in ("plain", "maxtext"):
+        made = families.mapping(old, target=target)
+        assert repr(made) == repr(families.mapping(config, target=target))
+    _, config, _, _ = saved["qwen3_moe"]
+    old = {k: v for k, v in config.items() if k != "num_local_experts"} | {"num_experts": 5}
+    assert repr(families.mapping(old)) == repr(families.mapping(config))
+    inner = {"num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240}
+    made = families.mapping({"model_type": "gemma3", "text_config": inner}, scan=False)
+    assert "rearrange('(h d) e -> e h d', d=256)" in repr(made)
+    assert "lm_head" not in str(made.rules)
+
+
+def test_layers_that_the_checkpoint_lacks(saved):
+    _, config, tensors, _ = saved["llama"]
+    facts = {name: fact for name, fact in facts_of(tensors).items() if "layers.2." not in name}
+    with pytest.raises(MappingError, match=r"there is no tensor 'model.layers.2.self_attn"):
+        families.mapping(config).bind(facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "message"),
+    [
+        ("llama", {"model_type": "bert"}, {}, "no ready mapping for model_type 'bert'"),
+        ("llama", {"vocab_size": None}, {}, "lacks 'vocab_size'"),
+        ("llama", {"hidden_size": "32"}, {}, "'hidden_size' of the configuration is '32'"),
+        ("llama", {}, {"target": "flax"}, "there is no target 'flax'"),
+        ("mixtral", {}, {"target": "tunix"}, "no ready mapping from mixtral to tunix"),
+        ("llama", {}, {"target": "tunix", "scan": True}, "tunix has no models with stacked"),
+        ("llama", {}, {"scan_axis": -1}, "scan_axis=-1 must be 0 or more"),
+        ("llama", {}, {"dtype": "float3"}, "'float3' is no dtype"),
+        ("qwen3_moe_mixed", {}, {"target": "maxtext"}, "layers are partly dense"),
+        ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
+        ("gemma2", {"num_hidden_layers": 3}, {"target": "maxtext"}, "joins two layers to one"),
+        ("gpt_oss", {"num_hidden_layers": 3}, {"target": "maxtext"}, "scans layers by twos"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            {},
+            "one scale for each tensor",
+        ),
+        (
+            "llama",
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "weight_block_size": [128, 128],
+                    "modules_to_not_convert": ["model.layers.0.self_attn.q_proj"],
+                }
+            },
+            {},
+            "leaves 'model.layers.0.self_attn.q_proj' unquantised",
+        ),
+    ],
+)
+def test_what_there_is_no_mapping_for(saved, name, changes, options, message):
+    with pytest.raises(MappingError, match=message):
+        families.mapping(saved[name].config | changes, **options)
+
+
+def test_options_that_are_not_there(saved):
+    with pytest.raises(TypeError, match="there is no option 'scanned'"):
+        families.mapping(saved["llama"].config, scanned=True)
+
+
+def test_configurations_that_can_not_be_read(saved, tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"config.json"):
+        families.mapping(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(FormatError, match="no JSON object"):
+        families.mapping(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FormatError, match="can not read a model's configuration"):
+        families.mapping(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(saved["llama"].config))
+    by_path = families.mapping(tmp_path / "config.json")
+    assert repr(by_path) == repr(families.mapping(saved["llama"].config))
+
+
+def test_index_only(saved):
+    """The plain tree and Tunix's compute nothing, of any family."""
+    from orbax_safetensors_layout.mapping.pieces import index_only
+
+    counts = collections.Counter()
+    for name, target, scan in CASES:
+        folder = saved[name].folder
+        made = families.mapping(folder, target=target, scan=scan).bind(folder).expressions
+        whole = all(index_only(x.pull_back(Box.whole(x.shape))) for x in made.values())
+        counts[target, whole] += 1
+        computes = ("llama", "mistral", "mixtral", "gemma2", "gemma3")
+        assert whole == (target != "maxtext" or family_of(name) not in computes)
+    assert counts["plain", False] == counts["tunix", False] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "llama_biased", "mistral", "qwen2", "qwen3"])
+def test_logits_of_the_plain_tree(saved, name, tmp_path):
+    """A JAX model of the plain tree and torch's give equal logits."""
+    pytest.importorskip("jax")
+    import torch
+    from family_llama_jax import logits
+
+    folder, config, tensors, model = make(name, tmp_path, dtype="float32")
+    bound = families.mapping(folder, target="plain").bind(folder)
+    params = {leaf: evaluate(made, tensors) for leaf, made in bound.expressions.items()}
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 11))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(logits(params, tokens, config), expected, rtol=2e-4, atol=2e-4)
