@@ -22,6 +22,9 @@ from orbax_safetensors_layout.format.manifest import (
     ValueLeaf,
     leaf_names,
 )
+from orbax_safetensors_layout.mapping.facts import Fact
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.origins import bind
 from orbax_safetensors_layout.structure import rebuild
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
@@ -63,18 +66,25 @@ class Contents:
         modified_nsecs: When the last of its files was written, in nanoseconds since the epoch; None
             where an index lists no files.
         manifest: What was recorded beside the tensors; None for a checkpoint that others wrote.
+        leaves: The leaves that a mapping makes of the tensors, if one was given.
     """
 
     tensors: Mapping[str, TensorEntry]
     strings: Mapping[str, str]
     modified_nsecs: int | None
     manifest: Manifest | None
+    leaves: Mapping[str, Fact] | None = None
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Self:
+    def read(cls, path: str | os.PathLike[str], mapping: LeafMapping | None = None) -> Self:
         """Reads all headers.
 
+        Args:
+            path: The checkpoint.
+            mapping: Tells of the leaves that it makes, in place of the tensors.
+
         Raises:
+            MappingError: The mapping does not fit.
             CheckpointNotFoundError: No safetensors checkpoint stands at `path`.
             FormatError: A header, the index or the manifest is malformed.
         """
@@ -85,6 +95,7 @@ class Contents:
                 catalog.metadata(),
                 max(written, default=None),
                 catalog.manifest(),
+                None if mapping is None else bind(catalog, mapping, None)[0].facts(),
             )
 
     @property
@@ -107,6 +118,11 @@ class Contents:
             array: Describes a tensor.
             value: Describes a number or string with this name.
         """
+        if self.leaves is not None:
+            return {
+                name: array(StoredArray(name, fact.shape, fact.dtype, None, False, fact.shape))
+                for name, fact in self.leaves.items()
+            }
         if self.manifest is None or self.manifest.tree is None:
             return {name: array(self._array(TensorLeaf(name))) for name in self.tensors}
         node = self.manifest.tree

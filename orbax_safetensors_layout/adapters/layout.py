@@ -71,7 +71,7 @@ class SafetensorsLayout:
             strings of `__metadata__`.
         """
         found = await in_background(_locate, path, checkpointable_name)
-        contents = await in_background(Contents.read, found)
+        contents = await in_background(Contents.read, found, settings.current().mapping)
         record = await _read_record(path)
         if record is not None:
             return _recorded(path, record, v1.describe(contents))
@@ -121,7 +121,13 @@ class SafetensorsLayout:
                 of others as a flat dict of numpy arrays.
         """
         found = await in_background(_locate, path, checkpointable_name)
-        return in_background(load, found, abstract_state, options=settings.read_options_v1())
+        return in_background(
+            load,
+            found,
+            abstract_state,
+            mapping=settings.current().mapping,
+            options=settings.read_options_v1(),
+        )
 
     async def load_checkpointables(
         self, path: ocp.path.Path, abstract_checkpointables: Mapping[str, Any] | None = None
@@ -147,11 +153,11 @@ class SafetensorsLayout:
                 expected=", ".join(absent),
                 found=", ".join([*names, *others]),
             )
-        options = settings.read_options_v1()
+        options, mapping = settings.read_options_v1(), settings.current().mapping
 
         def load_ours() -> dict[str, Any]:
             return {
-                name: load(_locate(path, name), wanted[name], options=options)
+                name: load(_locate(path, name), wanted[name], mapping=mapping, options=options)
                 for name in wanted
                 if name in names
             }

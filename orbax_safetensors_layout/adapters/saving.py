@@ -10,6 +10,7 @@ from typing import Any
 
 from orbax_safetensors_layout.adapters import _orbax
 from orbax_safetensors_layout.adapters.background import in_callers_context
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.save import PreparedSave
 from orbax_safetensors_layout.storage.resolve import open_storage
@@ -37,6 +38,7 @@ class ItemSave:
         folder: Where the item will be; it need not exist yet. Processes find each other by it.
         tree: The item.
         options: How to write.
+        mapping: What its leaves are made of, as for `osl.save`.
         custom: A JSON value to keep with it.
         dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
 
@@ -51,10 +53,13 @@ class ItemSave:
         tree: Any,
         options: WriteOptions,
         *,
+        mapping: LeafMapping | None = None,
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
     ) -> None:
-        self._prepared = PreparedSave.of(tree, options, custom=custom, dtypes=dtypes)
+        self._prepared = PreparedSave.of(
+            tree, options, mapping=mapping, custom=custom, dtypes=dtypes
+        )
         self._group = self._prepared.group(os.fspath(folder))
         self._prepared.capture()
         self.write: Callable[[_PathLike], None] = in_callers_context(self._write)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from orbax_safetensors_layout.adapters import _orbax
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 
@@ -18,10 +19,12 @@ class Settings:
     Attributes:
         read: How checkpoints are read.
         write: How checkpoints are written.
+        mapping: What the leaves of trees are made of.
     """
 
     read: ReadOptions | None = None
     write: WriteOptions | None = None
+    mapping: LeafMapping | None = None
 
 
 _NOTHING = Settings()
@@ -29,7 +32,12 @@ _SETTINGS: ContextVar[Settings] = ContextVar("orbax_safetensors_layout", default
 
 
 @contextlib.contextmanager
-def using(*, read: ReadOptions | None = None, write: WriteOptions | None = None) -> Iterator[None]:
+def using(
+    *,
+    mapping: LeafMapping | None = None,
+    read: ReadOptions | None = None,
+    write: WriteOptions | None = None,
+) -> Iterator[None]:
     """Settings for the Orbax operations that start inside the block.
 
     Orbax makes layouts and v1 handlers itself, without arguments; this is how options reach them.
@@ -37,6 +45,7 @@ def using(*, read: ReadOptions | None = None, write: WriteOptions | None = None)
     Blocks nest: an inner one takes over what it does not set.
 
     Args:
+        mapping: What leaves are made of, in loads and saves.
         read: How checkpoints are read, instead of the defaults, of Orbax's own options and of
             those that a `SafetensorsCheckpointHandler` was made with.
         write: How checkpoints are written, in the same way.
@@ -54,7 +63,9 @@ def using(*, read: ReadOptions | None = None, write: WriteOptions | None = None)
     """
     outer = _SETTINGS.get()
     inner = Settings(
-        read=outer.read if read is None else read, write=outer.write if write is None else write
+        read=outer.read if read is None else read,
+        write=outer.write if write is None else write,
+        mapping=outer.mapping if mapping is None else mapping,
     )
     token = _SETTINGS.set(inner)
     try:

@@ -8,17 +8,25 @@ from typing import Any
 
 from orbax_safetensors_layout.errors import UnexpectedTensorError
 from orbax_safetensors_layout.load import load
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions
 
 
 def load_item(
-    path: str | os.PathLike[str], abstract: Any, *, options: ReadOptions, partial: bool, switch: str
+    path: str | os.PathLike[str],
+    abstract: Any,
+    *,
+    mapping: LeafMapping | None,
+    options: ReadOptions,
+    partial: bool,
+    switch: str,
 ) -> Any:
     """Loads as `osl.load` does, with Orbax's rule about tensors that the tree does not name.
 
     Args:
         path: The checkpoint.
         abstract: The wanted tree; None loads everything as a flat dict of numpy arrays.
+        mapping: What leaves are made of; it is strict by itself.
         options: How to read; `partial` takes the place of `strict`.
         partial: Whether the checkpoint may hold more than the tree names.
         switch: How a user of the calling API asks for that, for the error's text.
@@ -27,7 +35,8 @@ def load_item(
         UnexpectedTensorError: The checkpoint holds more, and `partial` is False.
     """
     try:
-        return load(path, abstract, options=dataclasses.replace(options, strict=not partial))
+        options = dataclasses.replace(options, strict=not partial)
+        return load(path, abstract, mapping=mapping, options=options)
     except UnexpectedTensorError as error:
         error.hint = f"Pass {switch} to leave them out, or put `...` where a tensor is not wanted."
         raise

@@ -46,6 +46,7 @@ from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
 from orbax_safetensors_layout.adapters.saving import ItemSave
 from orbax_safetensors_layout.adapters.strictness import load_item
 from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 _SETTLE_SECONDS = 10.0
@@ -55,6 +56,8 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     """Saves and restores safetensors checkpoints in Orbax v0; each process its own shards' bytes.
 
     Args:
+        mapping: What leaves are made of, where neither the arguments of a save or restore nor a
+            `using(mapping=...)` block say otherwise.
         read: How to read, where no `using(read=...)` block says otherwise. Its `strict` does not
             count: in v0, `partial_restore` of the restore arguments decides that.
         write: How to write, where no `using(write=...)` block says otherwise.
@@ -73,8 +76,13 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(
-        self, *, read: ReadOptions | None = None, write: WriteOptions | None = None
+        self,
+        *,
+        mapping: LeafMapping | None = None,
+        read: ReadOptions | None = None,
+        write: WriteOptions | None = None,
     ) -> None:
+        self._mapping = mapping
         self._read = read
         self._write = write
 
@@ -125,10 +133,14 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             directory,
             args.item,
             options,
+            mapping=self._mapping_of(args),
             custom=getattr(args, "custom_metadata", None),
             dtypes=leaf_dtypes(args),
         )
         return save, options
+
+    def _mapping_of(self, args: Any) -> LeafMapping | None:
+        return getattr(args, "mapping", None) or settings.current().mapping or self._mapping
 
     def restore(
         self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs | None = None
@@ -150,6 +162,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         return load_item(
             directory,
             abstract_tree(args),
+            mapping=self._mapping_of(args),
             options=settings.current().read or self._read or ReadOptions(),
             partial=getattr(args, "partial_restore", False),
             switch="`SafetensorsRestore(..., partial_restore=True)`",
@@ -163,7 +176,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             restore. Of a checkpoint that others wrote, it is a flat dict of tensors, and the files'
             `__metadata__` are the custom metadata.
         """
-        return v0_metadata.describe(directory, Contents.read(directory))
+        return v0_metadata.describe(directory, Contents.read(directory, self._mapping_of(None)))
 
 
 def _commit(save: ItemSave, directory: os.PathLike[str]) -> future.Future:
@@ -215,12 +228,14 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
             and Python numbers, booleans and strings.
         save_args: A tree of the item's structure of `ocp.SaveArgs`, or None in their place; their
             `dtype` is the one that an array is written in.
-        custom_metadata: A JSON value, given back by `metadata`.
+        mapping: What the leaves are made of, as for `osl.save`.
+        custom_metadata: A JSON value, given back by `metadata`; not with a mapping.
     """
 
     item: Any
     save_args: Any = None
     _: dataclasses.KW_ONLY
+    mapping: LeafMapping | None = None
     custom_metadata: Any = None
 
 
@@ -235,6 +250,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
             an item, `restore_args` gives the structure; without either, everything is loaded.
         restore_args: A tree of the item's structure of `ocp.RestoreArgs` and
             `ocp.ArrayRestoreArgs`; what they say of a leaf overrides the item.
+        mapping: What the leaves are made of, as for `osl.load`.
         partial_restore: Let the checkpoint hold tensors that the item does not name; otherwise
             they are an error.
     """
@@ -242,6 +258,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     item: Any = None
     restore_args: Any = None
     _: dataclasses.KW_ONLY
+    mapping: LeafMapping | None = None
     partial_restore: bool = False
 
 
@@ -256,7 +273,10 @@ _ARGS = (
 
 
 def handler_registry(
-    *item_names: str, read: ReadOptions | None = None, write: WriteOptions | None = None
+    *item_names: str,
+    mapping: LeafMapping | None = None,
+    read: ReadOptions | None = None,
+    write: WriteOptions | None = None,
 ) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """A registry that gives these items of a `CheckpointManager` to the safetensors handler.
 
@@ -266,7 +286,8 @@ def handler_registry(
 
     Args:
         *item_names: The items; `"default"` is the one of a manager without named items.
-        read: How to read; see `SafetensorsCheckpointHandler`.
+        mapping: What leaves are made of; see `SafetensorsCheckpointHandler`.
+        read: How to read.
         write: How to write.
 
     Example:
@@ -284,7 +305,7 @@ def handler_registry(
         raise ValueError(
             'handler_registry needs the items\' names; one without names is "default".'
         )
-    handler = SafetensorsCheckpointHandler(read=read, write=write)
+    handler = SafetensorsCheckpointHandler(mapping=mapping, read=read, write=write)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name in item_names:
         for args in _ARGS:

@@ -39,8 +39,8 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     As with Orbax's own handler, a tree that does not name the whole checkpoint is an error unless
     `ctx.pytree.loading.partial_load` is set.
 
-    Orbax makes handlers itself, without arguments; `using(read=..., write=...)` and the `memory`
-    options of Orbax's context say how to read and write.
+    Orbax makes handlers itself, without arguments; `using(mapping=..., read=..., write=...)` and
+    the `memory` options of Orbax's context say how to read and write.
 
     Example:
         >>> import tempfile, numpy as np
@@ -66,7 +66,12 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
                 some of the processes.
         """
         _check_processes()
-        save = ItemSave(directory.path, checkpointable, settings.write_options_v1())
+        save = ItemSave(
+            directory.path,
+            checkpointable,
+            settings.write_options_v1(),
+            mapping=settings.current().mapping,
+        )
         if save.is_captured:
             return _write(save, directory)
         # More than the memory budget: the caller waits until files have taken up the rest.
@@ -86,6 +91,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             load_item,
             directory,
             abstract_checkpointable,
+            mapping=settings.current().mapping,
             options=settings.read_options_v1(),
             partial=_orbax.get_context().pytree.loading.partial_load,
             switch="`context.pytree.loading.partial_load = True`",
@@ -93,7 +99,8 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
 
     async def metadata(self, directory: ocp.path.Path) -> Any:
         """Shapes, dtypes and shardings, as `describe` gives them."""
-        return describe(await in_background(Contents.read, directory))
+        mapping = settings.current().mapping
+        return describe(await in_background(Contents.read, directory, mapping))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether it is a tree of leaves that `osl.save` takes."""

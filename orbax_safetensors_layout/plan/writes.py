@@ -349,7 +349,8 @@ class _Planner:
                     box = found.tile.box
                     piece = NewTensor(piece_name(name, shape, box), dtype, box.shape)
                     mine[piece.name] = (piece, number, found.tile)
-        used = sorted({found.process for tiles in classes for found in tiles})
+        # A tree without tensors has a file, too, so that it is a checkpoint.
+        used = sorted({found.process for tiles in classes for found in tiles}) or [0]
         file_number = {process: place for place, process in enumerate(used)}
         stored = StoredPieces(
             files=tuple(names[process] for process in used),
