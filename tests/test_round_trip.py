@@ -192,3 +192,11 @@ def test_any_sharding_loads_under_any_other(tmp_path_factory, data):
         assert names == sorted(p.name for p in folder.iterdir() if p.is_file())
         for name in names:
             assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tree_without_tensors(tmp_path, layout):
+    tree = {"name": "run", "steps": [1, 2], "rest": {}}
+    osl.save(tmp_path, tree, options=osl.WriteOptions(layout=layout))
+    assert osl.is_safetensors_checkpoint(tmp_path)
+    assert osl.load(tmp_path) == tree
