@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format.catalog import Catalog
@@ -20,7 +21,8 @@ from orbax_safetensors_layout.format.pieces import StoredPieces
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import plan_consolidation
-from orbax_safetensors_layout.save import PathLike, PreparedSave
+from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
+from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.host import HostValues
 
 _PACKED = {dtype.numpy.name: dtype for dtype in DTYPES.values() if dtype.packed}
@@ -63,6 +65,7 @@ def consolidate(
         >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
+    options = options or WriteOptions()
     with Catalog.open(path) as catalog:
         manifest = catalog.manifest()
         if manifest is None or manifest.pieces is None or catalog.pieces is None:
@@ -73,9 +76,7 @@ def consolidate(
                 hint="It needs no consolidation.",
             )
         folder = catalog.path
-    options = dataclasses.replace(
-        options or WriteOptions(), layout="hf", dtype=None, metadata=manifest.metadata
-    )
+    options = dataclasses.replace(options, layout="hf", dtype=None, metadata=manifest.metadata)
     packed = _packed_tensors(manifest)
     tensors = _tensors(manifest.pieces, packed)
     shards = ProcessShards()
@@ -89,7 +90,9 @@ def consolidate(
     tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
     whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
     prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces_folder=folder)
-    prepared.publish(path if target is None else target, overwrite=overwrite or target is None)
+    target, overwrite = (path, True) if target is None else (target, overwrite)
+    with save_group(os.path.realpath(open_storage(target)[1]), options) as group:
+        prepared.publish(target, group=group, overwrite=overwrite)
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -44,6 +45,7 @@ from orbax_safetensors_layout.transfer.scatter import scatter
 from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats, write_parts
 
 PathLike = str | os.PathLike[str]
+_WRITING, _GATHERING = "writing shards", "putting files together"
 _BUDGET_BYTES = 256 * MIB  # of a save that names none: copies from devices, and pieces
 
 
@@ -86,8 +88,10 @@ def save(
         {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     with frozen_heap():
-        prepared = PreparedSave.of(tree, options or WriteOptions(), mapping=mapping)
-        prepared.publish(path, overwrite=overwrite)
+        options = options or WriteOptions()
+        with save_group(os.path.realpath(open_storage(path)[1]), options) as group:
+            prepared = PreparedSave.of(tree, options, mapping=mapping)
+            prepared.publish(path, group=group, overwrite=overwrite)
 
 
 def plan_save(
@@ -146,6 +150,20 @@ def _plan(
         process_count=count,
     )
     return plan, scattered
+
+
+def save_group(name: str, options: WriteOptions) -> Group:
+    """The processes of this program, that save together.
+
+    For a `with` block, which all enter in the same order: an error in it reaches the others.
+
+    Args:
+        name: The folder that they save to.
+        options: How long they wait for each other.
+    """
+    count = jax.process_count()
+    store = DistributedStore.connect() if count > 1 else None
+    return Group(name, jax.process_index(), count, store, options.timeout_seconds)
 
 
 class PreparedSave:
@@ -237,23 +255,11 @@ class PreparedSave:
         """
         return self._values.wait_captured(timeout_seconds)
 
-    def group(self, name: str) -> Group:
-        """The processes that save together."""
-        store = DistributedStore.connect() if self.plan.process_count > 1 else None
-        return Group(
-            name,
-            self.plan.process_index,
-            self.plan.process_count,
-            store,
-            self._options.timeout_seconds,
-        )
-
-    def publish(self, path: PathLike, *, overwrite: bool) -> None:
+    def publish(self, path: PathLike, *, group: Group, overwrite: bool) -> None:
         """Writes everything beside `path`, and puts it there when it is complete; see `save`."""
         storage, target = open_storage(path)
         target = os.path.realpath(target)
         with storage:
-            group = self.group(target)
             partial = f"{target}.partial-save"
             error: BaseException | None = None
             try:
@@ -270,7 +276,9 @@ class PreparedSave:
                     publish_folder(partial, target, is_replaced=_is_checkpoint_file)
             except BaseException as problem:
                 error = problem
+                group.leave()
                 if group.is_leader:
+                    group.await_others()
                     storage.remove(partial)
             group.meet("publishing the checkpoint", error)
 
@@ -325,11 +333,12 @@ class PreparedSave:
                     pool,
                     memory_budget_bytes=budget,
                     progress=progress,
+                    check=functools.partial(group.check, _WRITING),
                 )
             except BaseException as problem:
                 error = problem
                 pool.stop()
-            group.meet("writing shards", error)
+            group.meet(_WRITING, error)
             try:
                 pieces = self._pieces_folder or folder
                 if self._scattered is not None:
@@ -344,13 +353,21 @@ class PreparedSave:
                         memory_budget_bytes=budget,
                     )
                 elif plan.exchanges:
-                    stats += gather(plan, files, pool, storage, pieces, memory_budget_bytes=budget)
+                    stats += gather(
+                        plan,
+                        files,
+                        pool,
+                        storage,
+                        pieces,
+                        memory_budget_bytes=budget,
+                        check=functools.partial(group.check, _GATHERING),
+                    )
                 if group.is_leader:
                     self._write_documents(storage, folder, documents)
             except BaseException as problem:
                 error = problem
                 pool.stop()
-            group.meet("putting files together", error)
+            group.meet(_GATHERING, error)
         finally:
             pool.stop()
             files.abort()

@@ -75,7 +75,10 @@ def main(path, target, doing, process):
     if jax.process_index() == process:
         def broken(self, *args):
             raise OSError(5, f"the disk broke while {doing}")
-        setattr(LocalFileWriter, doing, broken)
+        if doing == "planning":
+            tree["bad"] = object()
+        else:
+            setattr(LocalFileWriter, doing, broken)
     begin = time.monotonic()
     try:
         osl.save(target, tree, overwrite=True, options=osl.WriteOptions(max_file_bytes=200_000))
@@ -175,7 +178,7 @@ def test_every_process_writes_its_own_file_of_pieces(tmp_path, source, tensors, 
 
 
 @pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("doing", ["write_at", "finish"])
+@pytest.mark.parametrize("doing", ["planning", "write_at", "finish"])
 def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doing, process):
     results = run_processes(
         FAIL,
@@ -188,8 +191,9 @@ def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doi
     )
     for number, result in enumerate(results):
         kind, text = result["error"]
-        assert f"the disk broke while {doing}" in text
-        assert kind == ("OSError" if number == process else "PeerError")
+        assert ("'bad'" if doing == "planning" else f"the disk broke while {doing}") in text
+        own = "UnsupportedDtypeError" if doing == "planning" else "OSError"
+        assert kind == (own if number == process else "PeerError")
         assert result["seconds"] < 20
         assert result["old"] == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]

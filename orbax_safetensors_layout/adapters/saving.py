@@ -12,7 +12,7 @@ from orbax_safetensors_layout.adapters import _orbax
 from orbax_safetensors_layout.adapters.background import in_callers_context
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.save import PreparedSave
+from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage.resolve import open_storage
 
 _PathLike = str | os.PathLike[str]
@@ -57,11 +57,15 @@ class ItemSave:
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
     ) -> None:
-        self._prepared = PreparedSave.of(
-            tree, options, mapping=mapping, custom=custom, dtypes=dtypes
-        )
-        self._group = self._prepared.group(os.fspath(folder))
-        self._prepared.capture()
+        self._group = save_group(os.fspath(folder), options)
+        try:
+            self._prepared = PreparedSave.of(
+                tree, options, mapping=mapping, custom=custom, dtypes=dtypes
+            )
+            self._prepared.capture()
+        except BaseException as error:
+            self._group.fail(error)
+            raise
         self.write: Callable[[_PathLike], None] = in_callers_context(self._write)
 
     @property
@@ -84,5 +88,5 @@ class ItemSave:
 
     def _write(self, folder: _PathLike) -> None:
         storage, target = open_storage(folder)
-        with storage:
+        with storage, self._group:
             self._prepared.write(target, group=self._group, storage=storage, documents=_DOCUMENTS)

@@ -71,5 +71,13 @@ class DistributedStore:
                 raise TimeoutError(key) from error
             raise
 
+    def peek(self, key: str) -> str | None:
+        try:
+            return str(self._client.key_value_try_get(key))
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
     def delete(self, prefix: str) -> None:
         self._client.key_value_delete(prefix)

@@ -6,17 +6,19 @@ collective on devices: a save in the background can not get in the way of a runn
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections import Counter, deque
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
 
 _PREFIX = "orbax_safetensors_layout"
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
+_CHECK_SECONDS = 1.0
 
 _KEPT_GROUPS = 8  # no process is so many operations behind another
 
@@ -42,6 +44,10 @@ class KeyValueStore(Protocol):
         Raises:
             TimeoutError: It is not set in time.
         """
+        ...
+
+    def peek(self, key: str) -> str | None:
+        """A key's value, None if it is not set."""
         ...
 
     def delete(self, prefix: str) -> None:
@@ -79,6 +85,16 @@ class Group:
         self._key = f"{_PREFIX}/{number}/{name.strip('/').replace('/', '|')}"
         self._step = 0
         self._failed = False
+        self._announced = -1
+        self._next_check_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
 
     @property
     def is_leader(self) -> bool:
@@ -115,25 +131,87 @@ class Group:
             self._clean()
         if error is not None or verdict is not None:
             self._failed = True
+        if verdict is not None and verdict["process"] != self.process_index:
+            # What went wrong here, if anything, may be a consequence.
+            raise self._peer_error(verdict, doing) from error
         if error is not None:
             raise error
+
+    def check(self, doing: str) -> None:
+        """Looks, once a second, whether another process has failed on its way to the next step.
+
+        Raises:
+            PeerError: One has; call `meet` with it.
+        """
+        if self._store is None or self.process_count == 1 or self._failed:
+            return
+        if time.monotonic() < self._next_check_seconds:
+            return
+        self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
+        step = f"{self._key}/{self._step}"
+        if self.is_leader:
+            verdict = _first_failure(self._said(step))
+            if verdict is not None:
+                self._announce(self._step, verdict)
+        else:
+            text = self._store.peek(f"{step}/verdict")
+            verdict = None if text is None else json.loads(text)
         if verdict is not None:
-            raise PeerError(
-                f"process {verdict['process']} failed while {doing}: {verdict['error']}",
-                file=self._name,
-            )
+            raise self._peer_error(verdict, doing)
+
+    def _peer_error(self, verdict: dict[str, Any], doing: str) -> PeerError:
+        process, error = verdict["process"], verdict["error"]
+        return PeerError(f"process {process} failed while {doing}: {error}", file=self._name)
+
+    def leave(self) -> None:
+        """Says that this process has stopped working, after a failure."""
+        if self._store is not None and self.process_count > 1:
+            with contextlib.suppress(Exception):  # the failure itself is what counts
+                self._store.set(f"{self._key}/left/{self.process_index}", "")
+
+    def await_others(self, timeout_seconds: float = 30) -> None:
+        """Waits until all have left, or for some time, before what they work on is removed."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._store is not None and self.process_count > 1:
+            with contextlib.suppress(Exception):
+                if len(self._store.list(f"{self._key}/left/")) >= self.process_count:
+                    return
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_LONGEST_PAUSE_SECONDS / 5)
 
     def _clean(self) -> None:
         """Drops keys that nobody waits for any more: all have come to the step after them."""
         assert self._store is not None
         if self._step > 1:
             self._store.delete(f"{self._key}/{self._step - 2}/")
+
+    def close(self) -> None:
+        """Says that this process takes no further step; its last keys go when others have."""
+        if self._store is None or self.process_count == 1 or not self.is_leader:
             return
         with _counts_lock:
             _finished.append(self._key)
             oldest = _finished.popleft() if len(_finished) > _KEPT_GROUPS else None
         if oldest is not None:
-            self._store.delete(f"{oldest}/")
+            with contextlib.suppress(Exception):
+                self._store.delete(f"{oldest}/")
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this process will not come to the next step, and waits for nobody.
+
+        Args:
+            error: What went wrong.
+        """
+        if self._store is None or self.process_count == 1 or self._failed:
+            return
+        self._failed = True
+        said = {"process": self.process_index, "error": _text(error)}
+        with contextlib.suppress(Exception):  # the failure itself is what counts
+            if self.is_leader:
+                self._announce(self._step, said)
+            step = f"{self._key}/{self._step}"
+            self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
 
     def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
         """Waits for all processes, or the first error, and tells everyone."""
@@ -144,21 +222,30 @@ class Group:
         except PeerError as error:
             problem = error
             verdict = {"process": 0, "error": str(error)}
-        self._store.set(f"{step}/verdict", json.dumps(verdict))
+        self._announce(self._step - 1, verdict)
         if problem is not None:
             raise problem
         return verdict
+
+    def _announce(self, step: int, verdict: dict[str, Any] | None) -> None:
+        assert self._store is not None
+        if step > self._announced:
+            self._announced = step
+            self._store.set(f"{self._key}/{step}/verdict", json.dumps(verdict))
+
+    def _said(self, step: str) -> list[dict[str, Any]]:
+        assert self._store is not None
+        return [json.loads(text) for text in self._store.list(f"{step}/said/").values()]
 
     def _collect(self, step: str, doing: str) -> dict[str, Any] | None:
         assert self._store is not None
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
-            said = [json.loads(text) for text in self._store.list(f"{step}/said/").values()]
-            failed = [one for one in said if one["error"] is not None]
-            if failed:
-                first: dict[str, Any] = min(failed, key=lambda one: int(one["process"]))
-                return first
+            said = self._said(step)
+            failure = _first_failure(said)
+            if failure is not None:
+                return failure
             if len(said) == self.process_count:
                 return None
             if time.monotonic() > deadline:
@@ -184,6 +271,11 @@ class Group:
             ) from error
         verdict: dict[str, Any] | None = json.loads(text)
         return verdict
+
+
+def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+    failed = [one for one in said if one["error"] is not None]
+    return min(failed, key=lambda one: int(one["process"]), default=None)
 
 
 def _text(error: BaseException) -> str:

@@ -52,6 +52,7 @@ def gather(
     pieces_folder: str,
     *,
     memory_budget_bytes: int,
+    check: Callable[[], None],
 ) -> WriteStats:
     """Completes the files that this process owns from the pieces that all have written.
 
@@ -62,6 +63,7 @@ def gather(
         storage: Where files and pieces are.
         pieces_folder: The folder that the names of the files of pieces are relative to.
         memory_budget_bytes: Host bytes that blocks may hold.
+        check: Called now and then; raises where another process has failed.
     """
     unfinished = files.unfinished()
     assert plan.stored is not None
@@ -79,6 +81,7 @@ def gather(
     def deliver(
         number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Callable[[], object]:
+        check()
         block, (values,) = blocks[number], parts
         return pool.submit(functools.partial(_write, block, values)).result
 

@@ -174,6 +174,7 @@ def write_parts(
     *,
     memory_budget_bytes: int | None,
     progress: Callable[[Progress], None] | None,
+    check: Callable[[], None],
 ) -> WriteStats:
     """Writes what comes from this process's shards; files that need no more are completed.
 
@@ -185,8 +186,10 @@ def write_parts(
         pool: The threads.
         memory_budget_bytes: Host bytes of shards that are held at once, where they are copies.
         progress: Told after each part.
+        check: Called now and then; raises where another process has failed.
     """
-    return _PartWriter(plans, leaves, values, files, pool, memory_budget_bytes, progress).run()
+    writer = _PartWriter(plans, leaves, values, files, pool, memory_budget_bytes, progress, check)
+    return writer.run()
 
 
 class _Segment(NamedTuple):
@@ -209,7 +212,9 @@ class _PartWriter:
         pool: WritePool,
         budget: int | None,
         progress: Callable[[Progress], None] | None,
+        check: Callable[[], None],
     ) -> None:
+        self._check = check
         self._plans = plans
         self._leaves = leaves
         self._values = values
@@ -281,6 +286,7 @@ class _PartWriter:
                 self._left_bytes[id(part)] = part.stop - part.start
 
     def _submit(self, file: OpenFile, segments: list[_Segment]) -> Future[None]:
+        self._check()
         return self._pool.submit(lambda: self._write(file, segments))
 
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:

@@ -1,0 +1,399 @@
+"""Processes that save together, as threads that share a key-value store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.transfer import coordination
+from orbax_safetensors_layout.transfer.coordination import Group
+
+PROMPT_SECONDS = 5  # far below any time-out here, far above what a busy machine needs
+
+
+class MemoryStore:
+    """What `jax.distributed` offers: set-once keys, listing, waiting and deleting.
+
+    Args:
+        patience: What a waiting time-out is multiplied by.
+    """
+
+    def __init__(self, patience: float = 1.0) -> None:
+        self.values: dict[str, str] = {}
+        self.deleted: list[str] = []
+        self._patience = patience
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            assert key not in self.values, "ALREADY_EXISTS"
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def list(self, prefix: str) -> dict[str, str]:
+        assert prefix.endswith("/")
+        with self._changed:
+            return {key: value for key, value in self.values.items() if key.startswith(prefix)}
+
+    def get(self, key: str, timeout_seconds: float) -> str:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: key in self.values, timeout_seconds * self._patience
+            ):
+                raise TimeoutError(key)
+            return self.values[key]
+
+    def peek(self, key: str) -> str | None:
+        with self._changed:
+            return self.values.get(key)
+
+    def delete(self, prefix: str) -> None:
+        with self._changed:
+            self.deleted.append(prefix)
+            for key in [key for key in self.values if key == prefix or key.startswith(prefix)]:
+                del self.values[key]
+
+
+def together(
+    store: MemoryStore,
+    count: int,
+    work: Callable[[Group], object],
+    *,
+    name: str,
+    timeout_seconds: float = 60,
+) -> list[object]:
+    """What `work` returns, or raises, in each process."""
+    groups = make_groups(store, count, name, timeout_seconds)
+
+    def run(group: Group) -> object:
+        try:
+            with group:
+                return work(group)
+        except BaseException as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, groups))
+
+
+def make_groups(
+    store: MemoryStore, count: int, name: str, timeout_seconds: float = 60
+) -> list[Group]:
+    """One group a process. Each process counts its operations; threads share the counter."""
+    groups = []
+    before = coordination._counts[name]
+    for process in range(count):
+        coordination._counts[name] = before
+        groups.append(Group(name, process, count, store, timeout_seconds))
+    return groups
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_nobody_goes_on_before_all_are_there(store, count):
+    """The last to come is late; nobody leaves a step before everyone has come to it."""
+    came: list[tuple[int, int]] = []
+    lock = threading.Lock()
+
+    def work(group):
+        for step in range(4):
+            time.sleep(0.02 * ((group.process_index + step) % count))
+            with lock:
+                came.append((step, group.process_index))
+            group.meet(f"step {step}")
+            with lock:
+                assert sum(1 for number, _ in came if number == step) == count
+        return "done"
+
+    assert together(store, count, work, name="all meet") == ["done"] * count
+
+
+def test_one_process_needs_no_store():
+    group = Group("alone", 0, 1, None, 1.0)
+    assert group.is_leader
+    group.meet("a step")
+    with pytest.raises(KeyError, match="mine"):
+        group.meet("a step", KeyError("mine"))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_an_error_reaches_all_at_once_with_its_text(store, bad):
+    """Also those that come later than the error, and those that are there already."""
+
+    def work(group):
+        group.meet("a first step")
+        error = ValueError("the disk\nis full") if group.process_index == bad else None
+        if group.process_index == 2:
+            time.sleep(0.3)
+        group.meet("writing shards", error)
+
+    started = time.monotonic()
+    errors = together(store, 4, work, name=f"error {bad}")
+    assert time.monotonic() - started < PROMPT_SECONDS
+    for process, error in enumerate(errors):
+        if process == bad:
+            assert isinstance(error, ValueError)
+        else:
+            assert isinstance(error, osl.PeerError)
+            assert f"process {bad} failed while writing shards" in str(error)
+            assert "ValueError: the disk\nis full" in str(error)
+            assert error.file == f"error {bad}"
+
+
+def test_with_several_errors_all_have_the_first(store):
+    """An error elsewhere may follow from the first; it is chained."""
+
+    def work(group):
+        process = group.process_index
+        time.sleep(0.3 if process == 0 else 0.0)
+        group.meet("a step", OSError(f"of {process}") if process in (1, 3) else None)
+
+    errors = together(store, 4, work, name="several errors")
+    first = 1 if isinstance(errors[1], OSError) and "of 1" in str(errors[0]) else 3
+    second = 4 - first
+    assert str(errors[first]) == f"of {first}"
+    for process in (0, 2, second):
+        assert isinstance(errors[process], osl.PeerError)
+        assert f"process {first} failed while a step: OSError: of {first}" in str(errors[process])
+    assert str(errors[second].__cause__) == f"of {second}"
+
+
+def test_a_process_at_work_learns_of_an_error_before_its_next_step(store):
+    def work(group):
+        if group.process_index == 2:
+            group.meet("a step", OSError("of 2"))
+        try:
+            for _ in range(1000):
+                group.check("a step")
+                time.sleep(0.05)
+        except osl.PeerError as error:
+            group.meet("a step", error)
+
+    errors = together(store, 3, work, name="at work")
+    assert isinstance(errors[2], OSError)
+    for error in errors[:2]:
+        assert isinstance(error, osl.PeerError)
+        assert "process 2 failed while a step: OSError: of 2" in str(error)
+
+
+def test_what_is_worked_on_is_removed_when_all_have_stopped(store):
+    stopped: list[int] = []
+
+    def work(group):
+        if group.is_leader:
+            group.leave()
+            group.await_others()
+            assert sorted(stopped) == [1, 2]
+        else:
+            time.sleep(0.2 * group.process_index)
+            stopped.append(group.process_index)
+            group.leave()
+
+    assert together(store, 3, work, name="left") == [None] * 3
+
+
+def test_others_do_not_wait_for_one_that_is_still_busy(store):
+    """A slow process learns of the error when it comes; the others long before."""
+    left: dict[int, float] = {}
+    started = time.monotonic()
+
+    def work(group):
+        process = group.process_index
+        if process == 2:
+            time.sleep(1.5)
+        try:
+            group.meet("a step", RuntimeError("no") if process == 1 else None)
+        finally:
+            left[process] = time.monotonic() - started
+
+    errors = together(store, 3, work, name="busy")
+    assert [type(error) for error in errors] == [osl.PeerError, RuntimeError, osl.PeerError]
+    assert left[0] < 1.2
+    assert left[1] < 1.2
+    assert left[2] >= 1.5
+
+
+def test_a_base_exception_is_an_error_like_any_other(store):
+    def work(group):
+        group.meet("a step", KeyboardInterrupt() if group.process_index == 1 else None)
+
+    errors = together(store, 2, work, name="interrupt")
+    assert isinstance(errors[1], KeyboardInterrupt)
+    assert isinstance(errors[0], osl.PeerError)
+    assert "KeyboardInterrupt" in str(errors[0])
+
+
+def test_after_an_error_no_step_waits(store):
+    """`meet` is called again on the way out; it neither waits nor writes."""
+
+    def work(group):
+        try:
+            group.meet("a step", ValueError("first") if group.process_index == 0 else None)
+        except Exception as error:
+            written = len(store.values)
+            group.meet("on the way out")
+            with pytest.raises(type(error)):
+                group.meet("on the way out", error)
+            return written == len(store.values)
+
+    started = time.monotonic()
+    together(store, 3, work, name="on the way out")
+    assert time.monotonic() - started < PROMPT_SECONDS
+
+
+@pytest.mark.parametrize("missing", [[2], [1, 3]])
+def test_a_missing_process_is_named(store, missing):
+    def work(group):
+        group.meet("a first step")
+        if group.process_index not in missing:
+            group.meet("writing shards")
+
+    started = time.monotonic()
+    errors = together(store, 4, work, name=f"missing {missing}", timeout_seconds=0.4)
+    assert time.monotonic() - started < PROMPT_SECONDS
+    for process, error in enumerate(errors):
+        if process in missing:
+            assert error is None
+        else:
+            assert isinstance(error, osl.PeerError)
+            assert f"processes {missing} did not finish writing shards" in str(error)
+            assert "0.4 s" in str(error)
+    assert "timeout_seconds" in str(errors[0])
+
+
+def test_a_missing_leader_is_named():
+    store = MemoryStore(patience=0.01)
+
+    def work(group):
+        if not group.is_leader:
+            group.meet("writing shards")
+
+    errors = together(store, 3, work, name="no leader", timeout_seconds=1.0)
+    for error in errors[1:]:
+        assert isinstance(error, osl.PeerError)
+        assert "process 0 did not finish writing shards" in str(error)
+        assert isinstance(error.__cause__, TimeoutError)
+
+
+def test_a_lost_store_is_an_error_and_hides_no_other(store):
+    def broken(key, value):
+        raise ConnectionError("the coordinator is gone")
+
+    store.set = broken
+    (group,) = make_groups(store, 1, "lost store")
+    group.process_count = 2
+    with pytest.raises(ConnectionError, match="coordinator"):
+        group.meet("a step")
+    (group,) = make_groups(store, 1, "lost store")
+    group.process_count = 2
+    with pytest.raises(ValueError, match="mine"):
+        group.meet("a step", ValueError("mine"))
+
+
+def test_keys_are_cleaned_up(store):
+    """While an operation runs there are keys of its last steps; of operations, of the last few."""
+    most = 0
+
+    def work(group):
+        nonlocal most
+        for step in range(30):
+            group.meet(f"step {step}")
+            most = max(most, len(store.values))
+
+    count = 3
+    for number in range(40):
+        together(store, count, work if number == 0 else lambda g: [g.meet(str(i)) for i in (0, 1)],
+                 name=f"operation {number}")  # fmt: skip
+    assert most <= 3 * (count + 1) + count
+    assert len(store.values) <= 10 * 2 * (count + 1)
+    assert not [key for key in store.values if "operation 0" in key]
+
+
+def test_the_same_name_again(store):
+    """A second save to the same path does not see what the first left."""
+    for number in range(5):
+
+        def work(group, number=number):
+            bad = number == 2 and group.process_index == 1
+            group.meet("a step", ValueError("once") if bad else None)
+            return number
+
+        found = together(store, 2, work, name="the same path")
+        assert (found == [number] * 2) != (number == 2)
+
+
+def test_groups_of_different_names_at_once(store):
+    """Two saves in the background; one fails, and the other does not notice."""
+
+    def run(name):
+        def work(group):
+            for step in range(6):
+                time.sleep(0.003 * group.process_index)
+                bad = name == "b/c" and step == 3 and group.process_index == 1
+                group.meet(f"step {step}", ValueError("of b") if bad else None)
+            return name
+
+        return together(store, 3, work, name=name)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(run, ["a/c", "b/c"])
+    assert one == ["a/c"] * 3
+    assert [type(error) for error in other] == [osl.PeerError, ValueError, osl.PeerError]
+
+
+def test_more_groups_at_once_than_are_kept(store):
+    """As a `CheckpointManager` with ten items in the background."""
+    names = [f"item {number}" for number in range(10)]
+    # The follower of the oldest operation is at its second step while ten others pass their first;
+    # what it said must not be gone when its leader comes.
+    oldest = make_groups(store, 2, "oldest", timeout_seconds=1.5)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(oldest[1].meet, "a first step")
+        oldest[0].meet("a first step")
+        begun.result()
+        waits = pool.submit(oldest[1].meet, "writing shards")
+        for name in names:
+            together(store, 2, lambda group: group.meet("a first step"), name=name)
+        outcome = "done"
+        try:
+            oldest[0].meet("writing shards")
+            waits.result()
+        except osl.PeerError as error:
+            outcome = str(error)
+    assert outcome == "done"
+
+
+def test_an_error_before_the_first_step_reaches_those_who_come_to_it(store):
+    """As of a tree that can not be saved: nobody waits for a process that will not come."""
+
+    def work(group):
+        if group.process_index == bad:
+            raise ValueError("a leaf that can not be saved")
+        group.meet("a step")
+
+    for bad in (0, 2):
+        errors = together(store, 3, work, name=f"begin {bad}")
+        for process, error in enumerate(errors):
+            assert isinstance(error, ValueError if process == bad else osl.PeerError)
+            assert "a leaf that can not be saved" in str(error)
+
+
+def test_names_are_part_of_keys_whatever_they_hold(store):
+    """Paths with slashes, spaces and more; one name that begins as the other does."""
+
+    def run(name):
+        return together(store, 2, lambda group: [group.meet(str(i)) for i in range(4)], name=name)
+
+    names = ["/a", "/a/b", "/a/b/c", "/ü ü", "1/a", "/"]
+    with ThreadPoolExecutor(len(names)) as pool:
+        for found in pool.map(run, names):
+            assert found == [[None] * 4] * 2
