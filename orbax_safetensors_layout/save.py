@@ -263,17 +263,7 @@ class PreparedSave:
             partial = f"{target}.partial-save"
             error: BaseException | None = None
             try:
-                if group.is_leader:
-                    _check_target(target, overwrite)
-                    storage.remove(partial)
-                    storage.make_folder(partial)
-            except BaseException as problem:
-                error = problem
-            group.meet("preparing the folder", error)
-            try:
-                self.write(partial, group=group, storage=storage)
-                if group.is_leader:
-                    publish_folder(partial, target, is_replaced=_is_checkpoint_file)
+                self._publish(partial, target, group, storage, overwrite)
             except BaseException as problem:
                 error = problem
                 group.leave()
@@ -281,6 +271,22 @@ class PreparedSave:
                     group.await_others()
                     storage.remove(partial)
             group.meet("publishing the checkpoint", error)
+
+    def _publish(
+        self, partial: str, target: str, group: Group, storage: Storage, overwrite: bool
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            if group.is_leader:
+                _check_target(target, overwrite)
+                storage.remove(partial)
+                storage.make_folder(partial)
+        except BaseException as problem:
+            error = problem
+        group.meet("preparing the folder", error)
+        self.write(partial, group=group, storage=storage)
+        if group.is_leader:
+            publish_folder(partial, target, is_replaced=_is_checkpoint_file)
 
     def write(
         self,

@@ -212,6 +212,7 @@ class Group:
                 self._announce(self._step, said)
             step = f"{self._key}/{self._step}"
             self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
+        self.leave()
 
     def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
         """Waits for all processes, or the first error, and tells everyone."""
