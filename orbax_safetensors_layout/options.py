@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 KIB = 1 << 10
@@ -160,9 +161,9 @@ class WriteOptions:
             flushed to the disk, at most eight.
         fsync: Flush every file to the disk before the save counts as done. Without it a crash of
             the machine, not of the process, can lose a save that was reported as done.
-        replicate_below_bytes: In layout `"sharded"` replicated shards up to this size are written
-            by every process that holds them, so that a restore on the same processes opens one
-            file each.
+        replicate_below_bytes: In layout `"sharded"` tensors up to this size are written by every
+            process that holds them, or a shard of them, so that a restore on the same processes
+            opens one file each.
         progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
             given a `Progress`.
         timeout_seconds: How long a process waits for the others at each step of a save.
@@ -184,23 +185,56 @@ class WriteOptions:
             raise ValueError(
                 f'WriteOptions.layout is {self.layout!r}; it must be "hf" or "sharded".'
             )
+        if self.max_file_bytes is None:
+            raise ValueError("WriteOptions.max_file_bytes must be a positive integer, got None.")
         _check_counts(self, ("max_file_bytes", "memory_budget_bytes", "concurrency"))
         if not isinstance(self.fsync, bool):
             raise ValueError("WriteOptions.fsync must be True or False.")
-        if self.replicate_below_bytes < 0:
-            raise ValueError("WriteOptions.replicate_below_bytes must be an integer of at least 0.")
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ValueError(f"WriteOptions.timeout_seconds is {self.timeout_seconds}.")
+        below: Any = self.replicate_below_bytes
+        if type(below) is not int or below < 0:
+            raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
+        seconds: Any = self.timeout_seconds
+        if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+            raise ValueError(f"WriteOptions.timeout_seconds is {seconds!r}; a positive number.")
+        if not (isinstance(self.progress, bool) or callable(self.progress)):
+            raise ValueError(f"WriteOptions.progress is {self.progress!r}; a bool or a function.")
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        for key, value in self.metadata.items():
-            if type(key) is not str or type(value) is not str:
-                raise ValueError(f"WriteOptions.metadata: {key!r} and {value!r} must both be str.")
+            object.__setattr__(self, "dtype", _floating(self.dtype))
+        _check_metadata(self.metadata)
 
     @property
     def writers(self) -> int:
         """Threads that write: one a core that copies, two where they also wait for the disk."""
         return self.concurrency or min(8, max(2, os.cpu_count() or 1) * (2 if self.fsync else 1))
+
+
+def _floating(dtype: Any) -> np.dtype:
+    """A floating-point dtype of whole bytes."""
+    try:
+        found: np.dtype = np.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"WriteOptions.dtype is {dtype!r}, which is no dtype.") from error
+    is_extended = found.type.__module__ == ml_dtypes.bfloat16.__module__
+    is_floating = found.kind == "f" or (is_extended and "float" in found.name)
+    if not is_floating or found.name.startswith(("float4", "float6")):
+        raise ValueError(
+            f"WriteOptions.dtype is {found}; floating-point tensors are written in a floating-point"
+            " dtype of whole bytes."
+        )
+    return found
+
+
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, Mapping):
+        raise ValueError(f"WriteOptions.metadata is {metadata!r}; a dict of strings.")
+    for pair in metadata.items():
+        for text in pair:
+            if type(text) is not str:
+                raise ValueError(f"WriteOptions.metadata: {pair!r} must be two strings.")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"WriteOptions.metadata: {text!r} is no text.") from error
 
 
 def _check_counts(options: object, names: tuple[str, ...]) -> None:

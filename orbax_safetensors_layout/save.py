@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -33,10 +34,14 @@ from orbax_safetensors_layout.plan.writes import (
 from orbax_safetensors_layout.saved_tree import SavedTree
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.local_write import flush_folder
-from orbax_safetensors_layout.storage.publish import publish_folder
+from orbax_safetensors_layout.storage.publish import (
+    partial_folder,
+    publish_folder,
+    restore_folder,
+)
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer._jax import DistributedStore
-from orbax_safetensors_layout.transfer.coordination import Group
+from orbax_safetensors_layout.transfer.coordination import Agreement, Group
 from orbax_safetensors_layout.transfer.gather import gather
 from orbax_safetensors_layout.transfer.heap import frozen_heap
 from orbax_safetensors_layout.transfer.host import HostValues
@@ -222,6 +227,7 @@ class PreparedSave:
         """
         shards = ProcessShards()
         parsed = SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
+        parsed.check_concrete()
         plan, scattered = _plan(parsed, mapping, options, shards)
         values = HostValues(parsed.values, plan.leaves)
         if scattered is not None:
@@ -260,7 +266,7 @@ class PreparedSave:
         storage, target = open_storage(path)
         target = os.path.realpath(target)
         with storage:
-            partial = f"{target}.partial-save"
+            partial = partial_folder(target, group.number)
             error: BaseException | None = None
             try:
                 self._publish(partial, target, group, storage, overwrite)
@@ -278,6 +284,7 @@ class PreparedSave:
         error: BaseException | None = None
         try:
             if group.is_leader:
+                restore_folder(target, partial)
                 _check_target(target, overwrite)
                 storage.remove(partial)
                 storage.make_folder(partial)
@@ -327,6 +334,8 @@ class PreparedSave:
         pool = WritePool(options.writers)
         stats = WriteStats()
         error: BaseException | None = None
+        if plan.process_count > 1:
+            group.meet("agreeing on what is saved", agree=self._agreement())
         try:
             try:
                 if plan.pieces is not None:
@@ -384,6 +393,17 @@ class PreparedSave:
             flush_folder(folder)
         return stats
 
+    def _agreement(self) -> Agreement:
+        plan = self.plan
+        digest = hashlib.sha256(repr((plan.files, plan.stored)).encode())
+        tensors = [leaf.tensor for leaf in plan.leaves]
+        digest.update(repr(tensors).encode())
+        local = self._values.local_names()
+        description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
+        if local:
+            description += f", of which {len(local)} are its own alone, as {local[:3]}"
+        return Agreement(digest.hexdigest(), description)
+
     def _write_documents(self, storage: Storage, folder: str, more: Mapping[str, bytes]) -> None:
         """The manifest, for several files the index, and what else is given."""
         documents = dict(more)
@@ -420,7 +440,7 @@ def _check_target(target: str, overwrite: bool) -> None:
 
 
 def _is_checkpoint_file(name: str) -> bool:
-    return name.endswith((SUFFIX, INDEX_SUFFIX)) or name in (MANIFEST, PIECES_FOLDER)
+    return name.endswith((SUFFIX, INDEX_SUFFIX)) or name == MANIFEST
 
 
 def _record(stats: WriteStats) -> None:

@@ -86,6 +86,25 @@ class SavedTree(NamedTuple):
             raise ValueError("Found an empty tree; there is nothing to save.")
         return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
 
+    def check_concrete(self) -> None:
+        """Refuses abstract arrays: a plan can be made of them, but nothing written.
+
+        Raises:
+            UnsupportedDtypeError: Leaves have no values; names all.
+        """
+        abstract = [
+            leaf.tensor.name
+            for leaf, value in zip(self.leaves, self.values, strict=True)
+            if not isinstance(value, jax.Array | np.ndarray)
+        ]
+        if abstract:
+            raise UnsupportedDtypeError(
+                f"{len(abstract)} leaves are abstract and have no values: {abstract[:10]}",
+                tensor=abstract[0],
+                expected="arrays",
+                found=type(self.values[[v.tensor.name for v in self.leaves].index(abstract[0])]),
+            )
+
 
 class _Parser:
     def __init__(
@@ -107,8 +126,12 @@ class _Parser:
         if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
             return ValueLeaf(value)
         name = dotted_name(path)  # without flax boxes, which `describe` leaves out
-        if name in self._names or name == _RESERVED:
-            problem = "the name is reserved" if name == _RESERVED else "two leaves have one name"
+        if name in self._names or name == _RESERVED or not _is_text(name):
+            problem = "two leaves have one name"
+            if name == _RESERVED:
+                problem = "the name is reserved"
+            elif name not in self._names:
+                problem = "the name is no Unicode text"
             self._problems.append(MismatchError(problem, tensor=name, expected="one name a leaf"))
             return TensorLeaf(name)
         self._names.add(name)
@@ -176,3 +199,11 @@ def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
     if stored.packed and not pack:
         return DTYPES["U8"], dtype.name
     return stored, None
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

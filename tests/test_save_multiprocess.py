@@ -230,6 +230,41 @@ def main(target, layout, megabytes, budget):
 )
 
 
+DIFFER = PRELUDE + """
+def main(path, target, kind):
+    tree = make_tree(path, "dim0")
+    osl.save(target, {"old": np.arange(3)})
+    if kind == "local":
+        tree["count"] = jax.numpy.asarray(7)
+    elif jax.process_index() == 1:
+        tree.pop("odd")
+    try:
+        osl.save(target, tree, overwrite=True, options=osl.WriteOptions(max_file_bytes=200_000))
+    except osl.PeerError as error:
+        found = str(error)
+    else:
+        found = None
+    return {"error": found, "old": osl.load(target)["old"].tolist()}
+"""
+
+
+@pytest.mark.parametrize("kind", ["local", "tree"])
+def test_processes_that_have_not_the_same_to_save(tmp_path, source, kind):
+    results = run_processes(
+        DIFFER,
+        processes=2,
+        devices=2,
+        path=str(source),
+        target=str(tmp_path / "target"),
+        kind=kind,
+    )
+    for result in results:
+        assert "not the same to save" in result["error"]
+        assert "'count'" in result["error"] or kind == "tree"
+        assert result["old"] == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_memory_does_not_grow_with_the_model(tmp_path, layout):

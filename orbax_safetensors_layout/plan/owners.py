@@ -50,7 +50,7 @@ class PieceWriters:
 
     Args:
         processes: How many there are.
-        replicate_below_bytes: Boxes up to this size are written by each of their holders.
+        replicate_below_bytes: Arrays up to this size are written by each of their holders.
     """
 
     def __init__(self, processes: int, *, replicate_below_bytes: int = 0) -> None:
@@ -72,8 +72,8 @@ class PieceWriters:
             cached = self._choices[id(held)] = held, _Choices.of(held, self.load.size)
         choices = cached[1]
         number = _EVERYONE
-        box_bytes = max((box.size for box in held.boxes), default=0) * itemsize
-        if box_bytes > self._replicate_below_bytes:
+        nbytes = sum(box.size for box in held.boxes) * itemsize
+        if nbytes > self._replicate_below_bytes:
             number = int((self.load + choices.elements * itemsize).max(1).argmin())
             self.load += choices.elements[number] * itemsize
         key = (id(held), number)
@@ -84,7 +84,6 @@ class PieceWriters:
 
 
 _EVERYONE = -1
-_MOST_CHOICES = 256
 
 
 class _Choices(NamedTuple):
@@ -100,7 +99,7 @@ class _Choices(NamedTuple):
 
     @classmethod
     def of(cls, held: HeldBoxes, processes: int) -> _Choices:
-        ways = min(_MOST_CHOICES, max(map(len, held.holders), default=1))
+        ways = max(map(len, held.holders), default=1)
         sizes = np.array([box.size for box in held.boxes], np.int64)
         writers = np.array(
             [

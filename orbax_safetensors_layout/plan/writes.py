@@ -365,7 +365,8 @@ class _Planner:
         )
         if self._index not in file_number:
             return stored, None
-        layout = lay_out(names[self._index], [piece for piece, _, _ in mine.values()], {})
+        metadata = {} if folder else self._metadata
+        layout = lay_out(names[self._index], [piece for piece, _, _ in mine.values()], metadata)
         parts = []
         for entry in layout.tensors:
             if entry.nbytes:

@@ -186,9 +186,11 @@ def _allocate(fd: int, size: int) -> None:
     if size:
         fallocate = _libc_fallocate()
         if fallocate is not None:
-            if fallocate(fd, 0, 0, size) == 0:
-                return
-            code = ctypes.get_errno()
+            code = errno.EINTR
+            while code == errno.EINTR:
+                if fallocate(fd, 0, 0, size) == 0:
+                    return
+                code = ctypes.get_errno()
             if code not in _UNSUPPORTED:
                 raise OSError(code, os.strerror(code))
     os.ftruncate(fd, size)

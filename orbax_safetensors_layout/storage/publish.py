@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Callable
+
+from absl import logging
 
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_OLD_SUFFIX = ".old"
 
 
 def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
@@ -35,17 +40,68 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
         if not os.path.isdir(folder):
             os.rename(finished, folder)
         else:
+            os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
             for name in os.listdir(folder):
                 if not is_replaced(name):
                     _link(os.path.join(folder, name), os.path.join(finished, name))
-            if _exchange(finished, folder):
-                shutil.rmtree(finished)
-            else:
-                old = f"{finished}.old"
-                os.rename(folder, old)
-                os.rename(finished, folder)
-                shutil.rmtree(old)
+            _remove_old(_replace(finished, folder), folder)
     flush_folder(parent)
+
+
+def partial_folder(folder: str, number: int) -> str:
+    """Where what will stand at `folder` is made: beside it, whatever the length of its name.
+
+    Args:
+        folder: The folder.
+        number: Tells operations that run at once from each other.
+    """
+    parent, name = os.path.split(folder)
+    tag = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
+    return os.path.join(parent, f".{tag}-{number}.partial-save")
+
+
+def restore_folder(folder: str, partial: str) -> None:
+    """Puts back a folder that a crash left beside its place, on systems without exchange.
+
+    Args:
+        folder: Where it belongs.
+        partial: The folder of the save that crashed.
+    """
+    old = f"{partial}{_OLD_SUFFIX}"
+    if os.path.isdir(old):
+        with storage_errors("can not put back what a crash left", folder):
+            if os.path.isdir(folder):
+                shutil.rmtree(old)
+            else:
+                os.rename(old, folder)
+
+
+def _replace(finished: str, folder: str) -> str:
+    """Puts the new folder in the place of the old one, and tells where that is now."""
+    if _exchange(finished, folder):
+        return finished
+    old = f"{finished}{_OLD_SUFFIX}"
+    os.rename(folder, old)
+    try:
+        os.rename(finished, folder)
+    except BaseException:
+        os.rename(old, folder)
+        raise
+    return old
+
+
+def _remove_old(old: str, folder: str) -> None:
+    try:
+        here = os.getcwd()
+    except OSError:
+        here = ""
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.exists(old):
+        logging.warning("The new checkpoint stands at %s, but %s can not be removed.", folder, old)
+    # A program that works in the folder goes on in the new one.
+    if here == folder or here.startswith(folder + os.sep):
+        with contextlib.suppress(OSError):
+            os.chdir(here)
 
 
 def _link(source: str, target: str) -> None:

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
 
@@ -55,8 +55,23 @@ class KeyValueStore(Protocol):
         ...
 
 
+class Agreement(NamedTuple):
+    """What all processes must have alike.
+
+    Attributes:
+        digest: Equal where they have.
+        description: For the error where they have not.
+    """
+
+    digest: str
+    description: str
+
+
 class Group:
     """The processes of one operation; all make it for the same `name` in the same order.
+
+    Attributes:
+        number: The how manieth operation of this name it is, the same on all processes.
 
     Args:
         name: What the operation works on, for instance the checkpoint's path.
@@ -81,8 +96,8 @@ class Group:
         self._timeout_seconds = timeout_seconds
         with _counts_lock:
             _counts[name] += 1
-            number = _counts[name]
-        self._key = f"{_PREFIX}/{number}/{name.strip('/').replace('/', '|')}"
+            self.number = _counts[name]
+        self._key = f"{_PREFIX}/{self.number}/{name.strip('/').replace('/', '|')}"
         self._step = 0
         self._failed = False
         self._announced = -1
@@ -101,15 +116,19 @@ class Group:
         """Whether this is the process that does what is to be done once."""
         return self.process_index == 0
 
-    def meet(self, doing: str, error: BaseException | None = None) -> None:
+    def meet(
+        self, doing: str, error: BaseException | None = None, *, agree: Agreement | None = None
+    ) -> None:
         """Waits until all processes have come to this step.
 
         Args:
             doing: The step, for errors.
             error: What went wrong on this process, if anything did.
+            agree: What all must have alike.
 
         Raises:
-            PeerError: Something went wrong on another process; at once, with its error's text.
+            PeerError: Something went wrong on another process, at once, with its error's text; or
+                the processes do not agree.
             BaseException: `error`.
         """
         if self._store is None or self.process_count == 1 or self._failed:
@@ -118,7 +137,10 @@ class Group:
             return
         step = f"{self._key}/{self._step}"
         self._step += 1
-        said = {"process": self.process_index, "error": None if error is None else _text(error)}
+        text = None if error is None else _text(error)
+        said: dict[str, Any] = {"process": self.process_index, "error": text}
+        if agree is not None:
+            said["agree"] = list(agree)
         try:
             self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
             verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
@@ -131,7 +153,7 @@ class Group:
             self._clean()
         if error is not None or verdict is not None:
             self._failed = True
-        if verdict is not None and verdict["process"] != self.process_index:
+        if verdict is not None and (error is None or verdict["process"] != self.process_index):
             # What went wrong here, if anything, may be a consequence.
             raise self._peer_error(verdict, doing) from error
         if error is not None:
@@ -248,7 +270,7 @@ class Group:
             if failure is not None:
                 return failure
             if len(said) == self.process_count:
-                return None
+                return _disagreement(said)
             if time.monotonic() > deadline:
                 missing = {*range(self.process_count)} - {one["process"] for one in said}
                 raise PeerError(
@@ -277,6 +299,23 @@ class Group:
 def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:
     failed = [one for one in said if one["error"] is not None]
     return min(failed, key=lambda one: int(one["process"]), default=None)
+
+
+def _disagreement(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What to tell processes that do not have alike what they must have alike."""
+    in_order = sorted(said, key=lambda one: int(one["process"]))
+    first = in_order[0]
+    for other in in_order[1:]:
+        if other.get("agree", [""])[0] != first.get("agree", [""])[0]:
+            return {
+                "process": other["process"],
+                "error": f"it has not the same to save: process {first['process']} has"
+                f" {first['agree'][1]}; process {other['process']} has {other['agree'][1]}. All"
+                " processes must save the same tree of global arrays; an array that each process"
+                " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or"
+                " give it a sharding over all processes.",
+            }
+    return None
 
 
 def _text(error: BaseException) -> str:

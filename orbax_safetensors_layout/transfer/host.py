@@ -38,6 +38,14 @@ class HostValues:
         self._left = 0
         self._all_captured = threading.Event()
 
+    def local_names(self) -> list[str]:
+        """Arrays that are on devices of this process alone."""
+        return [
+            leaf.tensor.name
+            for leaf, value in zip(self._leaves, self._values, strict=False)
+            if isinstance(value, jax.Array) and value.is_fully_addressable
+        ]
+
     def held_bytes(self, part: Part) -> int:
         value = self._values[part.leaf]
         if not isinstance(value, jax.Array) or _on_host(value):

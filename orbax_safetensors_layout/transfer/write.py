@@ -102,7 +102,11 @@ class FileSet:
         """Completes a file."""
         with self._lock:
             found = self._open.pop(name)
-        found.writer.finish()
+        try:
+            found.writer.finish()
+        except BaseException:
+            found.writer.abort()
+            raise
 
     def unfinished(self) -> list[OpenFile]:
         """The files that wait for more."""
@@ -174,7 +178,7 @@ def write_parts(
     *,
     memory_budget_bytes: int | None,
     progress: Callable[[Progress], None] | None,
-    check: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
 ) -> WriteStats:
     """Writes what comes from this process's shards; files that need no more are completed.
 
