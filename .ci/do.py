@@ -8,6 +8,10 @@ python3 .ci/do.py lint                   install, run ruff and mypy
 
 The environments stand in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
 `path` and `path-oldest`) and are used again until pyproject.toml or the pins change.
+
+`test` installs torch and transformers, too, where pip finds a CPU build of torch; elsewhere the
+tests that need them are skipped. With OSL_TRANSFORMERS=1 it takes any build (PyPI's for Linux
+brings several GB of CUDA libraries), and those tests fail where they would be skipped.
 """
 
 import hashlib
@@ -17,12 +21,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYPROJECT = REPOSITORY / "pyproject.toml"
 OLDEST = REPOSITORY / ".ci" / "oldest.txt"
 RETRY_AFTER_SECONDS = (5, 30)
+REQUIRE_TORCH = "OSL_TRANSFORMERS"
 
 
 class Task(NamedTuple):
@@ -32,19 +37,21 @@ class Task(NamedTuple):
         extra: The extra of the package to install with it; "" is none.
         commands: Each the arguments of the environment's Python.
         models: Whether the published weights of the tests are needed.
+        torch_extra: The extra to install in place of `extra` where torch is to be had.
         oldest: Whether to install the oldest supported dependencies.
     """
 
     extra: str
     commands: tuple[tuple[str, ...], ...]
     models: bool = False
+    torch_extra: str = ""
     oldest: bool = False
 
 
 PYTEST = ("-m", "pytest")
 TASKS = {
     "quickstart": Task("", (("examples/quickstart.py",),)),
-    "test": Task("test", (PYTEST,), models=True),
+    "test": Task("test", (PYTEST,), models=True, torch_extra="test-transformers"),
     "test-oldest": Task("test", (PYTEST,), models=True, oldest=True),
     "lint": Task(
         "dev",
@@ -57,11 +64,15 @@ def clean_environment() -> dict[str, str]:
     """The caller's environment without what would mix foreign packages into ours."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return kept | {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    pip = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return kept | pip | {"HF_HUB_OFFLINE": "1"}  # nothing here asks a hub for models
 
 
-def run(*command: str | Path) -> int:
-    return subprocess.run(command, cwd=REPOSITORY, env=clean_environment(), check=False).returncode
+def run(*command: str | Path, quiet: bool = False) -> int:
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=clean_environment(), stdout=output, stderr=output, check=False
+    ).returncode
 
 
 def give_up(message: str) -> NoReturn:
@@ -84,14 +95,18 @@ def create(environment: Path) -> None:
         give_up(f"could not create a virtual environment in {environment}")
 
 
+def pip_install(environment: Path) -> list[str | Path]:
+    """The command, up to its arguments."""
+    python = python_in(environment)
+    if importlib.util.find_spec("ensurepip"):
+        return [python, "-m", "pip", "install", "--quiet"]
+    return [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+
+
 def install(environment: Path, *arguments: str) -> None:
     """`pip install`, tried again when it fails: package indexes and networks have bad moments."""
-    python = python_in(environment)
-    pip: list[str | Path] = [python, "-m", "pip"]
-    if not importlib.util.find_spec("ensurepip"):
-        pip = [sys.executable, "-m", "pip", "--python", python]
     for pause in (*RETRY_AFTER_SECONDS, None):
-        if run(*pip, "install", "--quiet", *arguments) == 0:
+        if run(*pip_install(environment), *arguments) == 0:
             return
         if pause is not None:
             print(f"pip install failed, next try in {pause} s", file=sys.stderr, flush=True)
@@ -99,10 +114,34 @@ def install(environment: Path, *arguments: str) -> None:
     give_up(f"pip install {' '.join(arguments)} failed")
 
 
+def pyproject() -> dict[str, Any]:
+    import tomllib  # here, so that an older Python reaches the message at the end of this file
+
+    return tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
+
+
+def torch_required() -> bool:
+    return os.environ.get(REQUIRE_TORCH) == "1"
+
+
+def extra_for(task: Task, environment: Path) -> str:
+    """The extra to install: that with torch where it is required, or is to be had without CUDA."""
+    if not task.torch_extra or torch_required():
+        return task.torch_extra or task.extra
+    extra = pyproject()["project"]["optional-dependencies"][task.torch_extra]
+    (torch,) = (requirement for requirement in extra if requirement.startswith("torch=="))
+    cpu_build = f"{torch}+cpu" if sys.platform == "linux" else torch
+    if run(*pip_install(environment), "--dry-run", "--no-deps", cpu_build, quiet=True) == 0:
+        return task.torch_extra
+    print(f"pip finds no {cpu_build}: the tests that need torch will be skipped", flush=True)
+    return task.extra
+
+
 def fingerprint(task: Task) -> str:
     """Changes with everything that decides what is installed."""
     pins = OLDEST.read_bytes() if task.oldest else b""
-    parts = (repr(task).encode(), sys.version.encode(), PYPROJECT.read_bytes(), pins)
+    wanted = repr((task, torch_required())).encode()
+    parts = (wanted, sys.version.encode(), PYPROJECT.read_bytes(), pins)
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -110,19 +149,17 @@ def prepare(task: Task) -> Path:
     """The environment's Python, with all that the task needs."""
     environment = folder(task)
     stamp = environment / f"ready-{task.extra or 'package'}"
-    target = f".[{task.extra}]" if task.extra else "."
     if stamp.is_file() and stamp.read_text() == fingerprint(task):
         return python_in(environment)
-    print(f"installing {target} into {environment}", flush=True)
     if not python_matches(environment):
         create(environment)
+    extra = extra_for(task, environment)
+    target = f".[{extra}]" if extra else "."
+    print(f"installing {target} into {environment}", flush=True)
     constraints = ("--constraint", str(OLDEST)) if task.oldest else ()
     install(environment, *constraints, "--editable", target)
     if task.models:
-        import tomllib  # here, so that an older Python reaches the message at the end of this file
-
-        groups = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["dependency-groups"]
-        install(environment, "--no-deps", *groups["models"])
+        install(environment, "--no-deps", *pyproject()["dependency-groups"]["models"])
     stamp.write_text(fingerprint(task))
     return python_in(environment)
 
@@ -142,6 +179,8 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     task = TASKS[arguments[0]]
+    if not task.torch_extra:
+        os.environ.pop(REQUIRE_TORCH, None)
     if len(task.commands) > 1 and arguments[1:]:
         give_up(f"{arguments[0]} takes no arguments")
     python = prepare(task)

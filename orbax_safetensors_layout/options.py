@@ -216,7 +216,7 @@ def _floating(dtype: Any) -> np.dtype:
         raise ValueError(f"WriteOptions.dtype is {dtype!r}, which is no dtype.") from error
     is_extended = found.type.__module__ == ml_dtypes.bfloat16.__module__
     is_floating = found.kind == "f" or (is_extended and "float" in found.name)
-    if not is_floating or found.name.startswith(("float4", "float6")):
+    if not is_floating or found.name.startswith(("float4_", "float6_")):
         raise ValueError(
             f"WriteOptions.dtype is {found}; floating-point tensors are written in a floating-point"
             " dtype of whole bytes."

@@ -230,7 +230,9 @@ def main(target, layout, megabytes, budget):
 )
 
 
-DIFFER = PRELUDE + """
+DIFFER = (
+    PRELUDE
+    + """
 def main(path, target, kind):
     tree = make_tree(path, "dim0")
     osl.save(target, {"old": np.arange(3)})
@@ -246,6 +248,7 @@ def main(path, target, kind):
         found = None
     return {"error": found, "old": osl.load(target)["old"].tolist()}
 """
+)
 
 
 @pytest.mark.parametrize("kind", ["local", "tree"])

@@ -81,6 +81,7 @@ def _replace(finished: str, folder: str) -> str:
     if _exchange(finished, folder):
         return finished
     old = f"{finished}{_OLD_SUFFIX}"
+    shutil.rmtree(old, ignore_errors=True)  # of a crash; the folder itself is there
     os.rename(folder, old)
     try:
         os.rename(finished, folder)

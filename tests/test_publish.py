@@ -1,0 +1,223 @@
+"""A finished folder takes its place: all at once, with what else stood in the old one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.storage import publish
+from orbax_safetensors_layout.storage.publish import publish_folder
+
+
+def tree(folder):
+    """Every path below a folder, and what it is."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            found[name] = f"-> {os.readlink(path)}"
+        else:
+            found[name] = "folder" if path.is_dir() else path.read_text()
+    return found
+
+
+def make(folder, **files):
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def is_replaced(name):
+    return name.startswith("model")
+
+
+def put(new, old):
+    publish_folder(str(new), str(old), is_replaced=is_replaced)
+
+
+@pytest.fixture(params=["exchange", "no system call", "refused"])
+def way(request, monkeypatch):
+    """Linux exchanges two names at once; other systems, and some file systems, do not."""
+    if request.param == "no system call":
+        monkeypatch.setattr(publish, "_renameat2", lambda: None)
+    elif request.param == "refused":
+        monkeypatch.setattr(publish, "_renameat2", lambda: lambda *_: -1)
+    return request.param
+
+
+@pytest.mark.usefixtures("way")
+def test_where_nothing_stood(tmp_path):
+    new = make(tmp_path / "new", model="1")
+    put(new, tmp_path / "checkpoint")
+    assert tree(tmp_path) == {"checkpoint": "folder", "checkpoint/model": "1"}
+
+
+@pytest.mark.usefixtures("way")
+def test_in_place_of_an_empty_folder(tmp_path):
+    make(tmp_path / "checkpoint")
+    put(make(tmp_path / "new", model="1"), tmp_path / "checkpoint")
+    assert tree(tmp_path) == {"checkpoint": "folder", "checkpoint/model": "1"}
+
+
+@pytest.mark.usefixtures("way")
+def test_what_is_not_replaced_stays(tmp_path):
+    old = make(tmp_path / "checkpoint", model="old", model_2="old", config="c", readme="r")
+    make(old / "sub" / "deep", file="f", model="not one of ours")
+    (old / "empty").mkdir()
+    (old / "link").symlink_to("config")
+    (old / "broken").symlink_to("/nowhere")
+    (old / "sub" / "up").symlink_to("../config")
+    (old / "folder").symlink_to("sub")
+    new = make(tmp_path / "new", model="new")
+    put(new, old)
+    assert tree(tmp_path) == {
+        "checkpoint": "folder",
+        "checkpoint/model": "new",
+        "checkpoint/config": "c",
+        "checkpoint/readme": "r",
+        "checkpoint/sub": "folder",
+        "checkpoint/sub/deep": "folder",
+        "checkpoint/sub/deep/file": "f",
+        "checkpoint/sub/deep/model": "not one of ours",
+        "checkpoint/sub/up": "-> ../config",
+        "checkpoint/empty": "folder",
+        "checkpoint/link": "-> config",
+        "checkpoint/broken": "-> /nowhere",
+        "checkpoint/folder": "-> sub",
+    }
+
+
+@pytest.mark.usefixtures("way")
+def test_again_and_again(tmp_path):
+    make(tmp_path / "checkpoint", config="c")
+    for number in range(4):
+        put(make(tmp_path / "new", model=str(number)), tmp_path / "checkpoint")
+        assert tree(tmp_path) == {
+            "checkpoint": "folder",
+            "checkpoint/config": "c",
+            "checkpoint/model": str(number),
+        }
+
+
+@pytest.mark.usefixtures("way")
+def test_a_file_keeps_its_mode_and_times(tmp_path):
+    old = make(tmp_path / "checkpoint", config="c")
+    os.chmod(old / "config", 0o600)
+    os.utime(old / "config", (1_000_000_000, 1_000_000_000))
+    put(make(tmp_path / "new"), old)
+    stat = (old / "config").stat()
+    assert (stat.st_mode & 0o777, stat.st_mtime) == (0o600, 1_000_000_000)
+
+
+def test_where_the_file_system_has_no_hard_links(tmp_path, monkeypatch):
+    def no_links(*_, **__):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    old = make(tmp_path / "checkpoint", config="c")
+    make(old / "sub", file="f")
+    (old / "link").symlink_to("config")
+    os.chmod(old / "config", 0o600)
+    put(make(tmp_path / "new", model="new"), old)
+    assert tree(old) == {
+        "model": "new",
+        "config": "c",
+        "sub": "folder",
+        "sub/file": "f",
+        "link": "-> config",
+    }
+    assert (old / "config").stat().st_mode & 0o777 == 0o600
+
+
+def test_readers_of_the_old_files_read_on(tmp_path):
+    old = make(tmp_path / "checkpoint", model="old")
+    with open(old / "model") as reader:
+        put(make(tmp_path / "new", model="new"), old)
+        assert reader.read() == "old"
+
+
+def test_the_old_folder_is_as_it_was_when_something_can_not_be_kept(tmp_path, monkeypatch):
+    old = make(tmp_path / "checkpoint", model="old", config="c")
+    new = make(tmp_path / "new", model="new")
+
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(shutil, "copy2", fail)
+    with pytest.raises(osl.StorageError, match="can not put the finished folder") as caught:
+        put(new, old)
+    assert caught.value.file == str(old)
+    assert tree(old) == {"model": "old", "config": "c"}
+
+
+def test_a_missing_new_folder_changes_nothing(tmp_path):
+    old = make(tmp_path / "checkpoint", model="old", config="c")
+    with pytest.raises(osl.StorageError):
+        put(tmp_path / "new", old)
+    assert tree(tmp_path)["checkpoint/model"] == "old"
+
+
+def fail_nth_rename(monkeypatch, nth):
+    real, calls = os.rename, []
+
+    def rename(*arguments, **keywords):
+        calls.append(arguments)
+        if len(calls) == nth:
+            raise OSError(5, "Input/output error")
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(os, "rename", rename)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_rename_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, nth):
+    monkeypatch.setattr(publish, "_renameat2", lambda: None)
+    old = make(tmp_path / "checkpoint", model="old")
+    new = make(tmp_path / "new", model="new")
+    fail_nth_rename(monkeypatch, nth)
+    with pytest.raises(osl.StorageError):
+        put(new, old)
+    assert old.is_dir()
+    assert tree(old) == {"model": "old"}
+
+
+def test_a_crash_between_two_renames_does_not_block_the_next(tmp_path, monkeypatch):
+    """`new.old` still holds the folder that the crash left there."""
+    monkeypatch.setattr(publish, "_renameat2", lambda: None)
+    make(tmp_path / "new.old", model="older")
+    old = make(tmp_path / "checkpoint", model="old")
+    put(make(tmp_path / "new", model="new"), old)
+    assert tree(old) == {"model": "new"}
+
+
+@pytest.mark.parametrize("way", ["exchange", "two renames"])
+def test_an_old_folder_that_can_not_be_removed_is_no_failure(tmp_path, monkeypatch, way):
+    """On NFS a file that is still open leaves a `.nfs…` behind, and its folder stays."""
+    if way != "exchange":
+        monkeypatch.setattr(publish, "_renameat2", lambda: None)
+    real = os.rmdir
+
+    def busy(path, **keywords):
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    old = make(tmp_path / "checkpoint", model="old")
+    try:
+        put(make(tmp_path / "new", model="new"), old)
+    finally:
+        monkeypatch.setattr(os, "rmdir", real)
+        assert tree(old) == {"model": "new"}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o770, 0o2775])
+def test_the_folder_keeps_its_mode(tmp_path, mode):
+    """A private folder does not become readable for all, a shared one not for its owner alone."""
+    old = make(tmp_path / "checkpoint", model="old")
+    os.chmod(old, mode)
+    put(make(tmp_path / "new", model="new"), old)
+    assert old.stat().st_mode & 0o7777 == mode

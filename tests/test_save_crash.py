@@ -1,0 +1,273 @@
+"""Saving processes that are killed: what stands is the old checkpoint or the new one, complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from saved_files import raw_tensors
+
+SERVER = """
+import os, signal, sys, threading, time, warnings
+import numpy as np
+import orbax_safetensors_layout as osl
+import orbax_safetensors_layout.save
+from orbax_safetensors_layout.storage import publish
+
+warnings.simplefilter("ignore")
+CALLS = "open pwritev pwrite fsync replace rename link mkdir unlink rmdir".split()
+
+
+def say(text):
+    os.write(1, f"{text}\\n".encode())
+
+
+def tensors(version, files, rows):
+    return {
+        f"layers.{n}.w": np.full((rows, 60), version * 1000 + n, np.float32) for n in range(files)
+    } | {"odd": np.full(version + 3, version, np.int8)}
+
+
+def kill_at(number):
+    # Between two system calls; `renameat2`, which is not Python's, counts as well.
+    count, lock = [0], threading.Lock()
+
+    def wrap(real):
+        def call(*arguments, **keywords):
+            with lock:
+                if count[0] == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count[0] += 1
+            return real(*arguments, **keywords)
+        return call
+
+    for name in CALLS:
+        setattr(os, name, wrap(getattr(os, name)))
+    rename = publish._renameat2()
+    if rename is not None:
+        publish._renameat2 = lambda: wrap(rename)
+    return count
+
+
+def child(folder, version, files, rows, kill, exchange, begins):
+    if not exchange:
+        publish._renameat2 = lambda: None
+    count = kill_at(kill)
+    options = osl.WriteOptions(max_file_bytes=242 * rows)
+    os.write(begins, b"x")
+    osl.save(folder, tensors(version, files, rows), options=options, overwrite=True)
+    say(f"end {count[0]}")
+
+
+say("ready")
+for line in sys.stdin:
+    command = eval(line)
+    after_seconds = command.pop("after_seconds")
+    begun, begins = os.pipe()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            child(**command, begins=begins)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(begins)
+    os.read(begun, 1)
+    os.close(begun)
+    started = time.monotonic()
+    if after_seconds is not None:
+        time.sleep(after_seconds)
+        os.kill(pid, signal.SIGKILL)  # a zombie at most, which nobody has waited for
+    _, status = os.waitpid(pid, 0)
+    say(f"done {os.waitstatus_to_exitcode(status)} {time.monotonic() - started}")
+"""
+FILES = 5
+
+
+class Server:
+    """A process that forks one child a save, so that each begins in milliseconds."""
+
+    def __init__(self):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        assert self._line() == ["ready"]
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def _line(self):
+        line = self._process.stdout.readline()
+        assert line, "the server is gone"
+        return line.split()
+
+    def save(self, folder, version, *, kill=-1, exchange=True, after_seconds=None, rows=50):
+        """Exit status of a save, how many calls it made, and how many seconds it took.
+
+        Args:
+            folder: Where to.
+            version: What is saved.
+            kill: The system call before which the child kills itself.
+            exchange: Whether the system can exchange two folders.
+            after_seconds: When the child is killed from outside, instead.
+            rows: Rows of each tensor.
+        """
+        command = {
+            "folder": str(folder), "version": version, "files": FILES, "rows": rows,
+            "kill": kill,
+            "exchange": exchange, "after_seconds": after_seconds,
+        }  # fmt: skip
+        self._process.stdin.write(f"{command!r}\n")
+        calls = None
+        while True:
+            line = self._line()
+            if line[0] == "end":
+                calls = int(line[1])
+            else:
+                return int(line[1]), calls, float(line[2])
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+def expected(version, rows=50):
+    found = {
+        f"layers.{n}.w": np.full((rows, 60), version * 1000 + n, np.float32) for n in range(FILES)
+    }
+    return found | {"odd": np.full(version + 3, version, np.int8)}
+
+
+def version_of(folder: Path) -> int:
+    """Which version stands there, every bit of it, with its index, and with what is the user's."""
+    found = raw_tensors(folder)
+    version = found["odd"].shape[0] - 3
+    rows = found["layers.0.w"].shape[0]
+    assert {name: raw.data for name, raw in found.items()} == {
+        name: value.tobytes() for name, value in expected(version, rows).items()
+    }
+    assert (folder / "config.json").read_text() == "{}"
+    assert (folder / "sub" / "mine").read_text() == "mine"
+    manifest = json.loads((folder / "orbax_safetensors_layout.json").read_text())
+    assert manifest["layout"] == "hf"
+    assert sorted(name.name for name in folder.iterdir()) == sorted(
+        [*(f"model-{n:05}-of-00005.safetensors" for n in range(1, 6)), "config.json", "sub",
+         "model.safetensors.index.json", "orbax_safetensors_layout.json"]
+    )  # fmt: skip
+    return version
+
+
+@pytest.fixture
+def folder(tmp_path, server):
+    folder = tmp_path / "x"
+    assert server.save(folder, 1)[0] == 0
+    (folder / "config.json").write_text("{}")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "mine").write_text("mine")
+    return folder
+
+
+def test_killed_before_each_system_call(server, folder):
+    """Each crash is followed by a save that succeeds, over whatever the crash left."""
+    status, calls, _ = server.save(folder, 2)
+    assert status == 0
+    assert calls > 40
+    version, seen = 2, set()
+    for number in range(calls):
+        status, _, _ = server.save(folder, version + 1, kill=number)
+        assert status == -signal.SIGKILL
+        found = version_of(folder)
+        assert found in (version, version + 1)
+        seen.add(found - version)
+        version = found
+        if number % 5 == 0:  # else the next crash stands on the remains of this one
+            assert server.save(folder, version + 1)[0] == 0
+            version += 1
+            assert version_of(folder) == version
+            assert os.listdir(folder.parent) == ["x"]
+    assert seen == {0, 1}
+    assert server.save(folder, version + 1)[0] == 0
+    assert version_of(folder) == version + 1
+    assert os.listdir(folder.parent) == ["x"]
+
+
+def test_killed_at_any_moment(server, folder):
+    """From outside, at random times, also while a system call runs."""
+    rows = 6000  # 1.4 MB a file, which is also written past the page cache
+    seconds = min(server.save(folder, version, rows=rows)[2] for version in (2, 3, 4))
+    rng = random.Random(0)
+    version, killed = 4, 0
+    for _ in range(25):
+        status, _, _ = server.save(
+            folder, version + 1, rows=rows, after_seconds=rng.uniform(0, 1.1 * seconds)
+        )
+        found = version_of(folder)
+        assert found in (version, version + 1)
+        if status == 0:
+            assert found == version + 1
+        else:
+            killed += 1
+        version = found
+    assert killed > 5
+    assert server.save(folder, version + 1)[0] == 0
+    assert version_of(folder) == version + 1
+    assert os.listdir(folder.parent) == ["x"]
+
+
+def test_a_first_save_that_is_killed_leaves_no_checkpoint(server, tmp_path):
+    status, calls, _ = server.save(tmp_path / "probe", 1)
+    assert status == 0
+    for number in range(0, calls, 3):
+        target = tmp_path / f"{number}" / "x"
+        assert server.save(target, 1, kill=number)[0] == -signal.SIGKILL
+        if target.exists():
+            assert raw_tensors(target).keys() == expected(1).keys()
+        assert server.save(target, 2)[0] == 0
+        assert {n: r.data for n, r in raw_tensors(target).items()} == {
+            n: v.tobytes() for n, v in expected(2).items()
+        }
+        assert os.listdir(target.parent) == ["x"]
+
+
+def test_killed_where_two_folders_can_not_be_exchanged(server, folder):
+    """As on NFS: for an instant nothing stands there, with both beside it."""
+    status, calls, _ = server.save(folder, 2, exchange=False)
+    assert status == 0
+    version = 2
+    for number in range(calls // 2, calls):
+        assert server.save(folder, version + 1, kill=number, exchange=False)[0] == -signal.SIGKILL
+        if folder.exists():
+            version = version_of(folder)
+        else:
+            beside = [p for p in folder.parent.iterdir() if p.is_dir()]
+            assert {version_of(p) for p in beside} >= {version}
+        status, _, _ = server.save(folder, version + 1, exchange=False)
+        assert status == 0, f"the save after a crash before call {number} fails"
+        version += 1
+        assert raw_tensors(folder)["odd"].shape == (version + 3,)
+    assert os.listdir(folder.parent) == ["x"]
