@@ -22,6 +22,7 @@ from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.recorded import Recorded
+from orbax_safetensors_layout.transfer.garbage import frozen_heap
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
 from orbax_safetensors_layout.tree import HostLeaf, WantedTree
@@ -96,7 +97,7 @@ def load(
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog:
+    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
@@ -165,7 +166,7 @@ def plan_load(
         ValueError: There is no process of that index.
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog:
+    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:

@@ -42,8 +42,8 @@ from orbax_safetensors_layout.storage.publish import (
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer._jax import DistributedStore
 from orbax_safetensors_layout.transfer.coordination import Agreement, Group
+from orbax_safetensors_layout.transfer.garbage import frozen_heap
 from orbax_safetensors_layout.transfer.gather import gather
-from orbax_safetensors_layout.transfer.heap import frozen_heap
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.scatter import scatter
@@ -92,7 +92,7 @@ def save(
         >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
         {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    with frozen_heap():
+    with frozen_heap(len(jax.tree.leaves(tree))):
         options = options or WriteOptions()
         with save_group(os.path.realpath(open_storage(path)[1]), options) as group:
             prepared = PreparedSave.of(tree, options, mapping=mapping)

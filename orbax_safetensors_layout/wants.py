@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,6 +43,20 @@ class Cast(enum.Enum):
     ROUND = "round"  # the caller asked for it
     EXACT = "exact"  # JAX imposes it: every value must survive
     RAW = "raw"  # the file has the bits, one element a byte
+
+
+class _Fit(NamedTuple):
+    """How stored values become a wanted leaf.
+
+    Attributes:
+        dtype: The dtype that the leaf will have.
+        cast: What a cast to it has to keep.
+        local: The boxes of the process.
+    """
+
+    dtype: np.dtype
+    cast: Cast
+    local: LocalBoxes
 
 
 def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[LeafRead]:
@@ -117,26 +131,28 @@ def leaf_plans(
     problems: list[MismatchError] = []
     plans: list[LeafPlan] = []
     casts: list[Cast] = []
-    dtypes: dict[tuple[np.dtype, int], np.dtype] = {}
+    fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
     for want, name, origin in zip(wants, names, origins, strict=True):
-        try:
-            _check_shape(want, origin)
-            _check_placeable(want, devices)
-            wanted = want.dtype or recorded.dtype(name) or origin.dtype
-            dtype = dtypes.get((wanted, id(want.placement)))
-            if dtype is None:
+        shape, stored = origin.shape, origin.dtype
+        wanted = want.dtype or recorded.dtype(name) or stored
+        is_raw = stored == np.uint8 and wanted != stored and recorded.is_raw(name, wanted)
+        key = (shape, stored, want.shape, wanted, id(want.placement), is_raw)
+        fit = fits.get(key)
+        if fit is None:
+            try:
+                _check_shape(want, origin)
+                _check_placeable(want, devices)
                 dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
-                dtypes[wanted, id(want.placement)] = dtype
-            is_raw = origin.dtype == np.uint8 and recorded.is_raw(name, dtype)
-            if not is_raw:
-                check_castable(origin.dtype, dtype)
-            local = _local_boxes(want, origin.shape, shards)
-        except MismatchError as problem:
-            problem.file, problem.tensor = origin.file, want.name
-            problems.append(problem)
-            continue
-        plans.append(origin.plan(name, local, dtype))
-        casts.append(Cast.RAW if is_raw else Cast.ROUND if dtype == wanted else Cast.EXACT)
+                if not is_raw:
+                    check_castable(stored, dtype)
+                cast = Cast.RAW if is_raw else Cast.ROUND if dtype == wanted else Cast.EXACT
+                fit = fits[key] = _Fit(dtype, cast, _local_boxes(want, shape, shards))
+            except MismatchError as problem:
+                problem.file, problem.tensor = origin.file, want.name
+                problems.append(problem)
+                continue
+        plans.append(origin.plan(name, fit.local, fit.dtype))
+        casts.append(fit.cast)
     if problems:
         _raise_all(problems)
     if catalog.pieces is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.regions import Region
+from orbax_safetensors_layout.plan.regions import Region, RegionRead
 
 SMALL_REGION_BYTES = 4 << 20
 """Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones
@@ -41,32 +41,57 @@ def grouped(file: str, regions: Sequence[Region], profile: StorageProfile) -> It
     """
     pending: list[Region] = []
     first = end = limit = buffers = 0
+    known: dict[int, _Request | None] = {}  # by the RegionRead, which tensors of one shape share
     for region in regions:
-        read = region.read
-        start = region.start
-        length = read.requests.run_bytes
-        padded = length > _MAX_UNPADDED_BYTES and not read.direct and read.blocking.pad_bytes
-        if read.requests.levels or length >= SMALL_REGION_BYTES or padded:
+        read, start = region.read, region.start
+        try:
+            request = known[id(read)]
+        except KeyError:
+            request = known[id(read)] = _Request.of(read, profile)
+        if request is None:
             yield Group(file, (region,))
             continue
-        stop = start + length
-        limit_now = profile.request_bytes if read.spans else profile.staging_bytes
-        more = 1 + read.spans.count if read.spans else 2
+        stop = start + request.length
         if (
             pending
             and 0 <= start - end <= profile.max_gap_bytes
-            and stop - first <= min(limit, limit_now)
-            and buffers + more <= MAX_GROUP_BUFFERS
+            and stop - first <= min(limit, request.limit)
+            and buffers + request.buffers <= MAX_GROUP_BUFFERS
             and region.layout.shared == pending[0].layout.shared
         ):
             pending.append(region)
-            limit = min(limit, limit_now)
-            buffers += more
+            limit = min(limit, request.limit)
+            buffers += request.buffers
         else:
             if pending:
                 yield Group(file, tuple(pending))
-            pending, first, limit = [region], start, limit_now
-            buffers = more
+            pending, first, limit = [region], start, request.limit
+            buffers = request.buffers
         end = stop
     if pending:
         yield Group(file, tuple(pending))
+
+
+class _Request(NamedTuple):
+    """What a small region brings to a group.
+
+    Attributes:
+        length: Its bytes in the file.
+        limit: Most bytes of a group that it is in.
+        buffers: Buffers that it fills, and one for the gap before it.
+    """
+
+    length: int
+    limit: int
+    buffers: int
+
+    @classmethod
+    def of(cls, read: RegionRead, profile: StorageProfile) -> _Request | None:
+        """None where the region is read by itself."""
+        length = read.requests.run_bytes
+        padded = length > _MAX_UNPADDED_BYTES and not read.direct and read.blocking.pad_bytes
+        if read.requests.levels or length >= SMALL_REGION_BYTES or padded:
+            return None
+        if read.spans is None:
+            return cls(length, profile.staging_bytes, 2)
+        return cls(length, profile.request_bytes, 1 + read.spans.count)

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.plan.axes import Axis, axes_of, memory_runs
 from orbax_safetensors_layout.plan.blocking import Blocking
 from orbax_safetensors_layout.plan.tiles import TileLayout
 
-_DIRECT_SPAN_BYTES = 16 << 10
+_DIRECT_SPAN_BYTES = 32 << 10
 """Pieces of this size are read straight into their places, however many they are: a buffer more
 costs less time than copying it from a staging buffer."""
 

@@ -174,7 +174,7 @@ class Block(NamedTuple):
 
     def copy(self, staging: Buffer) -> None:
         """Puts the block, which begins at the first byte of `staging`, in its place."""
-        memory = self.destination.memory.data
+        memory = self.destination.room.memory.data
         for shape, dtype, begin, source_strides, at, target_strides in self.cut.copies:
             source: np.ndarray = np.ndarray(shape, dtype, staging, begin, source_strides)
             target: np.ndarray = np.ndarray(shape, dtype, memory, self.at + at, target_strides)
@@ -184,7 +184,7 @@ class Block(NamedTuple):
 def blocks_of(destination: Destination) -> Iterator[Block]:
     """The blocks of a region that is staged, in the order of the file."""
     region = destination.region
-    read = region.read
+    read, first = region.read, destination.room.begin + region.at
     axes = read.axes
     ranges = [[*a.ranges(n)] for a, n in zip(axes, read.blocking.lengths, strict=True)]
     cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # all alike but those at the ends
@@ -198,7 +198,7 @@ def blocks_of(destination: Destination) -> Iterator[Block]:
         if cut is None:
             cut = cuts[kind] = Cut.of(read, block)
         start = region.start + sum(source for _, source, _ in step)
-        yield Block(destination, cut, start, region.at + sum(target for _, _, target in step))
+        yield Block(destination, cut, start, first + sum(target for _, _, target in step))
 
 
 def _step(axis: Axis, low: int, high: int) -> tuple[tuple[int, int], int, int]:
@@ -258,11 +258,12 @@ def _copy(segments: Sequence[Segment], itemsize: int, begin: int, at: int) -> It
     width = math.gcd(unit, 8)
     if unit > width or not grid:
         grid.insert(0, (unit // width, width, width))
-    # numpy walks memory in the order of the target. Where its inner loop would be short, it is
-    # taken apart: each index of it is a copy of its own.
+    # numpy walks memory in the order of the target. Where its inner loop would be short, and not
+    # a copy of contiguous bytes, it is taken apart: each index of it is a copy of its own.
     inner = min(grid, key=lambda segment: abs(segment[2]))
     others = [count for count, _, _ in grid if count != inner[0]]
-    if inner[0] <= _SHORT_LOOP and max(others, default=0) >= _LONG_LOOP:
+    contiguous = inner[1] == inner[2] == width
+    if not contiguous and inner[0] <= _SHORT_LOOP and max(others, default=0) >= _LONG_LOOP:
         grid.remove(inner)
     else:
         inner = (1, 0, 0)

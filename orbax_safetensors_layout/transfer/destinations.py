@@ -20,34 +20,45 @@ MAX_RANK = 64
 """Most dimensions of a numpy array."""
 
 
+class Room(NamedTuple):
+    """Memory of a tile.
+
+    Attributes:
+        memory: An allocation.
+        begin: Where in it the tile begins, with a member every `slot_bytes`.
+    """
+
+    memory: Bytes
+    begin: int
+
+
 class Destination(NamedTuple):
     """A region, and the memory of the tile that it belongs to.
 
     Attributes:
         region: The region.
-        memory: Room for all members of the tile, one every `slot_bytes`.
+        room: The tile's memory.
     """
 
     region: Region
-    memory: Bytes
+    room: Room
 
     def members(self, dtype: DType) -> list[np.ndarray]:
         """Each member as an array over the memory; packed ones as their bytes."""
         layout = self.region.layout
+        memory, begin = self.room
         stored = np.dtype(np.uint8) if dtype.packed else dtype.numpy
         count, rank = len(layout.tile.members), len(layout.member_shape)
         if count > 1 and 0 < rank < MAX_RANK:
             strides = (layout.slot_bytes, *layout.within)
             shape = (count, *layout.member_shape)
-            return [*np.ndarray(shape, stored, self.memory.data, 0, strides)]
-        return [
-            np.ndarray(layout.member_shape, stored, self.memory.data, number * layout.slot_bytes)
-            for number in range(count)
-        ]
+            return [*np.ndarray(shape, stored, memory.data, begin, strides)]
+        slots = range(begin, begin + count * layout.slot_bytes, layout.slot_bytes)
+        return [np.ndarray(layout.member_shape, stored, memory.data, slot) for slot in slots]
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where bytes `start` to `stop` of a direct region are in the memory, half-open."""
-        at, spans = self.region.at, self.region.read.spans
+        at, spans = self.room.begin + self.region.at, self.region.read.spans
         assert spans is not None
         if not spans.levels:
             return [(at + start, at + stop)]
@@ -62,11 +73,11 @@ class Destination(NamedTuple):
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
         """Bytes `start` to `stop` of a direct region in memory."""
-        view = self.memory.data
+        view = self.room.memory.data
         return [view[low:high] for low, high in self.spans(start, stop)]
 
 
-def destinations_of(group: Group, opened: Mapping[tuple[int, int], Bytes]) -> list[Destination]:
+def destinations_of(group: Group, opened: Mapping[tuple[int, int], Room]) -> list[Destination]:
     """Makes room for the tiles of a group's regions.
 
     Small tiles share memory with their like: an array that is kept then does not keep much larger
@@ -79,29 +90,42 @@ def destinations_of(group: Group, opened: Mapping[tuple[int, int], Bytes]) -> li
     regions = group.regions
     if len(regions) == 1:
         (region,) = regions
-        memory = opened.get(region.tile) if region.parts > 1 else None
-        if memory is None:
+        room = opened.get(region.tile) if region.parts > 1 else None
+        if room is None:
             # The region goes to `at`; where it is aligned, it can be read past the page cache.
-            memory = allocate(
-                region.layout.memory_bytes, file_offset=max(0, region.start - region.at)
-            )
-        return [Destination(region, memory)]
-    tiles = {region.tile: region for region in regions}
-    memories = {key: opened[key] for key in tiles if key in opened}
-    fresh = [region for key, region in tiles.items() if key not in memories]
-    for alike in (
-        [r for r in fresh if r.layout.memory_bytes < TINY_TILE_BYTES],
-        [r for r in fresh if r.layout.memory_bytes >= TINY_TILE_BYTES],
-    ):
-        memories.update(_shared(alike))
-    return [Destination(region, memories[region.tile]) for region in regions]
-
-
-def _shared(regions: Sequence[Region]) -> dict[tuple[int, int], Bytes]:
-    """One allocation for the tiles of some regions."""
-    arena = allocate(sum(region.layout.memory_bytes for region in regions))
-    memories, used = {}, 0
+            offset = max(0, region.start - region.at)
+            room = Room(allocate(region.layout.memory_bytes, file_offset=offset), 0)
+        return [Destination(region, room)]
+    known: dict[tuple[int, int], Room | None] = dict(opened)
+    fresh = []
     for region in regions:
-        memories[region.tile] = arena[used : used + region.layout.memory_bytes]
-        used += region.layout.memory_bytes
-    return memories
+        if region.parts > 1:
+            if region.tile in known:
+                continue
+            known[region.tile] = None
+        fresh.append(region.layout.memory_bytes)
+    rooms = iter(_rooms(fresh))
+    destinations = []
+    for region in regions:
+        room = known[region.tile] if region.parts > 1 else None
+        if room is None:
+            room = next(rooms)
+            if region.parts > 1:
+                known[region.tile] = room
+        destinations.append(Destination(region, room))
+    return destinations
+
+
+def _rooms(sizes: Sequence[int]) -> list[Room]:
+    """Memory for tiles: one allocation for the tiny ones, one for the others."""
+    tiny = [size < TINY_TILE_BYTES for size in sizes]
+    totals = dict.fromkeys(set(tiny), 0)
+    for size, kind in zip(sizes, tiny, strict=True):
+        totals[kind] += size
+    arenas = {kind: allocate(total) for kind, total in totals.items()}
+    used = dict.fromkeys(arenas, 0)
+    rooms = []
+    for size, kind in zip(sizes, tiny, strict=True):
+        rooms.append(Room(arenas[kind], used[kind]))
+        used[kind] += size
+    return rooms

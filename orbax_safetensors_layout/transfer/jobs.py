@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.groups import Group
 from orbax_safetensors_layout.storage.base import Buffer, Storage
@@ -161,15 +159,9 @@ class _BufferList:
         self._spans.append((memory, start, stop))
 
     def extend(self, destination: Destination, length: int) -> None:
-        """Adds a direct region; its memory may be a slice of its group's."""
-        base = destination.memory.base
-        memory = destination.memory
-        shift = 0
-        if isinstance(base, np.ndarray):
-            shift = memory.ctypes.data - base.ctypes.data
-            memory = base
+        """Adds a direct region of `length` bytes."""
         for start, stop in destination.spans(0, length):
-            self.add(memory, shift + start, shift + stop)
+            self.add(destination.room.memory, start, stop)
 
     def views(self) -> list[Buffer]:
         return [memory.data[start:stop] for memory, start, stop in self._spans]
@@ -201,7 +193,7 @@ def _group_job(file: str, destinations: Sequence[Destination]) -> GroupJob:
         cut = cuts.get(id(region.read))
         if cut is None:
             cut = cuts[id(region.read)] = Cut.whole(region.read)
-        blocks.append(Block(destination, cut, region.start, region.at))
+        blocks.append(Block(destination, cut, region.start, destination.room.begin + region.at))
     return GroupJob(file, destinations, blocks)
 
 

@@ -22,8 +22,7 @@ from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.blocks import Scratch
 from orbax_safetensors_layout.transfer.budget import Budget
-from orbax_safetensors_layout.transfer.buffers import Bytes
-from orbax_safetensors_layout.transfer.destinations import Destination, destinations_of
+from orbax_safetensors_layout.transfer.destinations import Destination, Room, destinations_of
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
 from orbax_safetensors_layout.transfer.workers import Then, Workers
 
@@ -79,10 +78,10 @@ def read_leaves(
 class _OpenTile:
     """A tile that several regions fill, from the first that is scheduled to the last."""
 
-    __slots__ = ("bytes_read", "left", "memory")
+    __slots__ = ("bytes_read", "left", "room")
 
-    def __init__(self, memory: Bytes, parts: int) -> None:
-        self.memory = memory
+    def __init__(self, room: Room, parts: int) -> None:
+        self.room = room
         self.left = parts
         self.bytes_read = 0
 
@@ -161,17 +160,16 @@ class _Reader:
             fresh = {r.tile: r.layout for r in group.regions if r.tile not in self._tiles}
             held = (self._plan.held_bytes(leaf, layout) for (leaf, _), layout in fresh.items())
             self._budget.reserve(sum(held), self._workers.take)
-        opened = {
-            r.tile: self._tiles[r.tile].memory for r in group.regions if r.tile in self._tiles
-        }
+        tiles = {r.tile for r in group.regions if r.parts > 1}
+        opened = {tile: self._tiles[tile].room for tile in tiles if tile in self._tiles}
         try:
             destinations = destinations_of(group, opened)
         except MemoryError as error:
             error.add_note(f"while making room for {self._names(group.regions)} of {group.file}")
             raise
-        for region, memory in destinations:
+        for region, room in destinations:
             if region.parts > 1 and region.tile not in self._tiles:
-                self._tiles[region.tile] = _OpenTile(memory, region.parts)
+                self._tiles[region.tile] = _OpenTile(room, region.parts)
         return destinations
 
     def _submit_job(self, job: Job, done: Callable[[], None]) -> None:
@@ -213,7 +211,7 @@ class _Reader:
         self._mapped_files.add(group.file)
         for region in group.regions:
             self._mapped_bytes += region.stop - region.start
-            self._region_done(Destination(region, mapped[region.start : region.stop]))
+            self._region_done(Destination(region, Room(mapped, region.start)))
         return True
 
     def _region_done(self, destination: Destination) -> None:

@@ -1,0 +1,53 @@
+"""The garbage collector during a large load or save: it leaves alone what was there before."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+_MANY_TENSORS = 4_000
+
+_lock = threading.Lock()
+_loads = 0
+
+
+@contextlib.contextmanager
+def frozen_heap(tensors: int) -> Iterator[None]:
+    """Keeps full collections from walking the objects that exist already.
+
+    A load of many tensors makes many objects and no garbage cycles. In a program that has imported
+    JAX each full collection walks a million others: a fifth of the time of 60,000 small tensors.
+    Objects made meanwhile, by other threads too, are collected as always. A heap that the program
+    itself has frozen stays as it is, and a load of few tensors changes nothing.
+
+    Args:
+        tensors: How many tensors there are.
+    """
+    mine = tensors >= _MANY_TENSORS and _freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            _thaw()
+
+
+def _freeze() -> bool:
+    global _loads
+    with _lock:
+        if not _loads:
+            if gc.get_freeze_count():
+                return False
+            gc.collect(1)  # what was dropped lately goes before the load, not after it
+            gc.freeze()
+        _loads += 1
+        return True
+
+
+def _thaw() -> None:
+    global _loads
+    with _lock:
+        _loads -= 1
+        if not _loads:
+            gc.unfreeze()
