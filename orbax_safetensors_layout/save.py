@@ -18,7 +18,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.format.index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX
 from orbax_safetensors_layout.format.layout import index_bytes
-from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
+from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
@@ -232,6 +232,9 @@ class PreparedSave:
         values = HostValues(parsed.values, plan.leaves)
         if scattered is not None:
             return cls(plan, values, None, options, scattered=scattered)
+        if custom is not None:  # checked, and copied, now: the caller may change it
+            data = Manifest("hf", custom=custom).to_json()
+            custom = parse_manifest(data, file=MANIFEST).custom
         stored = plan.stored if options.layout == "sharded" else None
         manifest = Manifest(
             layout=options.layout,

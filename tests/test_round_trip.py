@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from checkpoints import assert_same_bits, random_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,8 +126,6 @@ def test_values_become_what_is_wanted(tmp_path):
 
 def test_a_manifest_of_other_tensors_is_an_error(tmp_path):
     osl.save(tmp_path, {"a": np.arange(3)})
-    import safetensors.numpy
-
     safetensors.numpy.save_file({"b": np.arange(3)}, tmp_path / "model.safetensors")
     with pytest.raises(osl.MissingTensorError, match=r"'a' not found"):
         osl.load(tmp_path)
@@ -200,3 +199,11 @@ def test_a_tree_without_tensors(tmp_path, layout):
     osl.save(tmp_path, tree, options=osl.WriteOptions(layout=layout))
     assert osl.is_safetensors_checkpoint(tmp_path)
     assert osl.load(tmp_path) == tree
+
+
+def test_whole_files_beside_pieces_are_no_checkpoint(tmp_path):
+    tree = {"a": np.arange(4)}
+    osl.save(tmp_path, tree, options=osl.WriteOptions(layout="sharded"))
+    safetensors.numpy.save_file({"a": np.arange(4) + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(osl.InvalidManifestError, match=r"found: model\.safetensors"):
+        osl.load(tmp_path)

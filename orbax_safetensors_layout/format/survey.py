@@ -105,6 +105,15 @@ def survey(storage: Storage, path: str) -> Survey:
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None:
         pieces = manifest.pieces.files
+        whole = [n for n in names if n.startswith("model") and n.endswith(SUFFIX)]
+        if whole:
+            raise InvalidManifestError(
+                "the folder holds whole tensors beside the pieces that its manifest tells of",
+                file=manifest_file,
+                expected="one checkpoint in a folder",
+                found=listed(whole),
+                hint=f"Remove '{MANIFEST}' and the pieces, or those files.",
+            )
         _check_present(storage, path, pieces, names, join(path, MANIFEST))
         return Survey([join(path, name) for name in pieces], None, manifest_file, manifest)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]

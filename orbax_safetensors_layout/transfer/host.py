@@ -22,7 +22,7 @@ class HostValues:
 
     On the CPU backend the arrays are views of the shards' own memory: JAX does not reuse it while
     they live, also not for a donated array (seen with jax 0.7 to 0.12;
-    `tests/test_save_async.py` checks it). From other devices they are brought over when asked for.
+    `tests/test_save_v0.py` checks it). From other devices they are brought over when asked for.
 
     Args:
         values: A `jax.Array` or numpy array a leaf.
