@@ -378,6 +378,7 @@ class PreparedSave:
                         storage,
                         pieces,
                         memory_budget_bytes=budget,
+                        progress=progress,
                         check=functools.partial(group.check, _GATHERING),
                     )
                 if group.is_leader:

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.format.headers import Headers
 from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
@@ -52,6 +52,7 @@ def gather(
     pieces_folder: str,
     *,
     memory_budget_bytes: int,
+    progress: Callable[[Progress], None] | None,
     check: Callable[[], None],
 ) -> WriteStats:
     """Completes the files that this process owns from the pieces that all have written.
@@ -63,6 +64,7 @@ def gather(
         storage: Where files and pieces are.
         pieces_folder: The folder that the names of the files of pieces are relative to.
         memory_budget_bytes: Host bytes that blocks may hold.
+        progress: Told after each block.
         check: Called now and then; raises where another process has failed.
     """
     unfinished = files.unfinished()
@@ -78,11 +80,17 @@ def gather(
             leaves.append(leaf)
             blocks.append(block)
 
+    total = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
+    done = [0]
+
     def deliver(
         number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Callable[[], object]:
         check()
         block, (values,) = blocks[number], parts
+        done[0] += values.nbytes
+        if progress is not None:
+            progress(Progress(done[0], total, leaves[number].name))
         return pool.submit(functools.partial(_write, block, values)).result
 
     reads = plan_reads(

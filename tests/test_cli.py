@@ -1,0 +1,54 @@
+"""The command line, as a shell runs it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from checkpoints import assert_same_bits
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout import cli
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "orbax_safetensors_layout", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_consolidate(tmp_path):
+    tree = {"a": np.arange(12.0).reshape(3, 4), "b": {"c": np.arange(3)}}
+    osl.save(tmp_path / "pieces", tree, options=osl.WriteOptions(layout="sharded"))
+    done = run("consolidate", tmp_path / "pieces", tmp_path / "out", "--max-file-bytes", "30")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    found = {}
+    for file in (tmp_path / "out").glob("model-*.safetensors"):
+        found |= safetensors.numpy.load_file(file)
+    assert_same_bits(found["a"], tree["a"])
+    assert_same_bits(found["b.c"], tree["b"]["c"])
+    assert (tmp_path / "pieces" / "shard-00001-of-00001.safetensors").exists()
+    done = run("consolidate", tmp_path / "pieces", "--progress")
+    assert done.returncode == 0
+    assert "100%" in done.stderr
+    assert_same_bits(osl.load(tmp_path / "pieces")["a"], tree["a"])
+
+
+def test_errors_take_one_line(tmp_path):
+    osl.save(tmp_path / "whole", {"a": np.arange(3)})
+    done = run("consolidate", tmp_path / "whole")
+    assert done.returncode == 1
+    assert done.stderr.startswith("orbax-safetensors: the checkpoint is not stored in pieces")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" in run("consolidate", tmp_path / "whole", "--debug").stderr
+    assert run("consolidate").returncode == 2
+    assert run("nothing").returncode == 2
+    assert "example:" in run("consolidate", "--help").stdout
+
+
+def test_the_script_is_declared():
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    scripts = tomllib.loads(text)["project"]["scripts"]
+    assert scripts == {"orbax-safetensors": "orbax_safetensors_layout.cli:main"}
+    assert callable(cli.main)
