@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -291,6 +291,7 @@ def test_plans_of_a_thousand_devices_are_quick(spec, layout):
         )
         for n in range(10_000)
     }
-    started = time.process_time()
-    osl.plan_save(tree, options=osl.WriteOptions(layout=layout), process_count=128)
-    assert time.process_time() - started < 3
+    # Counted, not timed: what is done for a tensor does not grow with the devices.
+    with mock.patch.object(Box, "size", new_callable=mock.PropertyMock, return_value=1) as size:
+        osl.plan_save(tree, options=osl.WriteOptions(layout=layout), process_count=128)
+    assert size.call_count < 20_000

@@ -72,8 +72,7 @@ class PieceWriters:
             cached = self._choices[id(held)] = held, _Choices.of(held, self.load.size)
         choices = cached[1]
         number = _EVERYONE
-        nbytes = sum(box.size for box in held.boxes) * itemsize
-        if nbytes > self._replicate_below_bytes:
+        if choices.size * itemsize > self._replicate_below_bytes:
             number = int((self.load + choices.elements * itemsize).max(1).argmin())
             self.load += choices.elements[number] * itemsize
         key = (id(held), number)
@@ -92,10 +91,12 @@ class _Choices(NamedTuple):
     Attributes:
         writers: [ways, boxes] the process.
         elements: [ways, processes] how many elements each process would write.
+        size: Elements of the array.
     """
 
     writers: npt.NDArray[np.int64]
     elements: npt.NDArray[np.int64]
+    size: int
 
     @classmethod
     def of(cls, held: HeldBoxes, processes: int) -> _Choices:
@@ -111,7 +112,7 @@ class _Choices(NamedTuple):
         elements = np.zeros((ways, processes), np.int64)
         for way in range(ways):
             np.add.at(elements[way], writers[way], sizes)
-        return cls(writers, elements)
+        return cls(writers, elements, int(sizes.sum()))
 
 
 def _stored_tiles(held: HeldBoxes, choices: _Choices, number: int) -> tuple[StoredTile, ...]:
