@@ -35,6 +35,7 @@ from orbax_safetensors_layout.saved_tree import SavedTree
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.local_write import flush_folder
 from orbax_safetensors_layout.storage.publish import (
+    check_replaceable,
     partial_folder,
     publish_folder,
     restore_folder,
@@ -289,6 +290,7 @@ class PreparedSave:
             if group.is_leader:
                 restore_folder(target, partial)
                 _check_target(target, overwrite)
+                check_replaceable(target)
                 storage.remove(partial)
                 storage.make_folder(partial)
         except BaseException as problem:

@@ -23,6 +23,7 @@ PARTIAL_SUFFIX = ".partial"
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 _PAGE = mmap.PAGESIZE
 _DIRECT_MIN_BYTES = 1 << 20
+_scratch = DirectScratch()  # of each thread, whatever file it writes
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -44,7 +45,6 @@ class LocalFileWriter:
         self.file = file
         self._partial = file + PARTIAL_SUFFIX
         self._durable = durable
-        self._scratch = DirectScratch()
         self._direct_fd = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
         with storage_errors("can not create the file", file):
@@ -80,7 +80,7 @@ class LocalFileWriter:
             _write_fully(self._fd, offset, source.take(first - offset), first - offset)
         for start in range(first, last, DIRECT_CHUNK_BYTES):
             size = min(DIRECT_CHUNK_BYTES, last - start)
-            chunk = self._scratch.take()[:size]
+            chunk = _scratch.take()[:size]
             into = np.frombuffer(chunk, np.uint8)
             at = 0
             for part in source.take(size):

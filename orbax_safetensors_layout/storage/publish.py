@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from absl import logging
 
+from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
 
 _AT_FDCWD = -100
@@ -46,6 +47,25 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
                     _link(os.path.join(folder, name), os.path.join(finished, name))
             _remove_old(_replace(finished, folder), folder)
     flush_folder(parent)
+
+
+def check_replaceable(folder: str) -> None:
+    """Refuses a folder that can not be exchanged for another as a whole.
+
+    Raises:
+        StorageError: It is a mount point, or something is mounted below it.
+    """
+    if not os.path.isdir(folder):
+        return
+    device = os.lstat(os.path.dirname(folder)).st_dev
+    for root, _, _ in os.walk(folder):
+        if os.path.ismount(root) or os.lstat(root).st_dev != device:
+            raise StorageError(
+                "a file system is mounted there, so the folder can not be replaced as a whole",
+                file=root,
+                expected="a folder of one file system with the one that holds it",
+                hint="Save to a new folder in it.",
+            )
 
 
 def partial_folder(folder: str, number: int) -> str:
