@@ -1227,7 +1227,9 @@ print(peak() - before)
             for kind in ("column of three", "sharded", "cast", "files", "flushed")
         ),
         *(
-            pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=why)])
+            pytest.param(
+                kind, marks=[pytest.mark.slow, pytest.mark.xfail(strict=False, reason=why)]
+            )
             for kind, why in {
                 "long rows": "a row of the last two dimensions is staged whole",
                 "one long row": "a row of the last two dimensions is staged whole",
