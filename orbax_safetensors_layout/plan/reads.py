@@ -61,7 +61,7 @@ class ReadPlan:
     def cost(self) -> Cost:
         """What the plan costs this process."""
         needed = read = requests = held = most_held = 0
-        staged = False
+        staged = padded = False
         touched: set[int] = set()
         opened: set[tuple[int, int]] = set()
         for group in self.groups():
@@ -72,7 +72,8 @@ class ReadPlan:
             else:
                 requests += regions[0].read.storage_requests(self.profile)
                 read += regions[0].read.requests.total_bytes
-            staged = staged or not all(region.read.direct for region in regions)
+            pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
+            staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(region.read.runs.total_bytes for region in regions)
             touched.update(region.leaf for region in regions)
             if not self.adopt:
@@ -81,6 +82,7 @@ class ReadPlan:
                 group_held = sum(self.held_bytes(r.leaf, r.layout) for r in fresh.values())
                 held, most_held = held + group_held, max(most_held, group_held)
         staging = self.profile.concurrency * self.profile.staging_bytes if staged else 0
+        staging += staging // 8 if padded else 0  # a cache line after each row of 512 bytes or more
         return Cost(
             tensors=len(touched),
             needed_bytes=needed,
