@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -36,6 +37,7 @@ from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.local_write import flush_folder
 from orbax_safetensors_layout.storage.publish import (
     check_replaceable,
+    claimed,
     partial_folder,
     publish_folder,
     restore_folder,
@@ -270,24 +272,33 @@ class PreparedSave:
         storage, target = open_storage(path)
         target = os.path.realpath(target)
         with storage:
-            partial = partial_folder(target, group.number)
+            partial = partial_folder(target)
             error: BaseException | None = None
+            claim = contextlib.ExitStack()
             try:
-                self._publish(partial, target, group, storage, overwrite)
+                self._publish(partial, target, group, storage, overwrite, claim)
             except BaseException as problem:
                 error = problem
                 group.leave()
                 if group.is_leader:
                     group.await_others()
-                    storage.remove(partial)
+            claim.close()
             group.meet("publishing the checkpoint", error)
 
     def _publish(
-        self, partial: str, target: str, group: Group, storage: Storage, overwrite: bool
+        self,
+        partial: str,
+        target: str,
+        group: Group,
+        storage: Storage,
+        overwrite: bool,
+        claim: contextlib.ExitStack,
     ) -> None:
         error: BaseException | None = None
         try:
             if group.is_leader:
+                claim.enter_context(claimed(f"{partial}.lock"))
+                claim.callback(_remove_quietly, storage, partial)
                 restore_folder(target, partial)
                 _check_target(target, overwrite)
                 check_replaceable(target)
@@ -426,6 +437,11 @@ class PreparedSave:
             except BaseException:
                 file.abort()
                 raise
+
+
+def _remove_quietly(storage: Storage, path: str) -> None:
+    with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
+        storage.remove(path)
 
 
 def _check_target(target: str, overwrite: bool) -> None:

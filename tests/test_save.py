@@ -493,11 +493,6 @@ def test_relative_to_the_current_folder(tmp_path, monkeypatch):
     saved("y")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=FileNotFoundError,
-    reason="the folder is exchanged for another, and the old one, the current one, removed",
-)
 @pytest.mark.parametrize("path", [".", "../here"])
 def test_into_the_current_folder(tmp_path, monkeypatch, path):
     (tmp_path / "here").mkdir()
@@ -953,7 +948,7 @@ for folder in ("/x", "/new"):
 
 def test_a_parent_that_is_a_file(tmp_path):
     (tmp_path / "f").write_text("")
-    with nothing_leaks(), pytest.raises(osl.StorageError, match="Not a directory"):
+    with nothing_leaks(), pytest.raises(osl.StorageError, match="File exists|Not a directory"):
         osl.save(tmp_path / "f" / "x", OLD, options=quick())
     assert os.listdir(tmp_path) == ["f"]
 
@@ -980,10 +975,8 @@ def test_an_interrupt(old):
 
 def test_what_an_earlier_crash_left_is_removed(old):
     from orbax_safetensors_layout.storage.publish import partial_folder
-    from orbax_safetensors_layout.transfer import coordination
 
-    number = coordination._counts[os.path.realpath(old)] + 1  # 1 where a program begins again
-    partial = Path(partial_folder(os.path.realpath(old), number))
+    partial = Path(partial_folder(os.path.realpath(old)))
     partial.mkdir()
     (partial / "model-00009-of-00009.safetensors.partial").write_bytes(b"rest")
     (partial / "sub").mkdir()
@@ -1121,12 +1114,6 @@ def test_the_memory_budget(tmp_path, threads, budget, large):
         assert live <= 2 * max(budget, largest) + threads * largest
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a part is counted as gone when it is written, and let go only when its job, and the"
-    " generator that made it, have gone on to the next",
-)
 @pytest.mark.parametrize("budget", BUDGETS[:4])
 def test_the_memory_budget_is_kept(tmp_path, budget):
     """Together they are never more than the budget, or one part where that is larger."""

@@ -8,7 +8,6 @@ import sys
 import time
 
 import numpy as np
-import pytest
 from saved_files import assert_saved
 
 SAVER = """
@@ -86,12 +85,6 @@ def tensors(value):
     return {f"t{n}": np.full(300_000, value, np.float32) for n in range(4)}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the folder's name has a number that begins at 1 in each process, so that another"
-    " process does not know what a later save of this one left",
-)
 def test_the_rest_of_a_later_save_is_removed_by_the_next_process(tmp_path):
     run(tmp_path / "x", "die while writing")
     assert_saved(tmp_path / "x", tensors(1.0))
@@ -100,11 +93,6 @@ def test_the_rest_of_a_later_save_is_removed_by_the_next_process(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="as above; and the user's files are in a folder that nobody puts back",
-)
 def test_a_folder_that_a_later_save_left_beside_its_place_is_put_back(tmp_path):
     """Where two folders can not be exchanged, as on NFS."""
     run(tmp_path / "x", "die between renames")
@@ -114,12 +102,6 @@ def test_a_folder_that_a_later_save_left_beside_its_place_is_put_back(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="each takes itself for the first save to this path, and they share a folder: one"
-    " publishes what the other has begun, and reports success",
-)
 def test_two_processes_that_do_not_know_of_each_other(tmp_path):
     """As when `jax.distributed.initialize` is forgotten. One may fail; what stands is complete."""
     running = []

@@ -73,7 +73,7 @@ class PieceWriters:
         choices = cached[1]
         number = _EVERYONE
         if choices.size * itemsize > self._replicate_below_bytes:
-            number = int((self.load + choices.elements * itemsize).max(1).argmin())
+            number = choices.best(self.load, itemsize)
             self.load += choices.elements[number] * itemsize
         key = (id(held), number)
         tiles = self._tiles.get(key)
@@ -97,6 +97,12 @@ class _Choices(NamedTuple):
     writers: npt.NDArray[np.int64]
     elements: npt.NDArray[np.int64]
     size: int
+
+    def best(self, load: npt.NDArray[np.int64], itemsize: int) -> int:
+        """The way after which the process that writes most writes least."""
+        if self.writers.shape[1] == 1:  # one box: the holder that writes least so far
+            return int(load[self.writers[:, 0]].argmin())
+        return int((load + self.elements * itemsize).max(1).argmin())
 
     @classmethod
     def of(cls, held: HeldBoxes, processes: int) -> _Choices:

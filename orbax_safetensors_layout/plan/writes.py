@@ -333,6 +333,7 @@ class _Planner:
         ]
         kinds: dict[int, int] = {}
         classes: list[tuple[StoredTile, ...]] = []
+        own: list[list[StoredTile]] = []  # of each class, what this process writes
         tensors: dict[str, StoredTensor] = {}
         mine: dict[str, tuple[NewTensor, int, Tile]] = {}
         for number in numbers:
@@ -343,12 +344,12 @@ class _Planner:
             kind = kinds.setdefault(id(tiles), len(classes))
             if kind == len(classes):
                 classes.append(tiles)
+                own.append([found for found in tiles if found.process == self._index])
             tensors[name] = StoredTensor(dtype.code, shape, kind)
-            for found in tiles:
-                if found.process == self._index:
-                    box = found.tile.box
-                    piece = NewTensor(piece_name(name, shape, box), dtype, box.shape)
-                    mine[piece.name] = (piece, number, found.tile)
+            for found in own[kind]:
+                box = found.tile.box
+                piece = NewTensor(piece_name(name, shape, box), dtype, box.shape)
+                mine[piece.name] = (piece, number, found.tile)
         # A tree without tensors has a file, too, so that it is a checkpoint.
         used = sorted({found.process for tiles in classes for found in tiles}) or [0]
         file_number = {process: place for place, process in enumerate(used)}

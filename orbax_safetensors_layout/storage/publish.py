@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from absl import logging
 
@@ -45,7 +46,12 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
             for name in os.listdir(folder):
                 if not is_replaced(name):
                     _link(os.path.join(folder, name), os.path.join(finished, name))
+            here = _current_folder()
             _remove_old(_replace(finished, folder), folder)
+            # A program that works in the folder goes on in the new one.
+            if here == folder or here.startswith(folder + os.sep):
+                with contextlib.suppress(OSError):
+                    os.chdir(here)
     flush_folder(parent)
 
 
@@ -68,16 +74,53 @@ def check_replaceable(folder: str) -> None:
             )
 
 
-def partial_folder(folder: str, number: int) -> str:
+def partial_folder(folder: str) -> str:
     """Where what will stand at `folder` is made: beside it, whatever the length of its name.
 
     Args:
         folder: The folder.
-        number: Tells operations that run at once from each other.
     """
     parent, name = os.path.split(folder)
     tag = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return os.path.join(parent, f".{tag}-{number}.partial-save")
+    return os.path.join(parent, f".{tag}.partial-save")
+
+
+@contextlib.contextmanager
+def claimed(path: str) -> Iterator[None]:
+    """Holds a lock file, which goes with the process if it dies, and is removed at the end.
+
+    Raises:
+        StorageError: Another process, or thread, holds it.
+    """
+    with storage_errors("can not begin to save", path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = _locked(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(fd)
+
+
+def _locked(path: str) -> int:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise StorageError(
+                "another save to this path is running",
+                file=path,
+                hint="Programs of several processes need `jax.distributed.initialize()`.",
+            ) from error
+        except OSError:
+            return fd  # a file system without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
+                return fd
+        os.close(fd)  # its holder has just removed it
 
 
 def restore_folder(folder: str, partial: str) -> None:
@@ -112,17 +155,16 @@ def _replace(finished: str, folder: str) -> str:
 
 
 def _remove_old(old: str, folder: str) -> None:
-    try:
-        here = os.getcwd()
-    except OSError:
-        here = ""
     shutil.rmtree(old, ignore_errors=True)
     if os.path.exists(old):
         logging.warning("The new checkpoint stands at %s, but %s can not be removed.", folder, old)
-    # A program that works in the folder goes on in the new one.
-    if here == folder or here.startswith(folder + os.sep):
-        with contextlib.suppress(OSError):
-            os.chdir(here)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def _link(source: str, target: str) -> None:

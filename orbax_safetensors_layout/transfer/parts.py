@@ -27,6 +27,8 @@ _SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.p
 STAGING_BYTES = 1 << 20
 """A block of staged rows: what a core's cache holds."""
 
+_LONGEST_ROW_BYTES = 8 * STAGING_BYTES  # longer ones are cut, and copied element by element
+
 Fetch = Callable[[], Sequence[np.ndarray]]
 
 
@@ -58,6 +60,8 @@ class Rows(NamedTuple):
             0  # a row has the innermost dimension whole, so that it can be copied as wide elements
         )
         while axis < len(shape) - 2 and math.prod(shape[axis + 1 :]) * row_bits > STAGING_BYTES:
+            axis += 1
+        if axis == len(shape) - 2 and shape[-1] * row_bits > 8 * _LONGEST_ROW_BYTES:
             axis += 1
         elements = math.prod(shape[axis + 1 :])
         block = max(1, STAGING_BYTES * 8 // max(1, elements * row_bits))
@@ -111,6 +115,10 @@ class PartBytes:
         assert scratch is not None
         return [self._stage(members, start, stop, scratch)]
 
+    def drop(self) -> None:
+        """Lets the members go, when all is written."""
+        self._members = []
+
     def _wait(self) -> list[np.ndarray]:
         with self._lock:
             if self._fetch is not None:
@@ -138,7 +146,9 @@ class PartBytes:
             with np.errstate(over="ignore", invalid="ignore"):
                 _copy_rows(members, self.part, rows, first, last, out.view(self._cast))
         else:
-            width = _width(members, self.part)
+            width = members[0].itemsize
+            if rows.axis < len(self.part.tile.box.shape) - 1:
+                width = _width(members, self.part)
             views = [member.view(f"u{width}") for member in members]
             _copy_rows(views, self.part, rows, first, last, out.view(f"u{width}"))
         return out

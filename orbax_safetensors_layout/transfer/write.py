@@ -342,6 +342,7 @@ class _PartWriter:
                 if left is not None:
                     self._left_bytes[id(source.part)] = left - (stop - start)
                     if left == stop - start:
+                        source.drop()
                         self._held_bytes -= self._values.held_bytes(source.part)
                         del self._left_bytes[id(source.part)]
             if self._progress is not None:
