@@ -404,10 +404,14 @@ class PreparedSave:
             pool.stop()
             files.abort()
             self._values.release()
-        if plan.exchanges and group.is_leader and self._pieces_folder is None:
-            storage.remove(join(folder, PIECES_FOLDER))
-        if options.fsync and group.is_leader:
-            flush_folder(folder)
+        try:
+            if plan.exchanges and group.is_leader and self._pieces_folder is None:
+                storage.remove(join(folder, PIECES_FOLDER))
+            if options.fsync and group.is_leader:
+                flush_folder(folder)
+        except BaseException as problem:
+            error = problem
+        group.meet("completing the folder", error)
         return stats
 
     def _agreement(self) -> Agreement:

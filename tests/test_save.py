@@ -948,7 +948,7 @@ for folder in ("/x", "/new"):
 
 def test_a_parent_that_is_a_file(tmp_path):
     (tmp_path / "f").write_text("")
-    with nothing_leaks(), pytest.raises(osl.StorageError, match="File exists|Not a directory"):
+    with nothing_leaks(), pytest.raises(osl.StorageError, match=r"File exists|Not a directory"):
         osl.save(tmp_path / "f" / "x", OLD, options=quick())
     assert os.listdir(tmp_path) == ["f"]
 

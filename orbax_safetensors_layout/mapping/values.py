@@ -17,7 +17,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 
 _CHUNK_ELEMENTS = 1 << 20  # bounds what a chain of operations holds besides its result
-_NARROW_INTEGERS = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
+NARROW_INTEGERS = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
@@ -38,7 +38,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
     """Whether a dtype holds integers."""
-    return dtype.kind in "iu" or dtype.name in _NARROW_INTEGERS
+    return dtype.kind in "iu" or dtype.name in NARROW_INTEGERS
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:
@@ -248,9 +248,9 @@ def _to_integer(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         kept = np.isfinite(values) & (np.trunc(values) == values)
     else:
         kept = np.ones(values.shape, np.bool_)
-        if values.dtype.name in _NARROW_INTEGERS:
+        if values.dtype.name in NARROW_INTEGERS:
             values = values.astype(np.int8)
-    low, high = (0, 1) if dtype.kind == "b" else _range(dtype)
+    low, high = (0, 1) if dtype.kind == "b" else integer_range(dtype)
     if values.dtype.kind == "f":  # `high + 1` is a power of two and exact, `high` may not be
         kept &= (values >= low) & (values < float(high + 1))
     elif values.dtype.kind != "b":
@@ -266,12 +266,13 @@ def _to_integer(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
             expected=dtype,
             found=f"for instance {lost.flat[0]}",
         )
-    if dtype.name in _NARROW_INTEGERS:
+    if dtype.name in NARROW_INTEGERS:
         values = values.astype(np.int8)  # numpy has no cast from all floats
     return values.astype(dtype)
 
 
-def _range(dtype: np.dtype[Any]) -> tuple[int, int]:
+def integer_range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """The least and the greatest integer of an integer dtype."""
     narrow: Any = ml_dtypes.iinfo  # untyped
-    bounds = narrow(dtype) if dtype.name in _NARROW_INTEGERS else np.iinfo(dtype)
+    bounds = narrow(dtype) if dtype.name in NARROW_INTEGERS else np.iinfo(dtype)
     return int(bounds.min), int(bounds.max)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
+from orbax_safetensors_layout.mapping.values import (
+    NARROW_INTEGERS,
+    integer_range,
+    is_integer,
+    is_number,
+)
 from orbax_safetensors_layout.transfer.buffers import allocate
 
-_NARROW_INTEGERS = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
 _CHUNK_ELEMENTS = 1 << 20  # bounds what a cast holds besides its result
 
 
@@ -40,7 +44,7 @@ def check_castable(source: np.dtype, dtype: np.dtype) -> None:
     """
     if source == dtype:
         return
-    if not (_is_number(source) and _is_number(dtype)):
+    if not (is_number(source) and is_number(dtype)):
         problem = "a cast that has no numeric meaning"
     elif source.kind == "c" and dtype.kind != "c":
         problem = "a cast from complex to real numbers would drop the imaginary part"
@@ -95,17 +99,9 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
     return scalar
 
 
-def _is_number(dtype: np.dtype) -> bool:
-    return dtype.kind in "biufc" or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
-
-
-def _is_integer(dtype: np.dtype) -> bool:
-    return dtype.kind in "iu" or dtype.name in _NARROW_INTEGERS
-
-
 def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        if _is_integer(dtype) or dtype.kind == "b":
+        if is_integer(dtype) or dtype.kind == "b":
             return _to_integer(value, dtype, exact, subject)
         result = value.astype(dtype)
         if exact:
@@ -116,14 +112,14 @@ def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> 
 
 def _to_integer(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
     """Checked by range, not by a round trip: what C makes of a number out of range is undefined."""
-    low, high = (0, 1) if dtype.kind == "b" else _range(dtype)
-    if not (_is_integer(value.dtype) or value.dtype.kind == "b"):
+    low, high = (0, 1) if dtype.kind == "b" else integer_range(dtype)
+    if not (is_integer(value.dtype) or value.dtype.kind == "b"):
         value = value.astype(np.float64)  # holds every float of 32 bits and fewer
         whole = np.isfinite(value) & (np.trunc(value) == value)
         # As floats: `high + 1` is a power of two and exact, `high` may not be.
         _require(whole & (value >= low) & (value < float(high + 1)), value, dtype, subject)
     elif value.dtype.kind != "b":
-        if value.dtype.name in _NARROW_INTEGERS:
+        if value.dtype.name in NARROW_INTEGERS:
             value = value.astype(np.int8)
         bounds = np.iinfo(value.dtype)
         kept = np.ones(value.shape, np.bool_)
@@ -132,15 +128,9 @@ def _to_integer(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subjec
         if high < bounds.max:
             kept &= value <= high
         _require(kept, value, dtype, subject, exact)
-    if dtype.name in _NARROW_INTEGERS:
+    if dtype.name in NARROW_INTEGERS:
         value = value.astype(np.int8)  # numpy has no cast from all floats
     return value.astype(dtype)
-
-
-def _range(dtype: np.dtype) -> tuple[int, int]:
-    narrow: Any = ml_dtypes.iinfo  # untyped
-    bounds = narrow(dtype) if dtype.name in _NARROW_INTEGERS else np.iinfo(dtype)
-    return int(bounds.min), int(bounds.max)
 
 
 def _require(
