@@ -13,7 +13,7 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.transfer import coordination
 from orbax_safetensors_layout.transfer.coordination import Group
 
-PROMPT_SECONDS = 5  # far below any time-out here, far above what a busy machine needs
+PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
 
 
 class MemoryStore:
@@ -203,23 +203,20 @@ def test_what_is_worked_on_is_removed_when_all_have_stopped(store):
 
 def test_others_do_not_wait_for_one_that_is_still_busy(store):
     """A slow process learns of the error when it comes; the others long before."""
-    left: dict[int, float] = {}
-    started = time.monotonic()
+    left = {process: threading.Event() for process in range(2)}
 
     def work(group):
         process = group.process_index
         if process == 2:
-            time.sleep(1.5)
+            assert all(event.wait(20) for event in left.values())
         try:
             group.meet("a step", RuntimeError("no") if process == 1 else None)
         finally:
-            left[process] = time.monotonic() - started
+            if process in left:
+                left[process].set()
 
     errors = together(store, 3, work, name="busy")
     assert [type(error) for error in errors] == [osl.PeerError, RuntimeError, osl.PeerError]
-    assert left[0] < 1.2
-    assert left[1] < 1.2
-    assert left[2] >= 1.5
 
 
 def test_a_base_exception_is_an_error_like_any_other(store):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from format_helpers import index_bytes
@@ -142,10 +141,8 @@ def test_malformed_metadata(value: str) -> None:
     assert error.expected == "an object"
 
 
-def test_large_index_is_parsed_in_reasonable_time() -> None:
+def test_large_index() -> None:
     data = index_bytes(
         {f"layers.{i}.weight": f"model-{i // 600}.safetensors" for i in range(92_000)}
     )
-    begin = time.perf_counter()
     assert len(parse_index(data, file=FILE).weight_map) == 92_000
-    assert time.perf_counter() - begin < 5  # 0.1 s on an idle core

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from typing import Any
 
 import jax
@@ -179,6 +178,4 @@ def test_thousands_of_arrays_share_a_few_records() -> None:
     mesh = mesh_of((4, 2), ("x", "y"))
     shardings = [NamedSharding(mesh, P(*spec)) for spec in itertools.product("xy", [None])] * 30_000
     table = ShardingTable()
-    start = time.perf_counter()
     assert {record(sharding, table) for sharding in shardings} == {0, 1}
-    assert time.perf_counter() - start < 0.5  # 0.03 s on the machine where this was written

@@ -194,7 +194,7 @@ def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doi
         assert ("'bad'" if doing == "planning" else f"the disk broke while {doing}") in text
         own = "UnsupportedDtypeError" if doing == "planning" else "OSError"
         assert kind == (own if number == process else "PeerError")
-        assert result["seconds"] < 20
+        assert result["seconds"] < 60
         assert result["old"] == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 

@@ -187,7 +187,7 @@ def test_all_processes_fail_at_once_and_with_the_first_cause(tmp_path, api, guil
     assert found[1 - guilty]["error"].startswith("PeerError")
     for one in found:
         assert "File too large" in one["error"]
-        assert one["seconds"] < 20
+        assert one["seconds"] < 60
         assert one["steps"] == [0]
     assert opened(tmp_path / "2" / "state").keys() == {f"params.{name}" for name in TENSORS}
 

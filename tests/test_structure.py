@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import sys
-import time
 import types
 from typing import Any, NamedTuple
 
@@ -452,16 +451,11 @@ def test_deeper_trees_are_refused() -> None:
         describe(nested(MAX_DEPTH + 1), _value)
 
 
-def test_many_leaves_in_a_flat_dict_are_described_fast() -> None:
+def test_many_leaves_in_a_flat_dict() -> None:
     array = np.zeros(1)
     tree = {f"model.layers.{i}.weight": array for i in range(60_000)}
-    start = time.perf_counter()
     node = describe(tree, lambda path, value: TensorLeaf(path[-1].key))
-    described = time.perf_counter()
     assert rebuild(node, lambda leaf: array) == tree
-    rebuilt = time.perf_counter()
-    assert described - start < 0.8  # 0.1 s on the machine where this was written
-    assert rebuilt - described < 0.8
 
 
 def test_values_are_exact() -> None:
