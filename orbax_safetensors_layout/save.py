@@ -347,7 +347,7 @@ class PreparedSave:
         options, plan = self._options, self.plan
         budget = options.memory_budget_bytes or _BUDGET_BYTES
         files = FileSet(storage, folder, durable=options.fsync)
-        pool = WritePool(options.writers)
+        pool = WritePool(options.writers, storage.interrupt)
         stats = WriteStats()
         error: BaseException | None = None
         if plan.process_count > 1:
@@ -368,6 +368,7 @@ class PreparedSave:
                 )
             except BaseException as problem:
                 error = problem
+                storage.interrupt()
                 pool.stop()
             group.meet(_WRITING, error)
             try:
@@ -398,6 +399,7 @@ class PreparedSave:
                     self._write_documents(storage, folder, documents)
             except BaseException as problem:
                 error = problem
+                storage.interrupt()
                 pool.stop()
             group.meet(_GATHERING, error)
         finally:

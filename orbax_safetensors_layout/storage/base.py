@@ -118,6 +118,14 @@ class Storage(Protocol):
         """Removes a file, or a folder with all that is in it; does nothing if it is not there."""
         ...
 
+    def interrupt(self) -> None:
+        """Ends pauses between attempts: requests in flight may end, none is tried again.
+
+        For a caller that has failed elsewhere and waits for what is in flight. May be called from
+        any thread, also repeatedly.
+        """
+        ...
+
     def close(self) -> None:
         """Releases what is open; the object may not be used afterwards."""
         ...

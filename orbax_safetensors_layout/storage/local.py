@@ -187,6 +187,9 @@ class LocalStorage:
             else:
                 os.unlink(path)
 
+    def interrupt(self) -> None:
+        pass  # nothing here pauses
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

@@ -6,12 +6,19 @@ import os
 import urllib.parse
 
 from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
 
 
-def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+def open_storage(
+    path: str | os.PathLike[str], *, retries: RetryPolicy | None = None
+) -> tuple[Storage, str]:
     """The storage that a path names, and the path in that storage's own terms.
+
+    Args:
+        path: A local path or a URL.
+        retries: How long requests to a remote storage are tried; None is the default.
 
     Raises:
         StorageError: No storage of this package serves the path's scheme.
