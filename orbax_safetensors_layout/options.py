@@ -60,6 +60,14 @@ class StorageProfile:
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
 
 
+_WEB = StorageProfile(
+    latency_seconds=0.03,
+    bandwidth_bytes_per_second=50 * MIB,
+    request_bytes=8 * MIB,
+    staging_bytes=8 * MIB,
+    concurrency=32,
+)
+
 PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
     {
         # 2.4 GiB/s: one cold virtio disk; a page-cached file is five times faster.
@@ -71,6 +79,9 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
             # Copies out of the page cache need a thread a core, disks a few requests in flight.
             concurrency=min(32, max(4, 2 * (os.cpu_count() or 1))),
         ),
+        # A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream.
+        "hf": _WEB,
+        "https": _WEB,
     }
 )
 

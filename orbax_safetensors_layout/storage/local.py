@@ -25,6 +25,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.storage.base import Buffer, FileWriter
+from orbax_safetensors_layout.storage.buffers import scatter, skip
 from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
 from orbax_safetensors_layout.storage.local_write import LocalFileWriter, storage_errors
 
@@ -89,9 +90,11 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
+        lists: True.
     """
 
     kind = "local"
+    lists = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -281,7 +284,7 @@ class LocalStorage:
         while position < stop:
             first = position - position % _PAGE
             length = min(DIRECT_CHUNK_BYTES, -(-(stop - first) // _PAGE) * _PAGE)
-            rest = _skip(buffers, position - offset)
+            rest = skip(buffers, position - offset)
             whole_pages = min(len(rest[0]), DIRECT_CHUNK_BYTES) // _PAGE * _PAGE
             in_place = whole_pages and first == position and _address(rest[0]) % _PAGE == 0
             into = rest[0][:whole_pages] if in_place else scratch[:length]
@@ -295,7 +298,7 @@ class LocalStorage:
             if usable <= 0:
                 raise _truncated(handle.name, offset, total, first + got)
             if not in_place:
-                _scatter(scratch[position - first :][:usable], rest)
+                scatter(scratch[position - first :][:usable], rest)
             position += usable
         return True
 
@@ -318,33 +321,11 @@ def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> int:
     total = sum(len(buffer) for buffer in buffers)
     done = 0
     while done < total:
-        got = os.preadv(fd, _skip(buffers, done)[:_MAX_BUFFERS], offset + done)
+        got = os.preadv(fd, skip(buffers, done)[:_MAX_BUFFERS], offset + done)
         if not got:
             break
         done += got
     return done
-
-
-def _skip(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
-    """`buffers` without their first `count` bytes."""
-    if not count:
-        return buffers
-    for i, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[i + 1 :]]
-        count -= len(buffer)
-    return []
-
-
-def _scatter(data: memoryview, buffers: Sequence[Buffer]) -> None:
-    """Copies `data` into `buffers`, one after the other."""
-    for buffer in buffers:
-        if not data:
-            return
-        count = min(len(data), len(buffer))
-        # numpy's copy lets other threads run; a memoryview's does not.
-        np.copyto(np.frombuffer(buffer[:count], np.uint8), np.frombuffer(data[:count], np.uint8))
-        data = data[count:]
 
 
 def _address(buffer: Buffer) -> int:

@@ -21,7 +21,8 @@ def open_storage(
         retries: How long requests to a remote storage are tried; None is the default.
 
     Raises:
-        StorageError: No storage of this package serves the path's scheme.
+        StorageError: The path is malformed, a library that it needs is not installed, or no
+            storage of this package serves its scheme.
     """
     text = os.fsdecode(path)
     scheme, separator, rest = text.partition("://")
@@ -29,10 +30,20 @@ def open_storage(
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
         return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
+    retries = retries or RetryPolicy()
+    if scheme == "hf":
+        from orbax_safetensors_layout.storage.hub import HubStorage
+
+        return HubStorage(text, retries), text
+    if scheme in ("http", "https"):
+        from orbax_safetensors_layout.storage.web import WebStorage
+
+        web = WebStorage(text, retries)
+        return web, web.path
     raise StorageError(
         f"can not open a {scheme}:// path",
         file=text,
-        expected="a local path or a file:// URL",
+        expected="a local path, or a URL with file://, hf:// or https://",
         found=f"{scheme}://",
         hint="Copy the checkpoint to a local disk first, or mount the bucket.",
     )
