@@ -21,7 +21,7 @@ _WATCHDOG_SECONDS = 60
 
 
 class Request(NamedTuple):
-    """What a client asked; `range` is half-open."""
+    """What a client asked; `path` is as it came, quoted; `range` is half-open."""
 
     method: str
     path: str
@@ -122,6 +122,8 @@ class Server:
 
     Attributes:
         url: Its origin.
+        connections: How many clients made.
+        hosts: The (host, port) of all requests, as `Host` has it.
         log: Every request with the status of its reply, in the order in which they came.
         faults: Decides what goes wrong.
     """
@@ -130,6 +132,8 @@ class Server:
         self.answer = answer
         self.log: list[tuple[Request, int]] = []
         self.faults: Faults = lambda request: None
+        self.connections = 0
+        self.hosts: set[tuple[str, int]] = set()
         self._connections: list[threading.Thread] = []
         self._server = http.server.HTTPServer(("127.0.0.1", 0), _Handler)
         self._server.process_request = self._accept  # type: ignore[method-assign]
@@ -148,6 +152,7 @@ class Server:
                 self._server.finish_request(connection, address)
 
         thread = threading.Thread(target=run, name="test-server")
+        self.connections += 1
         self._connections.append(thread)
         thread.start()
 
@@ -155,18 +160,15 @@ class Server:
         """(path, start, stop) of all bytes that went out."""
         return [(r.path, *r.range) for r, status in self.log if status == 206 and r.range]
 
-    def drain(self) -> None:
-        """Waits until all connections are closed by their clients."""
-        deadline = time.monotonic() + _WATCHDOG_SECONDS
-        while self._connections:
-            thread = self._connections.pop()
-            thread.join(max(0.0, deadline - time.monotonic()))
-            assert not thread.is_alive(), f"a client left a connection to {self.url} open"
-
     def close(self) -> None:
+        """Stops, once all connections are closed by their clients."""
         self._server.shutdown()
         self._acceptor.join()
         self._server.server_close()
+        deadline = time.monotonic() + _WATCHDOG_SECONDS
+        for thread in self._connections:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), f"a client left a connection to {self.url} open"
 
     def __enter__(self) -> Self:
         return self
@@ -186,12 +188,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         request = Request(
             self.command,
-            urllib.parse.unquote(url.path),
+            url.path,
             dict(urllib.parse.parse_qsl(url.query)),
             (int(found[1]), int(found[2]) + 1) if found else None,
             self.headers.get("Authorization"),
         )
         server: Server = self.server.tests_server  # type: ignore[attr-defined]
+        host, _, port = self.headers["Host"].partition(":")
+        server.hosts.add((host, int(port or 80)))
         reply, fault = server.answer(request), server.faults(request)
         if fault is not None and (change := FAULTS[fault]) is not None:
             reply, fault = change(reply), "delay" if fault == "delay" else None
@@ -242,7 +246,7 @@ def file_server(
     """Serves a folder's files, with ETags that tell their contents' versions."""
 
     def answer(request: Request) -> Reply:
-        path = folder / request.path.removeprefix(f"{prefix}/")
+        path = folder / urllib.parse.unquote(request.path).removeprefix(f"{prefix}/")
         if not path.is_file():
             return Reply(404, {}, b"<html>not found</html>")
         stat = path.stat()

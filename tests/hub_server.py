@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,11 +15,11 @@ from http_server import Reply, Request, Server, serve_range
 
 _API = re.compile(
     r"/api/(?P<type>models|datasets|spaces)/(?P<repo>[^/]+/[^/]+)"
-    r"(/(?P<what>revision|tree)/(?P<revision>refs/pr/\d+|[^/]+)(/(?P<path>.*))?)?"
+    r"(/(?P<what>revision|tree)/(?P<revision>[^/]+)(/(?P<path>.*))?)?"
 )
 _RESOLVE = re.compile(
     r"/((?P<type>datasets|spaces)/)?(?P<repo>[^/]+/[^/]+)/resolve/"
-    r"(?P<revision>refs/pr/\d+|[^/]+)/(?P<path>.+)"
+    r"(?P<revision>[^/]+)/(?P<path>.+)"
 )
 
 
@@ -67,9 +68,9 @@ class Hub:
         self.repos[f"{repo_type}/{name}"] = repo
         return commit
 
-    def expire(self) -> None:
-        """Ends all signatures that were given out."""
-        self._signatures = dict.fromkeys(self._signatures, 0)
+    def digest(self, file: Path) -> str:
+        """The name of a file's blob."""
+        return hashlib.sha256(file.read_bytes()).hexdigest()
 
     def close(self) -> None:
         self.hub.close()
@@ -91,12 +92,13 @@ class Hub:
             return _error(404 if token else 401, "RepoNotFound", "Repository not found")
         if denied and not is_api:
             return _error(403 if token else 401, "GatedRepo", f"Access to {name} is restricted.")
-        commit = repo.refs.get(found["revision"] or "main", found["revision"])
+        revision = urllib.parse.unquote(found["revision"] or "main")
+        commit = repo.refs.get(revision, revision)
         if commit not in repo.commits:
             return _error(404, "RevisionNotFound", "Invalid rev id")
         folder = repo.commits[commit]
         if not is_api:
-            return self._resolve(request, folder / found["path"], commit)
+            return self._resolve(request, folder / urllib.parse.unquote(found["path"]), commit)
         is_tree = found["what"] == "tree"
         body = _tree(folder, found["path"]) if is_tree else _info(name, commit, folder)
         return Reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
@@ -107,7 +109,7 @@ class Hub:
         facts, headers = _facts(path), {"X-Repo-Commit": commit}
         if "lfs" not in facts:
             return serve_range(request, path, {**headers, "ETag": f'"{facts["oid"]}"'})
-        digest = facts["lfs"]["oid"]
+        digest = self.digest(path)
         self._blobs[digest] = path
         signature = f"secret{len(self._signatures)}"
         self._signatures[signature] = self.uses

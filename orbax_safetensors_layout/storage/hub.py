@@ -41,7 +41,7 @@ class HubStorage(RemoteStorage):
         self._path = HubPath.parse(path)
         if hub_api is None:
             raise StorageError(
-                "hf:// paths need huggingface_hub, which is not installed",
+                "hf:// paths need huggingface_hub 1.0 or newer, which is not installed",
                 file=path,
                 hint="Install it: pip install 'orbax-safetensors-layout[hf]'.",
             )

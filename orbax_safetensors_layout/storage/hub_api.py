@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from huggingface_hub import HfApi, RepoFile, constants, errors, hf_hub_url
+from huggingface_hub import HfApi, constants, errors, hf_hub_url
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from orbax_safetensors_layout.errors import StorageError
 
 _PATH = re.compile(
-    r"(?P<root>hf://((?P<type>model|dataset|space)s/)?(?P<repo>[^/@]+(/[^/@]+)?)"
+    r"(?P<root>hf://((?P<type>model|dataset|space)s/)?(?P<repo>[^/@]+/[^/@]+|[^/@]+(?=@|/?$))"
     r"(@(?P<revision>refs/pr/\d+|refs/convert/[^/]+|[^/]+))?)(?P<sub>/.*)?"
 )
 

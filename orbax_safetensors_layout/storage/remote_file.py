@@ -55,6 +55,8 @@ def classify(error: Exception) -> Failure | None:
     """What an error of one attempt means."""
     if isinstance(error, RequestError):
         return error.failure
+    if isinstance(error, http.client.IncompleteRead):
+        return Failure(f"the body ended {error.expected} bytes too soon", transient=True)
     if isinstance(error, OSError | http.client.HTTPException):
         lasting = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL) or (
             isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
@@ -184,11 +186,11 @@ class RemoteFile:
         raise _failure(f"{_MOST_REDIRECTS} redirects led to no file", transient=False)
 
     def _redirected(self, target: _Target, answer: Answer) -> _Target:
-        url = urllib.parse.urljoin(target.url, answer.headers.get("Location", ""))
         try:
+            url = urllib.parse.urljoin(target.url, answer.headers.get("Location", ""))
             origin, before = Origin.of(url), Origin.of(target.url)
         except ValueError as error:
-            raise _failure(f"a redirect to what is {error}", transient=False) from None
+            raise _failure(f"a redirect to no place: {error}", transient=False) from None
         if (before.scheme, origin.scheme) == ("https", "http"):
             cause = f"a redirect from https to unencrypted http at {origin.host}"
             raise _failure(cause, transient=False)
