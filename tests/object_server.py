@@ -119,7 +119,13 @@ class ObjectServer:
 
 def _fetch(url: str, body: bytes | None = None, method: str | None = None) -> bytes:
     method = method or ("GET" if body is None else "POST")
-    headers = {"x-osl-test": "1", "Content-Type": "application/octet-stream"}
+    # moto lets nobody without a signature replace what somebody with one has stored.
+    scope = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
+    headers = {
+        "x-osl-test": "1",
+        "Content-Type": "application/octet-stream",
+        "Authorization": f"{scope}, SignedHeaders=host, Signature=none",
+    }
     request = urllib.request.Request(url, body, headers, method=method)
     with urllib.request.urlopen(request, timeout=60) as response:
         data: bytes = response.read()
