@@ -402,9 +402,8 @@ class XmlApi:
 
     def _describe(self, bucket: str, key: str) -> list[tuple[str, str]]:
         resource = self._storage.objects[bucket][key]
-        digest = hashlib.md5(self._data(bucket, key) or b"").hexdigest()
         return [
-            ("ETag", f'"{digest}"'),
+            ("ETag", f'"{resource["md5Hash"]}"'),
             ("x-goog-generation", resource["generation"]),
             ("Last-Modified", formatdate(int(resource["generation"]) / 1e9, usegmt=True)),
             ("Content-Type", "application/octet-stream"),
