@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeAlias
 
 import numpy as np
@@ -21,6 +21,9 @@ FIRST_READ_BYTES = 256 * KIB
 """What a reader asks of a file first. It holds the header of about 2,000 tensors; at 100 MB/s it
 costs less than one more request does. A storage that must ask for a file's size fetches as much
 along with it."""
+
+Rank: TypeAlias = "Callable[[str], int | None]"
+"""When the file of a name appears, among those of a checkpoint; None for others."""
 
 
 class FileWriter(Protocol):
@@ -43,6 +46,48 @@ class FileWriter(Protocol):
 
     def abort(self) -> None:
         """Drops the file, as far as that is possible. Never raises; does nothing when finished."""
+        ...
+
+
+class Publication(Protocol):
+    """How the files of one save come to stand in a folder, together if the storage can do that.
+
+    `begin`, `publish` and `end` are for one process; the others only write.
+
+    Attributes:
+        target: The folder, by the name that all processes know it by.
+        folder: Where the files are written.
+    """
+
+    target: str
+    folder: str
+
+    def begin(self) -> None:
+        """Claims the target, and puts back what a save that crashed left beside it.
+
+        Raises:
+            StorageError: Another save to it is running, or there is no access.
+        """
+        ...
+
+    def prepare(self) -> None:
+        """Makes `folder` ready to be written to.
+
+        Raises:
+            StorageError: The target can not be replaced, or there is no access.
+        """
+        ...
+
+    def publish(self) -> None:
+        """Puts the complete files in their place.
+
+        Raises:
+            StorageError: A step failed.
+        """
+        ...
+
+    def end(self) -> None:
+        """Removes what was not published, as far as possible, and gives up the claim."""
         ...
 
 
@@ -122,6 +167,27 @@ class Storage(Protocol):
 
     def make_folder(self, folder: str) -> None:
         """Makes a folder and those above it, where they are missing."""
+        ...
+
+    def flush_folder(self, folder: str) -> None:
+        """Makes the names in a folder durable.
+
+        Raises:
+            StorageError: The folder can not be flushed.
+        """
+        ...
+
+    def publication(
+        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
+    ) -> Publication:
+        """How a save comes to stand at a folder.
+
+        Args:
+            target: The folder.
+            overwrite: Whether what stands there is replaced.
+            rank: Which names in it belong to a checkpoint, and when they appear.
+            scratch: Folders in it that only a save uses.
+        """
         ...
 
     def remove(self, path: str) -> None:

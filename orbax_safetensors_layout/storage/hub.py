@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import threading
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.storage import hub_api
 from orbax_safetensors_layout.storage.hub_path import HubPath
 from orbax_safetensors_layout.storage.remote import RemoteStorage
 from orbax_safetensors_layout.storage.remote_file import Place
-
-try:
-    from orbax_safetensors_layout.storage import hub_api
-except ImportError:
-    hub_api = None  # type: ignore[assignment]
 
 
 class HubStorage(RemoteStorage):
@@ -30,21 +26,15 @@ class HubStorage(RemoteStorage):
         retries: How long requests are tried.
 
     Raises:
-        StorageError: The path is malformed, or `huggingface_hub` is not installed.
+        StorageError: The path is malformed.
     """
 
     kind = "hf"
     lists = True
 
-    def __init__(self, path: str, retries: RetryPolicy) -> None:
+    def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
         super().__init__(retries)
         self._path = HubPath.parse(path)
-        if hub_api is None:
-            raise StorageError(
-                "hf:// paths need huggingface_hub 1.0 or newer, which is not installed",
-                file=path,
-                hint="Install it: pip install 'orbax-safetensors-layout[hf]'.",
-            )
         self._repository = hub_api.Repository(self._path)
         self._snapshot: hub_api.Snapshot | None = None
         self._snapshot_lock = threading.Lock()

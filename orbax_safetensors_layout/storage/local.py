@@ -18,16 +18,17 @@ from typing import Self
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import (
-    CheckpointNotFoundError,
-    StorageError,
-    TruncatedFileError,
-)
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter
-from orbax_safetensors_layout.storage.buffers import scatter, skip
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
+from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
 from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
-from orbax_safetensors_layout.storage.local_write import LocalFileWriter, storage_errors
+from orbax_safetensors_layout.storage.local_write import (
+    LocalFileWriter,
+    flush_folder,
+    storage_errors,
+)
+from orbax_safetensors_layout.storage.publish import FolderExchange
 
 _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
@@ -133,14 +134,14 @@ class LocalStorage:
         total = sum(len(buffer) for buffer in buffers)
         with self._handle(file) as handle:
             if offset + total > handle.identity[2]:
-                raise _truncated(file, offset, total, handle.identity[2])
+                raise truncated(file, offset, total, handle.identity[2])
             try:
                 direct = not shared and total >= _DIRECT_MIN_BYTES
                 direct = direct and self._is_cold(handle, offset + total // 2)
                 if not (direct and self._read_direct(handle, offset, buffers)):
                     done = _read_fully(handle.fd, offset, buffers)
                     if done < total:
-                        raise _truncated(file, offset, total, offset + done)
+                        raise truncated(file, offset, total, offset + done)
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -182,6 +183,14 @@ class LocalStorage:
     def make_folder(self, folder: str) -> None:
         with storage_errors("can not make the folder", folder):
             os.makedirs(folder, exist_ok=True)
+
+    def flush_folder(self, folder: str) -> None:
+        flush_folder(folder)
+
+    def publication(
+        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
+    ) -> Publication:
+        return FolderExchange(target, self, rank)
 
     def remove(self, path: str) -> None:
         with storage_errors("can not remove", path), contextlib.suppress(FileNotFoundError):
@@ -239,7 +248,7 @@ class LocalStorage:
         if (stat.st_size, stat.st_mtime_ns) == handle.identity[2:]:
             return
         if stat.st_size < offset + total:
-            raise _truncated(handle.name, offset, total, stat.st_size)
+            raise truncated(handle.name, offset, total, stat.st_size)
         raise StorageError(
             f"the file changed while bytes [{offset}, {offset + total}) were read",
             file=handle.name,
@@ -296,7 +305,7 @@ class LocalStorage:
                 return False
             usable = min(first + got, stop) - position
             if usable <= 0:
-                raise _truncated(handle.name, offset, total, first + got)
+                raise truncated(handle.name, offset, total, first + got)
             if not in_place:
                 scatter(scratch[position - first :][:usable], rest)
             position += usable
@@ -330,13 +339,3 @@ def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> int:
 
 def _address(buffer: Buffer) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
-
-
-def _truncated(file: str, offset: int, total: int, end: int) -> TruncatedFileError:
-    return TruncatedFileError(
-        "the file is truncated",
-        file=file,
-        expected=f"bytes [{offset}, {offset + total})",
-        found=f"end of file at {end}",
-        hint="Copy the file again; it is shorter than its header says.",
-    )

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-from orbax_safetensors_layout.errors import StorageError, TruncatedFileError
+from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter
-from orbax_safetensors_layout.storage.buffers import scatter, skip
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
+from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
 from orbax_safetensors_layout.storage.http import Connections
 from orbax_safetensors_layout.storage.remote_file import Place, RemoteFile, classify
 from orbax_safetensors_layout.storage.retry import Retrier
@@ -27,18 +27,20 @@ class RemoteStorage(abc.ABC):
     """Ranged access to files of a server, for reading alone; see `Storage`.
 
     Args:
-        retries: How long requests are tried.
+        retries: How long requests are tried; None is the default.
     """
 
     kind: str
     lists: bool
     _upload_hint = "Save to a local folder, and upload that."
 
-    def __init__(self, retries: RetryPolicy) -> None:
+    def __init__(self, retries: RetryPolicy | None) -> None:
+        retries = retries or RetryPolicy()
         self._retrier = Retrier(retries)
         self._connections = Connections(retries.attempt_seconds)
         self._lock = threading.Lock()
         self._files: dict[str, RemoteFile] = {}
+        self._closed = False
 
     @abc.abstractmethod
     def _place(self, file: str) -> Place:
@@ -63,12 +65,7 @@ class RemoteStorage(abc.ABC):
         found = self._file(file)
         total, size = sum(map(len, buffers)), self._size(found)
         if offset + total > size:
-            raise TruncatedFileError(
-                "the file is truncated",
-                file=file,
-                expected=f"bytes [{offset}, {offset + total})",
-                found=f"end of file at {size}",
-            )
+            raise truncated(file, offset, total, size)
         done = self._read_head(found, offset, buffers, total)
         while done < total:
             start, rest = offset + done, skip(buffers, done)
@@ -93,6 +90,14 @@ class RemoteStorage(abc.ABC):
     def make_folder(self, folder: str) -> None:
         raise self._read_only(folder)
 
+    def flush_folder(self, folder: str) -> None:
+        raise self._read_only(folder)
+
+    def publication(
+        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
+    ) -> Publication:
+        raise self._read_only(target)
+
     def remove(self, path: str) -> None:
         raise self._read_only(path)
 
@@ -101,6 +106,7 @@ class RemoteStorage(abc.ABC):
         self._connections.interrupt()
 
     def close(self) -> None:
+        self._closed = True
         self.interrupt()
         self._connections.close()
 
@@ -112,6 +118,8 @@ class RemoteStorage(abc.ABC):
 
     def _file(self, file: str) -> RemoteFile:
         with self._lock:
+            if self._closed:
+                raise StorageError("the storage is closed", file=file)
             found = self._files.get(file)
             if found is None:
                 found = RemoteFile(file, self._place(file), self._connections)

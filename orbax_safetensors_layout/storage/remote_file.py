@@ -237,7 +237,7 @@ class RemoteFile:
 
     def _changed(self, expected: str, found: str) -> StorageError:
         return StorageError(
-            "the file was replaced while it was read",
+            "the file was replaced or removed while it was read",
             file=self.name,
             expected=expected,
             found=found,

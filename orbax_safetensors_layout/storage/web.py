@@ -45,7 +45,7 @@ class WebStorage(RemoteStorage):
     lists = False
     _upload_hint = "Save to a local folder, and upload that by the server's own means."
 
-    def __init__(self, path: str, retries: RetryPolicy) -> None:
+    def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
         super().__init__(retries)
         parts = urllib.parse.urlsplit(path)
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
