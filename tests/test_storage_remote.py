@@ -425,9 +425,10 @@ def test_a_body_that_breaks_is_read_on_from_there(tmp_path):
     tensors = {"w": checkpoints.random_tensor((6 * MIB,), np.uint8)}
     checkpoints.save(tmp_path, tensors)
     faults = iter(["truncated"] * 2)
+    options = osl.ReadOptions(retries=ONCE, request_bytes=8 * MIB)
     with file_server(tmp_path) as server:
         server.faults = lambda request: next(faults, None) if request.range[0] > 0 else None
-        assert_same(osl.load(f"{server.url}/files", options=osl.ReadOptions(retries=ONCE)), tensors)
+        assert_same(osl.load(f"{server.url}/files", options=options), tensors)
         starts = [request.range[0] for request, _ in server.log if request.range[0] > 0]
         assert len(starts) == 3
         assert starts == sorted(set(starts))
