@@ -6,8 +6,8 @@
 
 What counts is which share of `bandwidth x streams` a load reaches. The server and every timed load
 are processes of their own, so keep the product well below what the machine can do. "builtin" is
-Orbax's own layout, reading through `far_files`: a connection for each chunk of 128 MiB, 16 at once. It has
-no way to take the columns of one process of eight; that row is ours alone.
+Orbax's own layout, reading through `far_files`: a connection for each chunk of 128 MiB, 16 at once.
+It has no way to take the columns of one process of eight; that row is ours alone.
 """
 
 from __future__ import annotations
