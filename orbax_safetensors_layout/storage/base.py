@@ -92,9 +92,12 @@ class Storage(Protocol):
 
     Attributes:
         kind: The storage class, a key of `options.PROFILES`.
+        appends: Whether a new file grows from its first byte to its last, so that bytes which come
+            before their turn have to wait somewhere.
     """
 
     kind: str
+    appends: bool
 
     def size(self, file: str) -> int:
         """Size of `file` in bytes.

@@ -69,12 +69,15 @@ class CloudStorage:
 
     Attributes:
         kind: `"gs"`, `"s3"` or `"az"`.
+        appends: True.
 
     Args:
         kind: The same.
         bucket: The bucket; for Azure the container.
         retries: How long requests are tried.
     """
+
+    appends = True
 
     def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:
         self.kind = kind

@@ -91,9 +91,11 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
+        appends: False.
     """
 
     kind = "local"
+    appends = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
