@@ -92,10 +92,12 @@ class LocalStorage:
     Attributes:
         kind: `"local"`.
         lists: True.
+        appends: False.
     """
 
     kind = "local"
     lists = True
+    appends = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -35,6 +35,7 @@ def open_storage(
     if scheme in CLOUDS and separator:
         return _open_cloud(scheme, rest, retries)
     if not separator:
+        _check_no_lost_slash(text)
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
         return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
@@ -50,6 +51,16 @@ def open_storage(
         found=f"{scheme}://",
         hint="Copy the checkpoint to a local disk first, or mount the bucket.",
     )
+
+
+def _check_no_lost_slash(text: str) -> None:
+    scheme, separator, _ = text.partition(":/")
+    if separator and scheme in (*_SCHEMES, "http") and not os.path.lexists(text):
+        raise StorageError(
+            "the path lacks a slash, which `pathlib.Path` takes away from URLs",
+            file=text,
+            hint="Give it as a string, or as an `etils.epath.Path`.",
+        )
 
 
 def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[Storage, str]:

@@ -98,6 +98,7 @@ def gather(
         profile=ReadOptions().profile(storage.kind),
         memory_budget_bytes=memory_budget_bytes,
         adopt=False,
+        in_order=storage.appends,
     )
     stats = read_leaves(reads, storage, deliver=deliver, convert=lambda _, value: value)
     pool.join()

@@ -184,6 +184,7 @@ def _from_pieces(
         profile=ReadOptions().profile(storage.kind),
         memory_budget_bytes=budget,
         adopt=False,
+        in_order=storage.appends,
     )
     stats = read_leaves(
         reads,
