@@ -16,8 +16,6 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-_LEAST_REQUEST_BYTES = 1 * MIB  # ever shorter requests would only cost time of the interpreter
-
 
 class Progress(NamedTuple):
     """What a progress callback is told after each tensor.
@@ -48,6 +46,8 @@ class StorageProfile:
         staging_bytes: The largest request that is copied on from a staging buffer, because its
             destination is strided. Local reads are staged in what a core's cache holds.
         concurrency: Requests in flight at once.
+        least_request_bytes: Long ranges are not split into shorter requests to keep all streams
+            busy. A disk is not faster for more streams.
     """
 
     latency_seconds: float
@@ -55,6 +55,7 @@ class StorageProfile:
     request_bytes: int
     staging_bytes: int
     concurrency: int
+    least_request_bytes: int = 1 * MIB
 
     @property
     def max_gap_bytes(self) -> int:
@@ -72,7 +73,7 @@ class StorageProfile:
             total_bytes: What is to be read.
         """
         each = total_bytes / self.concurrency
-        return max(_LEAST_REQUEST_BYTES, int(math.sqrt(2 * self.max_gap_bytes * each)))
+        return max(self.least_request_bytes, int(math.sqrt(2 * self.max_gap_bytes * each)))
 
 
 _WEB = StorageProfile(
@@ -100,6 +101,7 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
             latency_seconds=1e-5,
             bandwidth_bytes_per_second=2.4 * GIB,
             request_bytes=8 * MIB,
+            least_request_bytes=8 * MIB,
             staging_bytes=2 * MIB,
             # Copies out of the page cache need a thread a core, disks a few requests in flight.
             concurrency=min(32, max(4, 2 * (os.cpu_count() or 1))),
