@@ -75,7 +75,18 @@ class StorageProfile:
         each = total_bytes / self.concurrency
         return max(self.least_request_bytes, int(math.sqrt(2 * self.max_gap_bytes * each)))
 
+    def within(self, budget_bytes: int) -> StorageProfile:
+        """The profile with so few requests at once that staging them takes a quarter of a budget.
 
+        Args:
+            budget_bytes: Host memory.
+        """
+        most = max(1, budget_bytes // (4 * self.staging_bytes))
+        return dataclasses.replace(self, concurrency=min(self.concurrency, most))
+
+
+# A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream. These are no
+# measurements; `ReadOptions` takes others.
 _WEB = StorageProfile(
     latency_seconds=0.03,
     bandwidth_bytes_per_second=50 * MIB,
@@ -110,7 +121,6 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
         "gs": _OBJECT_STORE,
         "s3": _OBJECT_STORE,
         "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
-        # A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream.
         "hf": _WEB,
         "https": _WEB,
     }
