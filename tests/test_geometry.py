@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
@@ -99,6 +99,7 @@ def test_tiles_cover_each_box_once(cells):
         assert cover([boxes[m] for m in found.members], found.box)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), max_size=3),
     st.integers(1, 40),

@@ -105,17 +105,20 @@ class Tile(NamedTuple):
         numbers = np.array(self.members).reshape(self.grid)
         for outer in itertools.product(*map(range, shape[:axis])):
             cells = tuple(i // n for i, n in zip(outer, member, strict=False))
-            for cell, low in itertools.product(
-                range(self.grid[axis]), range(0, member[axis], rows)
-            ):
-                first, last = (
-                    cell * member[axis] + n for n in (low, min(low + rows, member[axis]))
-                )
-                start = (*outer, first, *[0] * len(shape[axis + 1 :]))
-                stop = (*(i + 1 for i in outer), last, *shape[axis + 1 :])
-                box = Box(*(tuple(map(operator.add, self.box.start, at)) for at in (start, stop)))
-                grid = (*[1] * (axis + 1), *self.grid[axis + 1 :])
-                yield Tile(box, grid, tuple(numbers[(*cells, cell)].ravel().tolist()))
+            for cell in range(self.grid[axis]):
+                for low in range(0, member[axis], rows):
+                    first = cell * member[axis] + low
+                    last = first + min(rows, member[axis] - low)
+                    start = (*outer, first, *[0] * len(shape[axis + 1 :]))
+                    stop = (*(i + 1 for i in outer), last, *shape[axis + 1 :])
+                    yield Tile(
+                        Box(self._offset(start), self._offset(stop)),
+                        (*[1] * (axis + 1), *self.grid[axis + 1 :]),
+                        tuple(numbers[(*cells, cell)].ravel().tolist()),
+                    )
+
+    def _offset(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.box.start, index))
 
 
 def tile(boxes: Sequence[Box]) -> list[Tile]:

@@ -193,7 +193,8 @@ def _region(shard: jax.Array, box: Box, wanted: Box) -> jax.Array:
     assert common is not None
     start = np.subtract(common.start, box.start).astype(np.int32)
     # Put there explicitly, which a transfer guard allows; one compilation for all equal regions.
-    return _slice(shard, jax.device_put(start, shard.sharding), common.shape)
+    region: jax.Array = _slice(shard, jax.device_put(start, shard.sharding), common.shape)
+    return region
 
 
 @functools.partial(jax.jit, static_argnums=2)
