@@ -14,12 +14,55 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
-from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.storage.base import Rank, Storage
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _OLD_SUFFIX = ".old"
+
+
+class FolderExchange:
+    """A save that is written beside its folder, and exchanged for it when it is complete.
+
+    Attributes:
+        target: The folder, by the name that all processes know it by.
+        folder: Where the files are written.
+
+    Args:
+        target: The folder.
+        storage: Where it is.
+        rank: Which names in it belong to what is replaced.
+    """
+
+    def __init__(self, target: str, storage: Storage, rank: Rank) -> None:
+        self.target = os.path.realpath(target)
+        self.folder = partial_folder(self.target)
+        self._storage = storage
+        self._rank = rank
+        self._claim = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        self._claim.enter_context(claimed(f"{self.folder}.lock"))
+        self._claim.callback(self._remove_partial)
+        restore_folder(self.target, self.folder)
+
+    def prepare(self) -> None:
+        check_replaceable(self.target)
+        self._storage.remove(self.folder)
+        self._storage.make_folder(self.folder)
+
+    def publish(self) -> None:
+        rank = self._rank
+        publish_folder(self.folder, self.target, is_replaced=lambda name: rank(name) is not None)
+
+    def end(self) -> None:
+        self._claim.close()
+
+    def _remove_partial(self) -> None:
+        with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
+            self._storage.remove(self.folder)
 
 
 def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:

@@ -136,13 +136,15 @@ class WritePool:
 
     Args:
         threads: How many.
+        interrupt: Called after a failure, perhaps repeatedly: shortens what runs.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, interrupt: Callable[[], None] = lambda: None) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "safetensors-write")
         self._running: set[Future[None]] = set()
         self._failed = threading.Event()
+        self._interrupt = interrupt
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Runs `work` on a thread; raises what an earlier one raised."""
@@ -176,6 +178,7 @@ class WritePool:
             work()
         except BaseException:
             self._failed.set()
+            self._interrupt()
             raise
 
 
