@@ -697,11 +697,42 @@ def test_abstract_arrays(tmp_path):
     assert "'c'" in str(error)
 
 
-def test_a_deleted_array(tmp_path):
-    array = jax.numpy.zeros(3)
-    array.delete()
-    with pytest.raises(RuntimeError, match="deleted"):
-        osl.save(tmp_path / "x", {"t": array}, options=quick())
+def test_deleted_arrays(tmp_path):
+    tree = {"a": jax.numpy.zeros(3), "b": VALUE, "key": jax.random.key(0), "c": jax.numpy.ones(3)}
+    for name in ("a", "key"):
+        jax.block_until_ready(tree[name])
+    tree["a"].delete()
+    jax.random.key_data(tree["key"]).delete()
+    error = refused(tmp_path / "x", tree)
+    assert "'a'" in str(error)
+    assert "'key'" in str(error)
+    assert "'b'" not in str(error)
+    assert "donated" in str(error)
+
+
+def test_arrays_with_more_to_them_than_values(tmp_path):
+    class OfAnotherFramework:
+        shape, dtype = (3,), "float32"
+
+    tree = {
+        "masked": np.ma.masked_array(np.arange(3.0), [False, True, False]),
+        "other": OfAnotherFramework(),
+        "fine": VALUE,
+    }
+    error = refused(tmp_path / "x", tree, osl.UnsupportedDtypeError)
+    assert "filled" in str(error)
+    assert "a OfAnotherFramework can not be saved" in str(error)
+    assert "'fine'" not in str(error)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.grad(lambda x: f(x).sum()), jax.vmap])
+def test_inside_a_function_that_jax_transforms(tmp_path, transform):
+    def function(x):
+        osl.save(tmp_path / "x", {"fine": VALUE, "t": {"x": x}}, options=quick())
+        return x
+
+    with pytest.raises(osl.UnsupportedDtypeError, match=r"Tracer can not be saved.*'t\.x'.*jit"):
+        transform(function)(jax.numpy.ones(3))
     assert os.listdir(tmp_path) == []
 
 

@@ -73,36 +73,36 @@ class OpenFile(NamedTuple):
     Attributes:
         plan: What it will be.
         writer: Where its bytes go.
+        durable: Whether it must survive a crash of the machine.
     """
 
     plan: FileWrite
     writer: FileWriter
+    durable: bool
 
 
 class FileSet:
     """The files of a save that this process has begun and not completed.
 
-    Attributes:
-        durable: Whether they must survive a crash of the machine.
-
     Args:
         storage: Where they are.
         folder: The checkpoint's folder.
-        durable: Whether they must survive a crash of the machine.
+        durable: Whether those that stay must survive a crash of the machine.
     """
 
     def __init__(self, storage: Storage, folder: str, *, durable: bool) -> None:
         self._storage = storage
         self._folder = folder
-        self.durable = durable
+        self._durable = durable
         self._open: dict[str, OpenFile] = {}
         self._lock = threading.Lock()
 
     def begin(self, plan: FileWrite) -> OpenFile:
         """Creates a file and writes its header."""
         path = join(self._folder, plan.name)
-        writer = self._storage.create(path, plan.layout.size, durable=self.durable)
-        found = OpenFile(plan, writer)
+        durable = self._durable and not plan.is_temporary
+        writer = self._storage.create(path, plan.layout.size, durable=durable)
+        found = OpenFile(plan, writer, durable)
         with self._lock:
             self._open[plan.name] = found
         writer.write_at(0, [memoryview(bytearray(plan.layout.header))])
@@ -313,7 +313,7 @@ class _PartWriter:
 
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
         try:
-            for offset, buffers in self._batches(segments):
+            for offset, buffers in self._batches(segments, file.durable):
                 file.writer.write_at(offset, buffers)
         except BaseException as error:
             leaf = self._leaves[segments[0].source.part.leaf]
@@ -324,13 +324,15 @@ class _PartWriter:
             raise
         self._release(segments)
 
-    def _batches(self, segments: Sequence[_Segment]) -> Iterator[tuple[int, list[Source]]]:
+    def _batches(
+        self, segments: Sequence[_Segment], durable: bool
+    ) -> Iterator[tuple[int, list[Source]]]:
         """Offsets in the file, and what goes there; staged parts are put together here."""
         if len(segments) == 1 and segments[0].source.staged:
             source, start, stop = segments[0]
             # What a core's cache holds, unless large writes go straight to the disk.
             step = source.block_bytes
-            if self._files.durable:
+            if durable:
                 step *= max(1, _STAGED_BYTES // step)
             for at in range(start, stop, step):
                 end = min(at + step, stop)
