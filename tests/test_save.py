@@ -9,8 +9,6 @@ import math
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -27,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from saved_files import assert_saved, header, raw_file, raw_tensors
+from saving import run_alone
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
@@ -875,26 +874,6 @@ def test_a_disk_that_is_full(old):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.file.startswith(str(old.parent))
     check_untouched(old)
-
-
-def run_alone(code, *arguments, mount=None, environment=None):
-    """What a process of its own prints, perhaps with a file system mounted that it alone sees."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    if mount is not None:
-        size, folder = mount
-        mounting = f"mount -t tmpfs -o size={size} tmpfs {folder}"
-        if (
-            not shutil.which("unshare")
-            or subprocess.run(
-                ["unshare", "-m", "sh", "-c", mounting], capture_output=True, check=False
-            ).returncode
-        ):
-            pytest.skip("may not mount")
-        command = ["unshare", "-m", "sh", "-c", f'{mounting} && exec "$@"', "sh", *command]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
