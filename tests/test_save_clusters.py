@@ -72,6 +72,8 @@ def main(target, index, count, port, devices, split, layout, rows, tensors, budg
     osl.save(target, tree, options=options)
     say({"written": written[-1], "grown": peak() - before,
          "planned": osl.plan_save(tree, options=options).cost().written_bytes})
+    if count > 1:
+        jax.distributed.shutdown()  # together: who is left when process 0 has gone is ended
 """
 CLUSTERS = [*itertools.product((1, 2, 4), (1, 2, 4))]
 SPLITS = ["leading", "inner", "both", "other"]

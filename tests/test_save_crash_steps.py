@@ -118,6 +118,8 @@ def main(root, api, layout, kill, step, index=0, count=1, port=0, full=False):
         manager.save(step, tree_of(step))
         say("saved")
     say(calls[0])
+    if count > 1:
+        jax.distributed.shutdown()  # together: who is left when process 0 has gone is ended
 
 
 def fill_disk(manager, step):
