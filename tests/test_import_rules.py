@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save tree saved_tree structure placements recorded prng wants origins filling",
-        "convert consolidate inspection",
+        "convert consolidate inspection forecast forecast_tree",
         "adapters",
         "cli __main__",
     )
@@ -56,6 +56,7 @@ MAY_IMPORT_JAX = (
     "placements",
     "convert",
     "consolidate",
+    "forecast_tree",
     "adapters",
 )
 MAY_IMPORT_ORBAX = ("adapters",)
@@ -68,6 +69,7 @@ OUTSIDE = frozenset(sys.stdlib_module_names) | {
     "numpy",
     "tensorstore",
     "tqdm",
+    "matplotlib",
     # the libraries that storage/ is made of
     "fsspec",
     "huggingface_hub",
