@@ -209,7 +209,7 @@ def _leaf_costs(fleet: Fleet) -> tuple[LeafCost, ...]:
             reads = [region.read for region in shape.regions]
             found.append(
                 (
-                    sum(read.requests.total_bytes for read in reads),
+                    sum(read.storage_bytes() for read in reads),
                     sum(read.storage_requests(fleet.profile) for read in reads),
                     sum(read.runs.total_bytes for read in reads),
                 )

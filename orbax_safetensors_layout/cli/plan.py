@@ -131,9 +131,11 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
         raise UsageError("name the checkpoint: plan PATH --mesh ...")
     if parsed.family and parsed.abstract:
         raise UsageError("--family and --abstract exclude each other")
-    options = _options(parsed)
+    with Catalog.open(parsed.path) as catalog:
+        options = _options(parsed, catalog.storage.kind)
+        in_pieces = catalog.pieces is not None
     rules = _rules(parsed.spec)
-    if not parsed.family and not parsed.abstract and not _is_in_pieces(parsed.path):
+    if not (parsed.family or parsed.abstract or in_pieces):
         return forecast(parsed.path, _grid(parsed, parsed.mesh), rules, options=options)
     from orbax_safetensors_layout.forecast_tree import forecast_tree, mesh_of
 
@@ -160,9 +162,7 @@ def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> DeviceGrid
     return DeviceGrid(axes, hosts)
 
 
-def _options(parsed: argparse.Namespace) -> ReadOptions:
-    with Catalog.open(parsed.path) as catalog:
-        kind = catalog.storage.kind
+def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
     given: dict[str, Any] = {}
     if parsed.latency is not None:
         given["latency_seconds"] = {kind: parsed.latency}
@@ -181,11 +181,6 @@ def _rules(texts: Sequence[str] | None) -> tuple[ShardingRule, ...]:
         lines = Path(text).read_text().splitlines() if os.path.isfile(text) else [text]
         rules += parse_rules(lines)
     return tuple(rules)
-
-
-def _is_in_pieces(path: str) -> bool:
-    with Catalog.open(path) as catalog:
-        return catalog.pieces is not None
 
 
 def _called(text: str) -> Any:

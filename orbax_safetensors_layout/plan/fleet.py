@@ -254,6 +254,20 @@ def _shapes(
         )
 
 
+class _Small(NamedTuple):
+    """A region that may share a request.
+
+    Attributes:
+        request: What it brings to a group.
+        alone_requests: Ranged reads that fetch it by itself.
+        alone_bytes: Their bytes.
+    """
+
+    request: SmallRequest
+    alone_requests: int
+    alone_bytes: int
+
+
 class _Sums:
     """Costs of processes, as vectors."""
 
@@ -264,7 +278,7 @@ class _Sums:
         self._files, self._held, self._most_held = zeros
         self._staged = np.zeros(processes, bool)
         self._padded = np.zeros(processes, bool)
-        self._small: dict[int, list[tuple[Shape, int, SmallRequest, int]]] = {}
+        self._small: dict[int, list[tuple[Shape, int, _Small]]] = {}
 
     def add_kind(self, kind: Kind) -> None:
         """Adds all that does not depend on the neighbours in the file."""
@@ -278,12 +292,12 @@ class _Sums:
                 self._held[mine] += kind.tensors * held
                 self._staged[mine] |= not read.direct
                 self._padded[mine] |= not read.direct and bool(read.blocking.pad_bytes)
-                requests = read.storage_requests(self._profile)
+                requests, nbytes = read.storage_requests(self._profile), read.storage_bytes()
                 request = SmallRequest.of(read, self._profile)
                 if request is not None:
-                    small.append((shape, number, request, requests))
+                    small.append((shape, number, _Small(request, requests, nbytes)))
                     continue
-                self._read[mine] += kind.tensors * read.requests.total_bytes
+                self._read[mine] += kind.tensors * nbytes
                 self._requests[mine] += kind.tensors * requests
                 self._most_held[mine] = np.maximum(self._most_held[mine], held)
 
@@ -296,8 +310,8 @@ class _Sums:
         self._files += opened
         group = _Groups(len(opened), self._profile.max_gap_bytes)
         for entry, kind in tensors:
-            for shape, number, request, requests in self._small[id(kind)]:
-                group.add(entry.start, shape, number, request, requests)
+            for shape, number, small in self._small[id(kind)]:
+                group.add(entry.start, shape, number, small)
         self._read += group.read
         self._requests += group.requests
         np.maximum(self._most_held, group.most_held, out=self._most_held)
@@ -319,41 +333,42 @@ class _Groups:
     def __init__(self, processes: int, max_gap_bytes: int) -> None:
         self._max_gap_bytes = max_gap_bytes
         self._processes = processes
-        zeros = [np.zeros(processes, np.int64) for _ in range(9)]
+        zeros = [np.zeros(processes, np.int64) for _ in range(10)]
         self.read, self.requests, self.most_held, *zeros = zeros
-        self._first, self._end, self._limit, self._buffers, self._held, self._alone = zeros
+        self._first, self._end, self._limit, self._buffers, self._held, *zeros = zeros
+        # What changes when a region that was alone is joined by another.
+        self._more_requests, self._more_bytes = zeros
         self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
 
-    def add(
-        self, base: int, shape: Shape, number: int, request: SmallRequest, requests: int
-    ) -> None:
+    def add(self, base: int, shape: Shape, number: int, small: _Small) -> None:
         """Adds a region of each of some processes.
 
         Args:
             base: First byte of the tensor.
             shape: The regions.
             number: Which of them.
-            request: What it brings to a group.
-            requests: Ranged reads that fetch it alone.
+            small: What it brings.
         """
-        region = shape.regions[number]
+        region, request = shape.regions[number], small.request
         everyone = len(shape.processes) == self._processes
         mine: slice | Ints = slice(None) if everyone else shape.processes
         start = shape.shift + (base + region.start)
         stop = start + request.length
         gap = start - self._end[mine]
+        limit = np.minimum(self._limit[mine], request.limit)
         join = (
             (self._shared[mine] == region.layout.shared)
             & (gap >= 0)
             & (gap <= self._max_gap_bytes)
-            & (stop - self._first[mine] <= np.minimum(self._limit[mine], request.limit))
+            & (stop - self._first[mine] <= limit)
             & (self._buffers[mine] + request.buffers <= MAX_GROUP_BUFFERS)
         )
-        self.read[mine] += request.length + np.where(join, gap, 0)
-        self.requests[mine] += np.where(join, 1 - self._alone[mine], requests)
-        self._alone[mine] = np.where(join, 1, requests)
+        joined = gap + request.length + self._more_bytes[mine]
+        self.read[mine] += np.where(join, joined, small.alone_bytes)
+        self._more_bytes[mine] = np.where(join, 0, request.length - small.alone_bytes)
+        self.requests[mine] += np.where(join, self._more_requests[mine], small.alone_requests)
+        self._more_requests[mine] = np.where(join, 0, 1 - small.alone_requests)
         self._first[mine] = np.where(join, self._first[mine], start)
-        limit = np.minimum(self._limit[mine], request.limit)
         self._limit[mine] = np.where(join, limit, request.limit)
         self._buffers[mine] = np.where(join, self._buffers[mine], 0) + request.buffers
         self._held[mine] = np.where(join, self._held[mine], 0) + shape.held[number]
