@@ -10,6 +10,7 @@ the result equal to the `ReadPlan` of each process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +22,13 @@ from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.grid import Cells, DeviceGrid, Spec
-from orbax_safetensors_layout.plan.groups import MAX_GROUP_BUFFERS, SmallRequest
+from orbax_safetensors_layout.plan.groups import (
+    MAX_GROUP_BUFFERS,
+    Bound,
+    Fetch,
+    SmallRequest,
+    fetches_of,
+)
 from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.reads import held_bytes, staging_bytes
@@ -43,18 +50,18 @@ class FleetLeaf(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Regions that some processes have of each tensor of a kind.
+    """What some processes read of each tensor of a kind.
 
     Attributes:
         processes: [n] the processes, counted among those that are not alike.
-        regions: Those of the first of them; `start` counts from the tensor's first byte.
+        fetches: Those of the first of them; `start` counts from the tensor's first byte.
         shift: [n] bytes by which those of each process lie behind those of the first.
-        held: Host bytes that each region's tile takes.
+        held: Host bytes that the tiles of each fetch take.
         elements: Elements of the distinct shards of one process.
     """
 
     processes: Ints
-    regions: tuple[Region, ...]
+    fetches: tuple[Fetch, ...]
     shift: Ints
     held: tuple[int, ...]
     elements: int
@@ -141,7 +148,12 @@ def plan_fleet(
     chosen, distinct = _distinct(holdings, grid.processes)
     planner = RegionPlanner(profile, memory_budget_bytes)
     kinds = tuple(
-        Kind(count, leaf, tuple(_shapes(leaf, holding, chosen, planner)), holding.shard_elements)
+        Kind(
+            count,
+            leaf,
+            tuple(_shapes(leaf, holding, chosen, planner, memory_budget_bytes)),
+            holding.shard_elements,
+        )
         for count, leaf, holding in zip(counts, firsts, holdings, strict=True)
     )
     sums = _Sums(len(chosen), profile)
@@ -230,7 +242,7 @@ def _distinct(holdings: Sequence[_Holding], processes: int) -> tuple[Ints, Ints]
 
 
 def _shapes(
-    leaf: FleetLeaf, holding: _Holding, chosen: Ints, planner: RegionPlanner
+    leaf: FleetLeaf, holding: _Holding, chosen: Ints, planner: RegionPlanner, most_held: int
 ) -> Iterator[Shape]:
     entry = leaf.entry
     if 0 in entry.shape:
@@ -244,18 +256,24 @@ def _shapes(
         local = holding.local(first)
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
         found = sorted(planner.regions(0, read), key=lambda region: region.start)
+        moved = [region._replace(start=region.start - entry.start) for region in found]
+        fetches = tuple(fetches_of(moved, Bound(functools.partial(_held, read), most_held)))
         shift = (holding.origin[chosen[processes]] - holding.origin[first]) * parts @ strides
         yield Shape(
             processes,
-            tuple(region._replace(start=region.start - entry.start) for region in found),
+            fetches,
             shift * entry.dtype.bits // 8,
-            tuple(held_bytes(read, region.layout) for region in found),
+            tuple(sum(_held(read, region) for region in fetch.regions) for fetch in fetches),
             sum(box.size for box in local.boxes),
         )
 
 
+def _held(read: LeafRead, region: Region) -> int:
+    return held_bytes(read, region.layout)
+
+
 class _Small(NamedTuple):
-    """A region that may share a request.
+    """A fetch that may share a request.
 
     Attributes:
         request: What it brings to a group.
@@ -286,14 +304,14 @@ class _Sums:
         for shape in kind.shapes:
             mine = shape.processes
             self._tensors[mine] += kind.tensors
-            for number, (region, held) in enumerate(zip(shape.regions, shape.held, strict=True)):
-                read = region.read
-                self._needed[mine] += kind.tensors * read.runs.total_bytes
+            for number, (fetch, held) in enumerate(zip(shape.fetches, shape.held, strict=True)):
+                read = fetch.read
+                self._needed[mine] += kind.tensors * len(fetch.regions) * read.runs.total_bytes
                 self._held[mine] += kind.tensors * held
                 self._staged[mine] |= not read.direct
                 self._padded[mine] |= not read.direct and bool(read.blocking.pad_bytes)
-                requests, nbytes = read.storage_requests(self._profile), read.storage_bytes()
-                request = SmallRequest.of(read, self._profile)
+                nbytes, requests = fetch.cost(self._profile)
+                request = SmallRequest.of(fetch, self._profile)
                 if request is not None:
                     small.append((shape, number, _Small(request, requests, nbytes)))
                     continue
@@ -302,7 +320,7 @@ class _Sums:
                 self._most_held[mine] = np.maximum(self._most_held[mine], held)
 
     def add_file(self, tensors: Sequence[tuple[TensorEntry, Kind]]) -> None:
-        """Adds the small regions of a file, and the file."""
+        """Adds the small fetches of a file, and the file."""
         opened = np.zeros(len(self._files), bool)
         for kind in {id(kind): kind for _, kind in tensors}.values():
             for shape in kind.shapes:
@@ -341,23 +359,24 @@ class _Groups:
         self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
 
     def add(self, base: int, shape: Shape, number: int, small: _Small) -> None:
-        """Adds a region of each of some processes.
+        """Adds a fetch of each of some processes.
 
         Args:
             base: First byte of the tensor.
-            shape: The regions.
+            shape: The fetches.
             number: Which of them.
             small: What it brings.
         """
-        region, request = shape.regions[number], small.request
+        fetch, request = shape.fetches[number], small.request
+        shared = fetch.regions[0].layout.shared
         everyone = len(shape.processes) == self._processes
         mine: slice | Ints = slice(None) if everyone else shape.processes
-        start = shape.shift + (base + region.start)
+        start = shape.shift + (base + fetch.start)
         stop = start + request.length
         gap = start - self._end[mine]
         limit = np.minimum(self._limit[mine], request.limit)
         join = (
-            (self._shared[mine] == region.layout.shared)
+            (self._shared[mine] == shared)
             & (gap >= 0)
             & (gap <= self._max_gap_bytes)
             & (stop - self._first[mine] <= limit)
@@ -373,5 +392,5 @@ class _Groups:
         self._buffers[mine] = np.where(join, self._buffers[mine], 0) + request.buffers
         self._held[mine] = np.where(join, self._held[mine], 0) + shape.held[number]
         self.most_held[mine] = np.maximum(self.most_held[mine], self._held[mine])
-        self._shared[mine] = region.layout.shared
+        self._shared[mine] = shared
         self._end[mine] = stop
