@@ -277,7 +277,9 @@ class Group:
                     f"processes {sorted(missing)} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
                     file=self._name,
-                    hint="See their logs; WriteOptions(timeout_seconds=...) sets the limit.",
+                    hint="See their logs. All processes of the program must save, so Orbax's"
+                    " `active_processes` must name all; WriteOptions(timeout_seconds=...) sets the"
+                    " limit.",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
