@@ -382,6 +382,8 @@ class PreparedSave:
                         storage,
                         pieces,
                         memory_budget_bytes=budget,
+                        progress=progress,
+                        check=functools.partial(group.check, _GATHERING),
                     )
                 elif plan.exchanges:
                     stats += gather(

@@ -37,8 +37,8 @@ from orbax_safetensors_layout.tree import Want, WantedTree
 _MAX_RANK = 64  # numpy's
 
 
-class Cast(enum.Enum):
-    """What becomes of a value whose dtype is not the file's."""
+class Fidelity(enum.Enum):
+    """What a cast of a value whose dtype is not the file's has to keep."""
 
     ROUND = "round"  # the caller asked for it
     EXACT = "exact"  # JAX imposes it: every value must survive
@@ -55,7 +55,7 @@ class _Fit(NamedTuple):
     """
 
     dtype: np.dtype
-    cast: Cast
+    cast: Fidelity
     local: LocalBoxes
 
 
@@ -109,7 +109,7 @@ def leaf_plans(
     mapping: Mapping | None,
     strict: bool,
     devices: bool,
-) -> tuple[list[LeafPlan], list[Cast]]:
+) -> tuple[list[LeafPlan], list[Fidelity]]:
     """How the leaves of a wanted tree are read, and for each what a cast has to keep.
 
     Args:
@@ -130,7 +130,7 @@ def leaf_plans(
         names, origins = _mapped_origins(catalog, mapping, tree)
     problems: list[MismatchError] = []
     plans: list[LeafPlan] = []
-    casts: list[Cast] = []
+    casts: list[Fidelity] = []
     fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
     for want, name, origin in zip(wants, names, origins, strict=True):
         shape, stored = origin.shape, origin.dtype
@@ -145,7 +145,13 @@ def leaf_plans(
                 dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
                 if not is_raw:
                     check_castable(stored, dtype)
-                cast = Cast.RAW if is_raw else Cast.ROUND if dtype == wanted else Cast.EXACT
+                cast = (
+                    Fidelity.RAW
+                    if is_raw
+                    else Fidelity.ROUND
+                    if dtype == wanted
+                    else Fidelity.EXACT
+                )
                 fit = fits[key] = _Fit(dtype, cast, _local_boxes(want, shape, shards))
             except MismatchError as problem:
                 problem.file, problem.tensor = origin.file, want.name
