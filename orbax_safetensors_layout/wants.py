@@ -12,7 +12,6 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
-    MappingError,
     MismatchError,
     ShapeMismatchError,
     UnexpectedTensorError,
@@ -122,6 +121,8 @@ def leaf_plans(
         devices: Refuse shardings without devices.
     """
     wants = [want for want in tree.wants if want is not None]
+    if catalog.pieces is not None:
+        catalog.pieces.prefer(shards.process_index)
     if mapping is None:
         names, origins = _plain_origins(catalog, wants)
         if strict:
@@ -161,8 +162,7 @@ def leaf_plans(
         casts.append(fit.cast)
     if problems:
         _raise_all(problems)
-    if catalog.pieces is not None:
-        catalog.pieces.prefer(shards.process_index)
+    if mapping is None:
         found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
     return plans, casts
@@ -177,12 +177,6 @@ def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], 
 def _mapped_origins(
     catalog: Catalog, mapping: Mapping, tree: WantedTree
 ) -> tuple[list[str], list[Origin]]:
-    if catalog.pieces is not None:
-        raise MappingError(
-            "a checkpoint that is stored in pieces is loaded without a mapping",
-            file=catalog.path,
-            hint="Put it together with `osl.consolidate` first.",
-        )
     wants = [want for want in tree.wants if want is not None]
     names = [want.unboxed or want.name for want in wants]
     shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}
