@@ -7,12 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_NARROW = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
+NARROW_INTEGERS = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4"})
+"""Names of the integer dtypes of ml_dtypes; their kind is "V"."""
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
     """Whether a dtype holds integers."""
-    return dtype.kind in "iu" or dtype.name in _NARROW
+    return dtype.kind in "iu" or dtype.name in NARROW_INTEGERS
 
 
 def is_whole(dtype: np.dtype[Any]) -> bool:
@@ -45,7 +46,7 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
         kept = np.isfinite(values) & (np.trunc(values) == values)
         kept &= (values >= low) & (values < float(high + 1))
     elif values.dtype.kind != "b":
-        if values.dtype.name in _NARROW:
+        if values.dtype.name in NARROW_INTEGERS:
             values = values.astype(np.int8)
         bounds = np.iinfo(values.dtype)
         if low > bounds.min:
@@ -54,7 +55,7 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
             kept &= values <= high
     if not kept.all():
         return values, values[~kept]
-    if dtype.name in _NARROW:
+    if dtype.name in NARROW_INTEGERS:
         values = values.astype(np.int8)  # numpy has no cast from all floats
     return values.astype(dtype), values.reshape(-1)[:0]
 
@@ -62,5 +63,5 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
 def _range(dtype: np.dtype[Any]) -> tuple[int, int]:
     """The least and the greatest integer of an integer dtype."""
     narrow: Any = ml_dtypes.iinfo  # untyped
-    bounds = narrow(dtype) if dtype.name in _NARROW else np.iinfo(dtype)
+    bounds = narrow(dtype) if dtype.name in NARROW_INTEGERS else np.iinfo(dtype)
     return int(bounds.min), int(bounds.max)
