@@ -6,6 +6,7 @@ with memory of its own; they ask for no more than that `device_put` to `pinned_h
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 
@@ -108,6 +109,20 @@ def test_the_arrays_may_go_when_the_save_returns(tmp_path, route, budget):
         found = opened(tmp_path / str(step) / "state")
         for number, name in enumerate(NAMES):
             assert_same_bits(found[name], VALUES + number)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_arrays_are_waited_for_whatever_the_time_out(tmp_path, route):
+    """That bounds how long processes wait for each other, not how long one of them writes."""
+    begin = route(tmp_path, dataclasses.replace(small_steps(), timeout_seconds=0.001))
+    item = tree()
+    finish = begin(0, item)
+    for array in jax.tree.leaves(item):
+        array.delete()
+    finish()
+    found = opened(tmp_path / "0" / "state")
+    for number, name in enumerate(NAMES):
+        assert_same_bits(found[name], VALUES + number)
 
 
 @pytest.mark.parametrize("route", ROUTES)
