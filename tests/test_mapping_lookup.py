@@ -52,6 +52,7 @@ def module(tmp_path, monkeypatch):
         ("llama:maxtext", {"target": "maxtext"}),
         ("auto:maxtext-scanned", {"target": "maxtext", "scan": True}),
         ("llama:maxtext-unscanned", {"target": "maxtext", "scan": False}),
+        ("llama:plain-unscanned-quantized", {"scan": False, "quantized": "keep"}),
         ("llama:tunix", {"target": "tunix"}),
     ],
 )

@@ -19,13 +19,17 @@ from orbax_safetensors_layout.mapping.families.ready import Options
 from orbax_safetensors_layout.mapping.rules import Mapping
 
 FORMS = (
-    "FAMILY[:TARGET[-scanned|-unscanned]] ('llama:maxtext-scanned'; 'auto' takes the family from"
-    " config.json), MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE"
+    "FAMILY[:TARGET[-scanned|-unscanned][-quantized]] ('llama:maxtext-scanned'; 'auto' takes the"
+    " family from config.json), MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE"
 )
 """What a name may be; for the help of a command."""
 
 _AUTO = "auto"
-_WORDS: dict[str, Options] = {"scanned": {"scan": True}, "unscanned": {"scan": False}}
+_WORDS: dict[str, Options] = {
+    "scanned": {"scan": True},
+    "unscanned": {"scan": False},
+    "quantized": {"quantized": "keep"},
+}
 _FAMILIES = families.TARGETS["plain"]
 
 
@@ -33,10 +37,10 @@ def find_mapping(name: str, config: Config | None = None) -> Mapping:
     """The mapping of a name.
 
     Args:
-        name: `llama`, `llama:maxtext`, `llama:maxtext-unscanned`: a family, a model side, and
-            whether its layers are stacked; `auto` in the place of the family takes it from the
-            configuration. Or `package.module:attribute`, or `path/to/file.py:attribute`: a
-            `Mapping`, or a function that makes one of `config`.
+        name: `llama`, `llama:maxtext`, `llama:maxtext-unscanned`: a family, a model side, whether
+            its layers are stacked, and `-quantized` to keep quantised tensors; `auto` in the place
+            of the family takes it from the configuration. Or `package.module:attribute`, or
+            `path/to/file.py:attribute`: a `Mapping`, or a function that makes one of `config`.
         config: The Hugging Face checkpoint, its `config.json`, or what that holds as a dict.
             Families need it.
 
