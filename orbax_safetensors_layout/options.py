@@ -60,6 +60,14 @@ class StorageProfile:
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
 
 
+_WEB = StorageProfile(
+    latency_seconds=0.03,
+    bandwidth_bytes_per_second=50 * MIB,
+    request_bytes=8 * MIB,
+    staging_bytes=8 * MIB,
+    concurrency=32,
+)
+
 # One stream brings 85 to 90 MB/s from S3, after 0.1 to 0.2 s for a small object (Amazon's "Best
 # practices design patterns: optimizing Amazon S3 performance"), so about 32 fill 25 Gbit/s.
 _OBJECT_STORE = StorageProfile(
@@ -85,6 +93,9 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
         "gs": _OBJECT_STORE,
         "s3": _OBJECT_STORE,
         "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
+        # A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream.
+        "hf": _WEB,
+        "https": _WEB,
     }
 )
 
