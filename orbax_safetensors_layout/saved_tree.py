@@ -27,6 +27,7 @@ from orbax_safetensors_layout.format.nodes import (
     ValueLeaf,
 )
 from orbax_safetensors_layout.format.shardings import ShardingRecord
+from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.placements import ShardingTable
@@ -34,9 +35,6 @@ from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import LeafWrite
 from orbax_safetensors_layout.structure import describe
 
-_NARROW_INTEGERS = {  # one element a byte in memory; the format has no code for them
-    "int1": "I8", "int2": "I8", "int4": "I8", "uint1": "U8", "uint2": "U8", "uint4": "U8",
-}  # fmt: skip
 _RESERVED = "__metadata__"
 
 
@@ -195,9 +193,8 @@ class _Parser:
 
 
 def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
-    narrow = _NARROW_INTEGERS.get(dtype.name)
-    if narrow is not None:
-        return DTYPES[narrow], dtype.name
+    if dtype.name in NARROW_INTEGERS:  # the format has no code for them
+        return DTYPES["U8" if dtype.name.startswith("u") else "I8"], dtype.name
     stored = dtype_from_numpy(dtype)
     if stored.packed and not pack:
         return DTYPES["U8"], dtype.name

@@ -1,8 +1,8 @@
 """Object stores on loopback, in a process of their own: `with object_server("s3") as server`.
 
-`s3` is moto's server. `gs` is `gcp-storage-emulator`, which has the JSON API; the XML API, which
-obstore speaks, stands here in front of its storage. In front of both a recorder logs each request
-and fails where it is told to.
+`s3` is moto's server. `gs` is `gcp-storage-emulator`, which has the JSON API that epath speaks; the
+XML API, which obstore speaks, stands here in front of its storage. In front of both a recorder logs
+each request, and fails where it is told to.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import http.client
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ from unittest import mock
 
 BUCKET = "bucket"
 _CONTROL = "/-/"
+_JSON_PATHS = ("/storage/", "/upload/", "/download/", "/batch", "/b/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +65,12 @@ class ObjectServer:
     Attributes:
         kind: "s3" or "gs".
         url: Its address.
-        json_url: Of "gs": where the JSON API is.
         environment: What makes clients use it.
     """
 
-    def __init__(self, kind: str, port: int, json_port: int) -> None:
+    def __init__(self, kind: str, port: int) -> None:
         self.kind = kind
         self.url = f"http://127.0.0.1:{port}"
-        self.json_url = f"http://127.0.0.1:{json_port}"
         self.environment = {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ALLOW_HTTP": "true",
@@ -139,7 +139,7 @@ def object_server(kind: str) -> Iterator[ObjectServer]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield ObjectServer(kind, *json.loads(process.stdout.readline()))
+            yield ObjectServer(kind, int(process.stdout.readline()))
         finally:
             process.kill()
 
@@ -261,8 +261,9 @@ class XmlApi:
     Preconditions and generations, which the emulator ignores, hold here.
     """
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: Any, json_port: int) -> None:
         self._storage = storage
+        self._json_port = json_port
         self._lock = threading.RLock()
         self._uploads: dict[str, tuple[str, str, dict[int, bytes]]] = {}
         self._numbers = itertools.count(1)
@@ -270,6 +271,8 @@ class XmlApi:
     def __call__(self, environ: dict[str, Any], start: Start) -> list[bytes]:
         size = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(size)
+        if environ["PATH_INFO"].startswith(_JSON_PATHS):
+            return self._json(environ, body, start)
         _, bucket, *rest = environ["PATH_INFO"].encode("latin-1").decode().split("/", 2)
         query = dict(urllib.parse.parse_qsl(environ["QUERY_STRING"], keep_blank_values=True))
         key = rest[0] if rest else ""
@@ -283,6 +286,27 @@ class XmlApi:
         status, headers, data = answer
         start(status, [*headers, ("Content-Length", str(len(data)))])
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else data]
+
+    def _json(self, environ: dict[str, Any], body: bytes, start: Start) -> list[bytes]:
+        """Passes a request on to the emulator."""
+        kept = {
+            name.removeprefix("HTTP_").replace("_", "-"): value
+            for name, value in environ.items()
+            if name.startswith("HTTP_") and name not in ("HTTP_CONNECTION", "HTTP_ACCEPT_ENCODING")
+        }
+        kept |= {"Content-Type": environ["CONTENT_TYPE"]} if environ.get("CONTENT_TYPE") else {}
+        emulator = http.client.HTTPConnection("127.0.0.1", self._json_port, timeout=60)
+        with contextlib.closing(emulator):
+            emulator.request(environ["REQUEST_METHOD"], environ["REQUEST_URI"], body, kept)
+            response = emulator.getresponse()
+            data = response.read()
+        passed = [
+            (name, value)
+            for name, value in response.getheaders()
+            if name.lower() not in ("connection", "transfer-encoding")
+        ]
+        start(f"{response.status} {response.reason}", passed)
+        return [data]
 
     def _object(
         self, bucket: str, key: str, query: dict[str, str], body: bytes, environ: dict[str, Any]
@@ -419,15 +443,15 @@ def _error(status: str, code: str) -> Answer:
     return status, *_xml(f"<Error><Code>{code}</Code><Message>{code}</Message></Error>")[1:]
 
 
-def _s3_app() -> tuple[Any, int]:
+def _s3_app() -> Any:
     from moto.server import DomainDispatcherApplication, create_backend_app
 
     os.environ["MOTO_S3_CUSTOM_ENDPOINTS"] = ""
     app = DomainDispatcherApplication(create_backend_app)
-    return app, 0
+    return app
 
 
-def _gs_app() -> tuple[Any, int]:
+def _gs_app() -> Any:
     from functools import partial
     from http.server import ThreadingHTTPServer
 
@@ -439,7 +463,7 @@ def _gs_app() -> tuple[Any, int]:
     create_bucket(BUCKET, storage)
     json_api = ThreadingHTTPServer(("127.0.0.1", 0), partial(RequestHandler, storage))
     threading.Thread(target=json_api.serve_forever, daemon=True).start()
-    return XmlApi(storage), json_api.server_address[1]
+    return XmlApi(storage, json_api.server_address[1])
 
 
 def _serve(kind: str) -> None:
@@ -447,8 +471,8 @@ def _serve(kind: str) -> None:
 
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    logging.disable(logging.CRITICAL) if not os.environ.get("DBG") else None
-    app, json_port = _s3_app() if kind == "s3" else _gs_app()
+    logging.disable(logging.CRITICAL)
+    app = _s3_app() if kind == "s3" else _gs_app()
 
     class Handler(WSGIRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -458,7 +482,7 @@ def _serve(kind: str) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     if kind == "s3":
         _fetch(f"http://127.0.0.1:{port}/{BUCKET}", b"", "PUT")
-    print(json.dumps([port, json_port]), flush=True)
+    print(port, flush=True)
     threading.Event().wait()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.groups import Group, grouped
+from orbax_safetensors_layout.plan.groups import Bound, Group, grouped
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.regions import Region
@@ -46,8 +46,9 @@ class ReadPlan:
 
     def groups(self) -> Iterator[Group]:
         """What is fetched together, in the order in which it is, lazily."""
+        bound = Bound(lambda r: self.held_bytes(r.leaf, r.layout), self.memory_budget_bytes)
         for file, regions in self.batches:
-            yield from grouped(file, regions, self.profile)
+            yield from grouped(file, regions, self.profile, bound)
 
     def held_bytes(self, number: int, layout: TileLayout) -> int:
         """Host bytes that a tile holds until its arrays are on their devices.
@@ -56,7 +57,7 @@ class ReadPlan:
             number: Number of the leaf.
             layout: One of its tiles.
         """
-        return 0 if self.adopt else _held_bytes(self.leaves[number], layout)
+        return 0 if self.adopt else held_bytes(self.leaves[number], layout)
 
     def cost(self) -> Cost:
         """What the plan costs this process."""
@@ -66,12 +67,8 @@ class ReadPlan:
         opened: set[tuple[int, int]] = set()
         for group in self.groups():
             regions = group.regions
-            if len(regions) > 1:
-                requests += 1
-                read += max(region.stop for region in regions) - regions[0].start
-            else:
-                requests += regions[0].read.storage_requests(self.profile)
-                read += regions[0].read.requests.total_bytes
+            group_read, group_requests = group.cost(self.profile)
+            read, requests = read + group_read, requests + group_requests
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(region.read.runs.total_bytes for region in regions)
@@ -81,8 +78,7 @@ class ReadPlan:
                 opened.update(tile for tile, region in fresh.items() if region.parts > 1)
                 group_held = sum(self.held_bytes(r.leaf, r.layout) for r in fresh.values())
                 held, most_held = held + group_held, max(most_held, group_held)
-        staging = self.profile.concurrency * self.profile.staging_bytes if staged else 0
-        staging += staging // 8 if padded else 0  # a cache line after each row of 512 bytes or more
+        staging = staging_bytes(self.profile, padded=padded) if staged else 0
         return Cost(
             tensors=len(touched),
             needed_bytes=needed,
@@ -98,13 +94,8 @@ class ReadPlan:
         Long ones are read in several requests.
         """
         for group in self.groups():
-            if len(group.regions) > 1:
-                yield group.file, group.regions[0].start, max(r.stop for r in group.regions)
-                continue
-            region = group.regions[0]
-            for offset in region.read.requests.offsets().tolist():
-                start = region.start + offset
-                yield group.file, start, start + region.read.requests.run_bytes
+            for start, stop in group.ranges():
+                yield group.file, start, stop
 
     def by_tensor(self) -> list[tuple[str, int, int]]:
         """(name, bytes needed, bytes read) of each leaf, each as if it were read alone."""
@@ -112,7 +103,7 @@ class ReadPlan:
         for _, regions in self.batches:
             for region in regions:
                 needed[region.leaf] += region.read.runs.total_bytes
-                read[region.leaf] += region.read.requests.total_bytes
+                read[region.leaf] += region.read.storage_bytes()
         return [(leaf.name, n, r) for leaf, n, r in zip(self.leaves, needed, read, strict=True)]
 
     def __str__(self) -> str:
@@ -160,7 +151,15 @@ def plan_reads(
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
 
 
-def _held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
+def staging_bytes(profile: StorageProfile, *, padded: bool) -> int:
+    """Host bytes of the staging buffers of all requests in flight."""
+    staging = profile.concurrency * profile.staging_bytes
+    # A cache line after each row of 512 bytes or more.
+    return staging + (staging // 8 if padded else 0)
+
+
+def held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
+    """Host bytes that a tile holds until its arrays are on devices with memory of their own."""
     elements = sum(leaf.local.boxes[number].size for number in layout.tile.members)
     unpacked = elements if leaf.stored.packed else 0
     is_cast = leaf.is_computed or leaf.dtype != leaf.stored.numpy
@@ -189,7 +188,7 @@ def _bundles(
     held = 0
     for _, found in itertools.groupby(regions, key=lambda region: region.tile):
         tile = list(found)
-        more = _held_bytes(leaves[tile[0].leaf], tile[0].layout)
+        more = held_bytes(leaves[tile[0].leaf], tile[0].layout)
         if bundle and held + more > most_bytes:
             yield bundle
             bundle, held = [], 0

@@ -91,9 +91,11 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
+        lists: True.
     """
 
     kind = "local"
+    lists = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -70,8 +70,8 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
 
     What the old folder holds besides the files that are replaced stands in the new one, too, also
     what somebody puts there meanwhile. A crash at any moment leaves the old or the new folder
-    complete at `folder`; on systems that can not exchange two names, for an instant none, with both
-    complete beside it.
+    complete at `folder`; on systems that can not exchange two names, for an instant none, with
+    both complete beside it.
 
     Args:
         finished: The new folder, beside the old one.

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.mapping.values import NARROW_INTEGERS
+from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.options import KIB
 from orbax_safetensors_layout.plan.shards import box_of
 from orbax_safetensors_layout.plan.writes import LeafWrite, Part
