@@ -554,7 +554,7 @@ def test_logits_of_the_plain_tree(saved, name, tmp_path):
     """A JAX model of the plain tree and torch's give equal logits."""
     pytest.importorskip("jax")
     import torch
-    from family_llama_jax import logits
+    from llama_jax import logits
 
     folder, config, tensors, model = make(name, tmp_path, dtype="float32")
     bound = families.mapping(folder, target="plain").bind(folder)

@@ -6,6 +6,7 @@ O(pieces x shards x dimensions) and never a Python object per row. See ARCHITECT
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import operator
@@ -146,7 +147,7 @@ def plan_reads(
             regions = planner.regions(number, leaf)
             (whole if adopt or len(leaf.sources) == 1 else parts).extend(regions)
     batches = [*_by_file(leaves, whole)]
-    for bundle in _bundles(leaves, parts, memory_budget_bytes // _BUNDLES_IN_BUDGET):
+    for bundle in _bundles(leaves, parts, memory_budget_bytes):
         batches += _by_file(leaves, bundle)
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
 
@@ -177,22 +178,44 @@ def _by_file(leaves: Sequence[LeafRead], regions: Sequence[Region]) -> Iterator[
 
 
 def _bundles(
-    leaves: Sequence[LeafRead], regions: Sequence[Region], most_bytes: int
+    leaves: Sequence[LeafRead], regions: Sequence[Region], budget: int
 ) -> Iterator[list[Region]]:
-    """Tiles that are open together, each bundle within `most_bytes` or a single tile.
+    """Tiles that are open together: some in a part of the budget, or those that read the same.
 
     A tile that comes from many files holds its memory from its first region to its last. In the
     order of the files all tiles would be open at once.
     """
     bundle: list[Region] = []
     held = 0
-    for _, found in itertools.groupby(regions, key=lambda region: region.tile):
-        tile = list(found)
-        more = held_bytes(leaves[tile[0].leaf], tile[0].layout)
-        if bundle and held + more > most_bytes:
+    for more, tiles in _partners(leaves, regions, budget):
+        if bundle and held + more > budget // _BUNDLES_IN_BUDGET:
             yield bundle
             bundle, held = [], 0
-        bundle += tile
+        bundle += tiles
         held += more
     if bundle:
         yield bundle
+
+
+def _partners(
+    leaves: Sequence[LeafRead], regions: Sequence[Region], budget: int
+) -> list[tuple[int, list[Region]]]:
+    """Tiles with the bytes that they hold; together where the same requests serve them."""
+    found: list[tuple[int, list[Region]]] = []
+    starts: dict[tuple[str, int], list[tuple[int, int]]] = {}  # by file and geometry
+    for _, some in itertools.groupby(regions, key=lambda region: region.tile):
+        tile = list(some)
+        first = tile[0]
+        more = held_bytes(leaves[first.leaf], first.layout)
+        file = leaves[first.leaf].sources[first.source].entry.file
+        near = starts.setdefault((file, id(first.read)), [])
+        at = bisect.bisect(near, (first.start, 0))
+        for start, number in near[max(0, at - 1) : at + 1]:
+            held, tiles = found[number]
+            if first.read.interlaces(abs(start - first.start)) and held + more <= budget:
+                found[number] = held + more, tiles + tile
+                break
+        else:
+            near.insert(at, (first.start, len(found)))
+            found.append((more, tile))
+    return found
