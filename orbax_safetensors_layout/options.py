@@ -59,6 +59,15 @@ class StorageProfile:
         """The largest gap, in bytes, that is cheaper to read than to skip."""
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
 
+    def within(self, budget_bytes: int) -> StorageProfile:
+        """The profile with so few requests at once that staging them takes a quarter of a budget.
+
+        Args:
+            budget_bytes: Host memory.
+        """
+        most = max(1, budget_bytes // (4 * self.staging_bytes))
+        return dataclasses.replace(self, concurrency=min(self.concurrency, most))
+
 
 _WEB = StorageProfile(
     latency_seconds=0.03,

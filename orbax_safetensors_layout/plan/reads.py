@@ -125,7 +125,12 @@ class ReadPlan:
 
 
 def plan_reads(
-    leaves: Sequence[LeafRead], *, profile: StorageProfile, memory_budget_bytes: int, adopt: bool
+    leaves: Sequence[LeafRead],
+    *,
+    profile: StorageProfile,
+    memory_budget_bytes: int,
+    adopt: bool,
+    in_order: bool = False,
 ) -> ReadPlan:
     """Plans the reads of one process.
 
@@ -135,6 +140,7 @@ def plan_reads(
         memory_budget_bytes: Bound on what is held beyond the arrays. Where arrays do not adopt
             their buffers, shards are read together only as far as they fit it together.
         adopt: Whether the arrays keep the buffers they are made of.
+        in_order: Read leaf by leaf, as far as the budget makes it sensible, and not file by file.
 
     Raises:
         SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
@@ -145,7 +151,8 @@ def plan_reads(
     for number, leaf in enumerate(leaves):
         if leaf.local.boxes and 0 not in leaf.shape:
             regions = planner.regions(number, leaf)
-            (whole if adopt or len(leaf.sources) == 1 else parts).extend(regions)
+            by_file = adopt or (len(leaf.sources) == 1 and not in_order)
+            (whole if by_file else parts).extend(regions)
     batches = [*_by_file(leaves, whole)]
     for bundle in _bundles(leaves, parts, memory_budget_bytes):
         batches += _by_file(leaves, bundle)

@@ -69,6 +69,7 @@ class CloudStorage:
 
     Attributes:
         kind: `"gs"`, `"s3"` or `"az"`.
+        appends: True.
         lists: True.
 
     Args:
@@ -77,9 +78,11 @@ class CloudStorage:
         retries: How long requests are tried.
     """
 
+    appends = True
+    lists = True
+
     def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:
         self.kind = kind
-        self.lists = True
         self._root = f"{kind}://{bucket}/"
         self._retrier = Retrier(retries or RetryPolicy())
         self._make_client: Callable[[bool], Client] = lambda retrying: open_client(

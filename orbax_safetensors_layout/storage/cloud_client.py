@@ -13,8 +13,14 @@ from typing import Any
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.retry import Failure, is_transient_status
+from orbax_safetensors_layout.storage.retry import (
+    Failure,
+    RequestFailed,
+    is_transient_status,
+    redact,
+)
 
 Client = S3Store | GCSStore | AzureStore
 
@@ -22,6 +28,7 @@ NOT_FOUND = (exceptions.NotFoundError, FileNotFoundError)
 """What obstore raises where there is no object: the second, as of 0.12.1."""
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_METADATA_HOST = "169.254."  # asked for credentials where there are no others
 _LONGEST_CAUSE = 400
 _MOST_CONNECT_SECONDS = 10.0
 _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
@@ -39,6 +46,9 @@ def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool
         bucket: The bucket; for Azure the container.
         policy: How long requests are tried.
         retrying: Whether the client tries again by itself; uploads in parts need that.
+
+    Raises:
+        StorageError: The environment does not say enough, or something wrong.
     """
     options: dict[str, Any] = {
         "timeout": datetime.timedelta(seconds=policy.attempt_seconds),
@@ -56,7 +66,16 @@ def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool
         "backoff": backoff,
     }
     make = {"gs": _google, "s3": _amazon, "az": _azure}[scheme]
-    return make(bucket, options, retries)
+    try:
+        return make(bucket, options, retries)
+    except (exceptions.BaseError, OSError, ValueError, configparser.Error) as error:
+        cause = redact(_first_lines(error))
+        raise StorageError(
+            "can not set up a client of the bucket",
+            file=f"{scheme}://{bucket}",
+            found=cause,
+            hint="docs/storage.md lists the variables and files that it is set up from.",
+        ) from RequestFailed(cause)
 
 
 def _google(bucket: str, options: Mapping[str, Any], retries: Any) -> Client:
@@ -145,6 +164,8 @@ def classify(error: Exception) -> Failure | None:
     passing = not isinstance(error, lasting)
     if status:
         passing = passing and is_transient_status(int(status[1]))
+    elif _METADATA_HOST in text:
+        return Failure(f"no credentials in the environment, and {text}", transient=False)
     return Failure(text, passing)
 
 

@@ -91,10 +91,12 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
+        appends: False.
         lists: True.
     """
 
     kind = "local"
+    appends = False
     lists = True
 
     def __init__(self) -> None:

@@ -35,6 +35,7 @@ def open_storage(
     if scheme in CLOUDS and separator:
         return _open_cloud(scheme, rest, retries)
     if not separator:
+        _check_not_mangled(text)
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
         return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
@@ -50,6 +51,18 @@ def open_storage(
         found=f"{scheme}://",
         hint="Copy the checkpoint to a local disk first, or mount the bucket.",
     )
+
+
+def _check_not_mangled(text: str) -> None:
+    """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
+    scheme, _, rest = text.partition(":/")
+    if scheme in (*CLOUDS, "file") and rest and not os.path.lexists(text):
+        raise StorageError(
+            "the path is a URL that lost a slash",
+            file=text,
+            expected=f"{scheme}://{rest}",
+            hint="`pathlib.Path` takes it off: pass a string, or an `epath.Path`.",
+        )
 
 
 def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[Storage, str]:

@@ -24,23 +24,24 @@ from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.scatter import Contribution
 from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.storage.base import FileWriter, Storage, join
+from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats
+from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WritePool, WriteStats
 
 
 class _Tensor:
     """One tensor on its way to its file."""
 
     def __init__(
-        self, entry: TensorEntry, writer: FileWriter, parts: Sequence[Contribution]
+        self, entry: TensorEntry, file: OpenFile, files: FileSet, parts: Sequence[Contribution]
     ) -> None:
         self.entry = entry
         self.parts = parts
         self.left = len(parts)
-        self._writer = writer
+        self._file = file
+        self._files = files
         self._lock = threading.Lock()
         self._elements: np.ndarray | None = None
 
@@ -63,13 +64,14 @@ class _Tensor:
         target[once] = values[once]
 
     def write(self) -> None:
-        """Writes it, complete."""
+        """Writes it, complete; the last of a file completes that."""
         assert self._elements is not None
         data = self._elements.view(np.uint8)
         if self.entry.dtype.packed:
             data = pack_bits(data, self.entry.dtype.bits)
-        self._writer.write_at(self.entry.start, [data])
+        self._file.writer.write_at(self.entry.start, [data])
         self._elements = None
+        self._files.written(self._file.plan.name)
 
 
 def _writable_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
@@ -107,11 +109,13 @@ def scatter(
     """
     unfinished = files.unfinished()
     tensors = [
-        _Tensor(entry, file.writer, parts[entry.name])
+        _Tensor(entry, file, files, parts[entry.name])
         for file in unfinished
         for entry in file.plan.layout.tensors
         if entry.nbytes
     ]
+    for file in unfinished:
+        files.expect(file.plan.name, sum(bool(e.nbytes) for e in file.plan.layout.tensors))
     tell = _Teller(tensors, progress)
     read = 0
     if plan.stored is None:
@@ -119,9 +123,6 @@ def scatter(
     else:
         stored = _stored(plan, storage, pieces_folder)
         read = _from_pieces(plan, tensors, pool, storage, stored, memory_budget_bytes, tell, check)
-    pool.join()
-    for file in unfinished:
-        pool.submit(functools.partial(files.finish, file.plan.name))
     pool.join()
     written = sum(tensor.entry.nbytes for tensor in tensors)
     return WriteStats(bytes_written=written, bytes_read=read)
@@ -221,9 +222,10 @@ def _from_pieces(
 
     reads = plan_reads(
         leaves,
-        profile=ReadOptions().profile(storage.kind),
+        profile=ReadOptions().profile(storage.kind).within(budget),
         memory_budget_bytes=budget,
         adopt=False,
+        in_order=storage.appends,
     )
     stats = read_leaves(
         reads,

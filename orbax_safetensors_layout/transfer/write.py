@@ -95,6 +95,7 @@ class FileSet:
         self._folder = folder
         self._durable = durable
         self._open: dict[str, OpenFile] = {}
+        self._left: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def begin(self, plan: FileWrite) -> OpenFile:
@@ -117,6 +118,21 @@ class FileSet:
         except BaseException:
             found.writer.abort()
             raise
+
+    def expect(self, name: str, writes: int) -> None:
+        """Says how many more writes complete a file; without any it is complete."""
+        with self._lock:
+            self._left[name] = writes
+        if not writes:
+            self.finish(name)
+
+    def written(self, name: str) -> None:
+        """Says that one of the writes that a file expects is done; the last completes it."""
+        with self._lock:
+            self._left[name] -= 1
+            is_last = not self._left[name]
+        if is_last:
+            self.finish(name)
 
     def unfinished(self) -> list[OpenFile]:
         """The files that wait for more."""
