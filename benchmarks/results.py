@@ -60,6 +60,21 @@ class MappingRow(NamedTuple):
         return ":".join(self)
 
 
+class RemoteRow(NamedTuple):
+    """What is loaded over HTTP.
+
+    Attributes:
+        case: A key of `cases.CASES`.
+        split: A key of `contenders.SPLITS`, or "dim1-of-8".
+    """
+
+    case: str
+    split: str
+
+    def __str__(self) -> str:
+        return ":".join(self)
+
+
 @dataclasses.dataclass(slots=True)
 class Cell:
     """All runs of one contender on one row.
@@ -105,7 +120,7 @@ class Report:
     Attributes:
         machine: Names and values that describe machine and versions.
         scale: The size of the cases, 1.0 for the real one.
-        rows: The contenders' cells of every `Row`, `SaveRow` or `MappingRow`.
+        rows: The contenders' cells of every `Row`, `SaveRow`, `MappingRow` or `RemoteRow`.
     """
 
     machine: Mapping[str, str]

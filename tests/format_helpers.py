@@ -92,6 +92,9 @@ class MemoryStorage:
     def modified_seconds(self, file: str) -> float:
         return 0.0
 
+    def interrupt(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

@@ -239,19 +239,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-@contextlib.contextmanager
-def file_server(
-    folder: Path, *, prefix: str = "/files", tls: ssl.SSLContext | None = None
-) -> Iterator[Server]:
-    """Serves a folder's files, with ETags that tell their contents' versions."""
+def files_of(folder: Path) -> Answer:
+    """The folder's files below `/files`, with ETags that tell their contents' versions."""
 
     def answer(request: Request) -> Reply:
-        path = folder / urllib.parse.unquote(request.path).removeprefix(f"{prefix}/")
+        path = folder / urllib.parse.unquote(request.path).removeprefix("/files/")
         if not path.is_file():
             return Reply(404, {}, b"<html>not found</html>")
         stat = path.stat()
         headers = {"ETag": f'"{stat.st_mtime_ns:x}"', "Last-Modified": _date(stat.st_mtime)}
         return serve_range(request, path, headers)
 
-    with Server(answer, tls=tls) as server:
+    return answer
+
+
+@contextlib.contextmanager
+def file_server(folder: Path, *, tls: ssl.SSLContext | None = None) -> Iterator[Server]:
+    """Serves a folder's files."""
+    with Server(files_of(folder), tls=tls) as server:
         yield server

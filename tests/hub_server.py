@@ -61,12 +61,16 @@ class Hub:
         gated: bool = False,
     ) -> str:
         """Commits a folder to a branch; the commit's hash."""
-        repo = self.repos.get(f"{repo_type}/{name}") or Repo({}, {}, readers, gated)
+        repo = self.repo(f"{repo_type}/{name}") or Repo({}, {}, readers, gated)
         commit = hashlib.sha1(f"{name} {len(repo.commits)} {folder}".encode()).hexdigest()
         repo.commits[commit] = folder
         repo.refs[revision] = commit
         self.repos[f"{repo_type}/{name}"] = repo
         return commit
+
+    def repo(self, name: str) -> Repo | None:
+        """A repository by its type and its name."""
+        return self.repos.get(name)
 
     def digest(self, file: Path) -> str:
         """The name of a file's blob."""
@@ -85,7 +89,7 @@ class Hub:
             location = request.path.replace(*(n.split("/", 1)[1] for n in (name, self.moved[name])))
             return Reply(307, {"Location": location})
         token = (request.authorization or "").removeprefix("Bearer ")
-        repo = self.repos.get(name)
+        repo = self.repo(name)
         denied = repo is not None and repo.readers is not None and token not in repo.readers
         is_api = found.re is _API
         if repo is None or (denied and not repo.gated):

@@ -193,6 +193,12 @@ def test_a_path_that_names_no_repository(path):
     assert not osl.is_safetensors_checkpoint(path)
 
 
+@pytest.mark.parametrize("path", ["hf://org/model", "https://host/model", "gs://bucket/model"])
+def test_a_url_that_pathlib_has_changed(path):
+    with pytest.raises(osl.StorageError, match=r"lacks a slash.*as a string"):
+        osl.load(Path(path))
+
+
 def test_a_renamed_repository_is_found(hub, folder):
     hub.add("org/new", folder)
     hub.moved["models/org/old"] = "models/org/new"
@@ -425,9 +431,10 @@ def test_a_body_that_breaks_is_read_on_from_there(tmp_path):
     tensors = {"w": checkpoints.random_tensor((6 * MIB,), np.uint8)}
     checkpoints.save(tmp_path, tensors)
     faults = iter(["truncated"] * 2)
+    options = osl.ReadOptions(retries=ONCE, request_bytes=8 * MIB)
     with file_server(tmp_path) as server:
         server.faults = lambda request: next(faults, None) if request.range[0] > 0 else None
-        assert_same(osl.load(f"{server.url}/files", options=osl.ReadOptions(retries=ONCE)), tensors)
+        assert_same(osl.load(f"{server.url}/files", options=options), tensors)
         starts = [request.range[0] for request, _ in server.log if request.range[0] > 0]
         assert len(starts) == 3
         assert starts == sorted(set(starts))
@@ -467,6 +474,26 @@ def test_a_failure_elsewhere_breaks_off_what_waits(tmp_path):
         with pytest.raises(osl.StorageError, match="the file was replaced or removed"):
             osl.load(f"{server.url}/files", options=osl.ReadOptions(concurrency=2))
     assert not [name for name in threads() if name.startswith("safetensors")]
+
+
+def test_a_header_that_fails_breaks_off_the_others(tmp_path):
+    tensors = {f"w{n}": checkpoints.random_tensor((1000,), np.uint8, n) for n in range(2)}
+    checkpoints.save(tmp_path, tensors, files=2)
+    waiting = threading.Event()
+
+    def faults(request):
+        if "00001" in request.path:
+            waiting.wait(60)
+            return "403"
+        if "00002" in request.path:
+            waiting.set()
+            return "stall"
+        return None
+
+    with file_server(tmp_path) as server:
+        server.faults = faults
+        with pytest.raises(osl.StorageError, match="access denied"):
+            osl.metadata(f"{server.url}/files")
 
 
 def test_a_final_error_names_url_range_attempts_and_cause(files):

@@ -48,6 +48,9 @@ class Headers:
                     jobs = [pool.submit(read_header, self._storage, file) for file in lacking]
                     for file, job in zip(lacking, jobs, strict=True):
                         self._found[file] = job.result()
+                except BaseException:
+                    self._storage.interrupt()  # no use in waiting for the others
+                    raise
                 finally:
                     pool.shutdown(cancel_futures=True)
             return {file: self._found[file] for file in files}

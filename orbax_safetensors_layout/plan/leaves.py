@@ -82,6 +82,11 @@ class LeafRead(NamedTuple):
         """Whether its values are other bytes than the stored ones."""
         return self.is_computed or self.stored.packed or self.dtype != self.stored.numpy
 
+    @property
+    def needed_bytes(self) -> int:
+        """Stored bytes of all its boxes."""
+        return sum(box.size for box in self.local.boxes) * self.stored.bits // 8
+
     @classmethod
     def plain(cls, name: str, entry: TensorEntry, local: LocalBoxes, dtype: np.dtype) -> LeafRead:
         """A leaf that is one tensor as it stands in the file."""

@@ -99,14 +99,14 @@ class Storage(Protocol):
 
     Attributes:
         kind: The storage class, a key of `options.PROFILES`.
+        lists: Whether `list` gives all files of a folder; otherwise only such as are well known.
         appends: Whether a new file grows from its first byte to its last, so that bytes which come
             before their turn have to wait somewhere.
-        lists: Whether `list` gives all files of a folder; otherwise only such as are well known.
     """
 
     kind: str
-    appends: bool
     lists: bool
+    appends: bool
 
     def size(self, file: str) -> int:
         """Size of `file` in bytes.

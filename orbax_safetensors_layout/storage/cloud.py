@@ -69,8 +69,8 @@ class CloudStorage:
 
     Attributes:
         kind: `"gs"`, `"s3"` or `"az"`.
-        appends: True.
         lists: True.
+        appends: True.
 
     Args:
         kind: The same.
@@ -78,8 +78,8 @@ class CloudStorage:
         retries: How long requests are tried.
     """
 
-    appends = True
     lists = True
+    appends = True
 
     def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:
         self.kind = kind

@@ -1,6 +1,6 @@
 """HTTP/1.1 with kept connections; bodies are received straight into the caller's memory.
 
-On the standard library's client, by measurement: see docs/storage.md. Redirects are the caller's
+On the standard library's client, by measurement: see docs/remote.md. Redirects are the caller's
 business.
 """
 

@@ -91,13 +91,13 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
-        appends: False.
         lists: True.
+        appends: False.
     """
 
     kind = "local"
-    appends = False
     lists = True
+    appends = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -32,6 +32,7 @@ class RemoteStorage(abc.ABC):
 
     kind: str
     lists: bool
+    appends = False
     _upload_hint = "Save to a local folder, and upload that."
 
     def __init__(self, retries: RetryPolicy | None) -> None:
