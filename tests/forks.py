@@ -5,8 +5,10 @@ One server imports everything, and forks a child for each thing that is to be do
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -139,14 +141,19 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
+            start_new_session=True,
         )
         assert self._line() == "ready"
 
     def close(self) -> None:
-        """Ends the server."""
+        """Ends the server, and children that hang."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
         self._process.stdout.close()
 
