@@ -85,6 +85,10 @@ def main(root, atomicity):
     with ocp_v1.training.Checkpointer(path / "run", context=context) as training:
         training.save(0, make_state(6))
         done.append(same(training.load(0, make_state(0)), 6))
+        done.append(training.latest is not None)
+    (path / "run" / "0" / "commit_success.txt").unlink()
+    with ocp_v1.training.Checkpointer(path / "run", context=context) as training:
+        done.append(training.latest is None)
     return done
 """
 )
@@ -119,28 +123,7 @@ def test_a_checkpoint_manager_of_two_processes(place):
         assert f"{step}/default/model.safetensors" in names
 
 
-def test_v1_of_one_process(place):
+def test_v1_and_steps_without_their_commit_file(place):
     done = run_processes(V1, processes=1, devices=4, root=place.url, atomicity=atomicity(place))
-    assert done == [[True] * 4]
+    assert done == [[True] * 6]
     assert "saved/commit_success.txt" in place.names()
-
-
-def test_a_step_without_its_commit_file_does_not_count(place):
-    run_processes(MANAGER, processes=1, devices=1, root=place.url, atomicity=atomicity(place))
-    place.delete("3/commit_success.txt")
-    source = (
-        PRELUDE
-        + """
-def main(root, atomicity):
-    options = ocp.CheckpointManagerOptions(
-        atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode(atomicity))
-    )
-    registry = osl.handler_registry("default")
-    with ocp.CheckpointManager(
-        epath.Path(root), options=options, handler_registry=registry
-    ) as manager:
-        return list(manager.all_steps())
-"""
-    )
-    done = run_processes(source, processes=1, devices=1, root=place.url, atomicity=atomicity(place))
-    assert done == [[2]]

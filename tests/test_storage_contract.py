@@ -292,7 +292,7 @@ def pieces(data, step, order):
 
 @on_writable
 @pytest.mark.parametrize("order", ["forwards", "backwards", "mixed"])
-@pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 21 * MIB + 17])
+@pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 11 * MIB + 17])
 def test_a_file_is_written_in_any_order(place, small_parts, size, order):
     data = (DATA * 8)[:size]
     storage, folder = opened(place)
@@ -438,7 +438,7 @@ def test_neither_threads_nor_descriptors_are_left(place):
     use()  # what lives as long as the process does
     threads = threading.active_count()
     descriptors = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
+    for _ in range(3):
         use()
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 8

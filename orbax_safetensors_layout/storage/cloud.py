@@ -133,7 +133,7 @@ class CloudStorage:
         self, file: str, seen: _Seen, offset: int, total: int, buffers: Sequence[Buffer]
     ) -> None:
         options: Any = {"range": (offset, offset + total)}
-        if seen.tag:
+        if seen.tag and not seen.tag.startswith("W/"):  # a weak one never matches (RFC 9110, 13.1)
             options["if_match"] = seen.tag
         try:
             result = obstore.get(self._client(), self._key(file), options=options)
