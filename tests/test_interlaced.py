@@ -140,3 +140,67 @@ def test_shards_that_are_computed_one_by_one_read_their_tensor_once(tmp_path, sp
         found = osl.load(path, tree, mapping=mapping)
     assert_same_bits(np.asarray(found["leaf"]), value)
     assert sum(b - a for _, a, b in storage.tensor_ranges()) <= 1.05 * tensor.nbytes
+
+
+FILLED = {
+    "rows": (
+        osl.tensor("t").pad(0, 0, 24, 7),
+        lambda t: np.pad(t, ((0, 24), (0, 0)), constant_values=7),
+    ),
+    "both": (osl.tensor("t").pad(1, 8, 8), lambda t: np.pad(t, ((0, 0), (8, 8)))),
+    "cast": (
+        osl.tensor("t").cast("int32").pad(0, 24, 0, -1),
+        lambda t: np.pad(t.astype(np.int32), ((24, 0), (0, 0)), constant_values=-1),
+    ),
+    "joined": (
+        osl.concat([osl.fill((8, 16), 3, "float32"), osl.tensor("t").transpose()], 0),
+        lambda t: np.concatenate([np.full((8, 16), 3, np.float32), t.T]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P("x", "y")], ids=str)
+@pytest.mark.parametrize("case", FILLED)
+@pytest.mark.parametrize("on", ["cpu", "mmap", "accelerator"])
+def test_filled_leaves(tmp_path, monkeypatch, case, spec, on):
+    tensor = (np.arange(16 * 16) % 97).astype(np.float32).reshape(16, 16)
+    path = save(tmp_path, {"t": tensor})
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    expr, reference = FILLED[case]
+    if on == "accelerator":
+        Accelerator(monkeypatch)
+    value = reference(tensor)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    tree = abstract({"leaf": value}, mesh, spec)
+    mapping = osl.Mapping([osl.rule("leaf", expr)])
+    # So small that tiles are taken apart, and nothing at all is read for some.
+    small = {"memory_budget_bytes": 512, "latency_seconds": {"local": 0.0}}
+    options = osl.ReadOptions(mmap=on == "mmap", **small if on == "accelerator" else {})
+    with recording() as storage:
+        found = osl.load(path, tree, mapping=mapping, options=options)
+    assert_same_bits(np.asarray(found["leaf"]), value)
+    assert sum(b - a for _, a, b in storage.tensor_ranges()) <= tensor.nbytes
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert_same_bits(osl.load(path, mapping=mapping)["leaf"], value)
+
+
+def test_gate_and_up_of_mxfp4_read_their_blocks_once(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "blocks": rng.integers(0, 256, (2, 1024, 8, 16), np.uint8),
+        "scales": rng.integers(120, 134, (2, 1024, 8), np.uint8),
+    }
+    path = save(tmp_path, tensors)
+    decoded = osl.dequantize_mxfp4(osl.tensor("blocks"), osl.tensor("scales"), dtype="float32")
+    whole = osl.load(path, mapping=osl.Mapping([osl.rule("all", decoded)]))["all"]
+    mapping = osl.Mapping(
+        [osl.rule(n, decoded.slice(1, i, None, 2)) for i, n in enumerate(("gate", "up"))]
+    )
+    leaves = {"gate": whole[:, ::2], "up": whole[:, 1::2]}
+    tree = abstract(leaves, Mesh(np.array(jax.devices()), ("x",)), P(None, "x"))
+    with recording() as storage:
+        found = osl.load(path, tree, mapping=mapping)
+    for name, value in leaves.items():
+        assert_same_bits(np.asarray(found[name]), value)
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(b - a for _, a, b in storage.tensor_ranges()) <= 1.05 * stored

@@ -254,3 +254,13 @@ def test_everything_wrong_in_one_error(path, tensors):
     assert f"{HEADS + 1}" in text
     assert "layers.nrom" in text
     assert "model.norm.weight" in text
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_pieces_that_cross_one_another(tmp_path, step):
+    """Both axes of the leaf walk along one of the tensor: a Hankel, or a Toeplitz matrix."""
+    tensor = np.arange(4, dtype=np.float32)
+    path = save(tmp_path, {"t": tensor})
+    rows = [0, 1, 1, 2, 2, 3] if step > 0 else [1, 0, 2, 1, 3, 2]
+    mapping = osl.Mapping([osl.rule("leaf", osl.tensor("t").take(0, rows).reshape(3, 2))])
+    assert_same_bits(osl.load(path, mapping=mapping)["leaf"], tensor[rows].reshape(3, 2))
