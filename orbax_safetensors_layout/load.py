@@ -265,9 +265,10 @@ def _read_tree(
 def _plan(
     catalog: Catalog, leaves: Sequence[LeafRead], options: ReadOptions, *, adopt: bool
 ) -> ReadPlan:
+    total_bytes = sum(leaf.needed_bytes for leaf in leaves)
     return plan_reads(
         leaves,
-        profile=options.profile(catalog.storage.kind),
+        profile=options.profile(catalog.storage.kind, total_bytes),
         memory_budget_bytes=options.memory_budget_bytes,
         adopt=adopt,
     )

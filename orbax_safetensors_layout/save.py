@@ -364,6 +364,8 @@ class PreparedSave:
                 storage,
                 pieces,
                 memory_budget_bytes=self._budget_bytes,
+                progress=progress,
+                check=functools.partial(group.check, _GATHERING),
             )
         if not self.plan.exchanges:
             return WriteStats()

@@ -9,15 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from object_server import BUCKET, ObjectServer, configured, object_server
+from read_only_servers import ReadOnlyServer, read_only_server
 
-BACKENDS = ("local", "s3", "gs")
-REMOTE = tuple(kind for kind in BACKENDS if kind != "local")
+REMOTE = ("s3", "gs")
+READ_ONLY = ("hf", "https")
+BACKENDS = ("local", *REMOTE, *READ_ONLY)
+WRITABLE = tuple(kind for kind in BACKENDS if kind not in READ_ONLY)
+LISTING = tuple(kind for kind in BACKENDS if kind != "https")
 
 
 class Place(Protocol):
@@ -75,6 +80,39 @@ class LocalPlace:
         return sorted(path.relative_to(self._folder).as_posix() for path in found)
 
 
+class WebPlace(LocalPlace):
+    """A folder of a web server."""
+
+    def __init__(self, server: ReadOnlyServer) -> None:
+        name = uuid.uuid4().hex
+        super().__init__(server.folder / name)
+        (server.folder / name).mkdir()
+        self.url = f"{server.url}/files/{name}"
+
+
+class HubPlace(LocalPlace):
+    """A repository of the hub; every change is a commit."""
+
+    def __init__(self, server: ReadOnlyServer) -> None:
+        name = uuid.uuid4().hex
+        super().__init__(server.folder / name / "0")
+        self._folder.mkdir(parents=True)
+        self.url = f"hf://org/{name}"
+
+    def put(self, name: str, data: bytes) -> None:
+        self._commit()
+        super().put(name, data)
+
+    def delete(self, name: str) -> None:
+        self._commit()
+        super().delete(name)
+
+    def _commit(self) -> None:
+        before = self._folder
+        self._folder = before.with_name(str(int(before.name) + 1))
+        shutil.copytree(before, self._folder, copy_function=os.link)
+
+
 class BucketPlace:
     """A prefix in the bucket of a server."""
 
@@ -99,17 +137,24 @@ class BucketPlace:
 
 
 @contextlib.contextmanager
-def running(kind: str) -> Iterator[ObjectServer | None]:
+def running(kind: str) -> Iterator[ObjectServer | ReadOnlyServer | None]:
     """What a backend needs for a test session; one for all places."""
     if kind == "local":
         yield None
+        return
+    if kind in READ_ONLY:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            read_only_server(kind, Path(folder)) as server,
+        ):
+            yield server
         return
     with object_server(kind) as server, configured(server):
         yield server
 
 
 @contextlib.contextmanager
-def place(server: ObjectServer | None, folder: Path) -> Iterator[Place]:
+def place(server: ObjectServer | ReadOnlyServer | None, folder: Path) -> Iterator[Place]:
     """A fresh place.
 
     Args:
@@ -119,6 +164,9 @@ def place(server: ObjectServer | None, folder: Path) -> Iterator[Place]:
     if server is None:
         yield LocalPlace(folder)
         shutil.rmtree(folder)
+        return
+    if isinstance(server, ReadOnlyServer):
+        yield HubPlace(server) if server.kind == "hf" else WebPlace(server)
         return
     server.fail()
     server.take_log()

@@ -43,6 +43,8 @@ def remote(place):
 
 
 on_servers = pytest.mark.parametrize("server", backends.REMOTE, indirect=True)
+on_writable = pytest.mark.parametrize("server", backends.WRITABLE, indirect=True)
+on_listing = pytest.mark.parametrize("server", backends.LISTING, indirect=True)
 
 
 def opened(place, **policy):
@@ -91,6 +93,7 @@ def test_a_missing_file(place):
             assert caught.value.file == file
 
 
+@on_listing
 def test_listing_and_looking(place):
     for name in ("b", "a", "folder/c", "folder/deep/d", "folder2/e", "with space"):
         place.put(name, name.encode())
@@ -107,6 +110,7 @@ def test_listing_and_looking(place):
         assert storage.size(join(folder, "with space")) == len("with space")
 
 
+@on_listing
 def test_a_listing_of_many_files_is_complete(place):
     names = [f"f{number:04}" for number in range(60)]
     for name in names:
@@ -286,6 +290,7 @@ def pieces(data, step, order):
     return [(start, data[start : start + step]) for start in starts]
 
 
+@on_writable
 @pytest.mark.parametrize("order", ["forwards", "backwards", "mixed"])
 @pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 11 * MIB + 17])
 def test_a_file_is_written_in_any_order(place, small_parts, size, order):
@@ -302,6 +307,7 @@ def test_a_file_is_written_in_any_order(place, small_parts, size, order):
         assert storage.size(join(folder, "f")) == size
 
 
+@on_writable
 @pytest.mark.parametrize("threads", [2, 9])
 def test_a_file_is_written_by_many_threads(place, small_parts, threads):
     data = DATA * 6
@@ -318,6 +324,7 @@ def test_a_file_is_written_by_many_threads(place, small_parts, threads):
     assert place.get("f") == data
 
 
+@on_writable
 def test_a_new_file_replaces_the_old_one_at_once(place, small_parts):
     place.put("f", b"old")
     data = DATA * 3
@@ -334,6 +341,7 @@ def test_a_new_file_replaces_the_old_one_at_once(place, small_parts):
             assert storage.size(file) == len(data)
 
 
+@on_writable
 @pytest.mark.parametrize("order", ["forwards", "backwards"])
 def test_an_aborted_file_leaves_nothing(place, small_parts, order):
     data = DATA * 6
@@ -352,6 +360,7 @@ def test_an_aborted_file_leaves_nothing(place, small_parts, order):
         assert place.server.uploads() == 0
 
 
+@on_writable
 def test_aborting_a_finished_file_does_nothing(place):
     storage, folder = opened(place)
     with storage:
@@ -400,6 +409,7 @@ def test_an_upload_that_fails_is_one_clear_error_and_leaves_nothing(remote, smal
     assert remote.server.uploads() == 0
 
 
+@on_writable
 def test_folders_are_made_and_removed(place):
     for name in ("folder/a", "folder/deep/b", "folder2/c", "folderless"):
         place.put(name, b"x")

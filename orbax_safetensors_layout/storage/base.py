@@ -8,12 +8,19 @@ from typing import Protocol, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from orbax_safetensors_layout.options import KIB
+
 Buffer: TypeAlias = memoryview
 """A writable, contiguous memoryview of bytes."""
 
 Source: TypeAlias = "memoryview | npt.NDArray[np.uint8]"
 """Contiguous bytes to be written: what has the buffer protocol and `nbytes`."""
 
+
+FIRST_READ_BYTES = 256 * KIB
+"""What a reader asks of a file first. It holds the header of about 2,000 tensors; at 100 MB/s it
+costs less than one more request does. A storage that must ask for a file's size fetches as much
+along with it."""
 
 Rank: TypeAlias = "Callable[[str], int | None]"
 """When the file of a name appears, among those of a checkpoint; None for others."""
@@ -92,11 +99,13 @@ class Storage(Protocol):
 
     Attributes:
         kind: The storage class, a key of `options.PROFILES`.
+        lists: Whether `list` gives all files of a folder; otherwise only such as are well known.
         appends: Whether a new file grows from its first byte to its last, so that bytes which come
             before their turn have to wait somewhere.
     """
 
     kind: str
+    lists: bool
     appends: bool
 
     def size(self, file: str) -> int:

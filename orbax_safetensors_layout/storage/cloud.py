@@ -69,6 +69,7 @@ class CloudStorage:
 
     Attributes:
         kind: `"gs"`, `"s3"` or `"az"`.
+        lists: True.
         appends: True.
 
     Args:
@@ -77,6 +78,7 @@ class CloudStorage:
         retries: How long requests are tried.
     """
 
+    lists = True
     appends = True
 
     def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:

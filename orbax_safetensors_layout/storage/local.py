@@ -91,10 +91,12 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
+        lists: True.
         appends: False.
     """
 
     kind = "local"
+    lists = True
     appends = False
 
     def __init__(self) -> None:

@@ -9,9 +9,12 @@ from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.web import WebStorage
 
 CLOUDS = ("gs", "s3", "az")
 """Schemes of object stores."""
+
+_SCHEMES = ("file", *CLOUDS, "hf", "https")
 
 
 def open_storage(
@@ -24,35 +27,39 @@ def open_storage(
         retries: How long requests to a remote storage are tried; None is the default.
 
     Raises:
-        StorageError: No storage of this package serves the path's scheme.
+        StorageError: The path is malformed, a library that it needs is not installed, or no
+            storage of this package serves its scheme.
     """
     text = os.fsdecode(path)
     scheme, separator, rest = text.partition("://")
     if scheme in CLOUDS and separator:
         return _open_cloud(scheme, rest, retries)
     if not separator:
-        _check_not_mangled(text)
+        _check_no_lost_slash(text)
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
         return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
+    if scheme == "hf":
+        return _open_hub(text, retries), text
+    if scheme in ("http", "https"):
+        web = WebStorage(text, retries)
+        return web, web.path
     raise StorageError(
         f"can not open a {scheme}:// path",
         file=text,
-        expected="a local path, or a URL of file:// or " + ", ".join(f"{c}://" for c in CLOUDS),
+        expected=f"a local path, or a URL of {', '.join(f'{known}://' for known in _SCHEMES)}",
         found=f"{scheme}://",
         hint="Copy the checkpoint to a local disk first, or mount the bucket.",
     )
 
 
-def _check_not_mangled(text: str) -> None:
-    """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
-    scheme, _, rest = text.partition(":/")
-    if scheme in (*CLOUDS, "file") and rest and not os.path.lexists(text):
+def _check_no_lost_slash(text: str) -> None:
+    scheme, separator, _ = text.partition(":/")
+    if separator and scheme in (*_SCHEMES, "http") and not os.path.lexists(text):
         raise StorageError(
-            "the path is a URL that lost a slash",
+            "the path lacks a slash, which `pathlib.Path` takes away from URLs",
             file=text,
-            expected=f"{scheme}://{rest}",
-            hint="`pathlib.Path` takes it off: pass a string, or an `epath.Path`.",
+            hint="Give it as a string, or as an `etils.epath.Path`.",
         )
 
 
@@ -71,3 +78,16 @@ def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[St
         raise StorageError("the path names no bucket", file=f"{scheme}://{rest}")
     path = "/".join(part for part in key.split("/") if part)
     return CloudStorage(scheme, bucket, retries=retries), f"{scheme}://{bucket}/{path}"
+
+
+def _open_hub(path: str, retries: RetryPolicy | None) -> Storage:
+    try:
+        from orbax_safetensors_layout.storage.hub import HubStorage  # needs an extra
+    except ImportError as error:
+        raise StorageError(
+            "hf:// paths need the package `huggingface_hub`",
+            file=path,
+            found=error,
+            hint="pip install 'orbax-safetensors-layout[hf]'",
+        ) from error
+    return HubStorage(path, retries)
