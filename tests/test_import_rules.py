@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save tree saved_tree structure placements recorded prng wants origins filling",
-        "convert consolidate inspection forecast forecast_tree",
+        "convert consolidate inspection forecast forecast_tree comparison verify",
         "adapters",
         "cli __main__",
     )
@@ -57,6 +57,7 @@ MAY_IMPORT_JAX = (
     "convert",
     "consolidate",
     "forecast_tree",
+    "comparison",
     "adapters",
 )
 MAY_IMPORT_ORBAX = ("adapters",)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
 from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
 from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
 from orbax_safetensors_layout.forecast import Forecast, forecast
@@ -55,12 +54,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         " the outermost dimension that the most devices divide. May be repeated; the first that"
         " matches counts. A file has one a line. Default: '.*' = auto",
     )
-    parser.add_argument(
-        "--family",
-        metavar="NAME[:TARGET]",
-        help="load through a ready mapping of osl.families, as 'llama:maxtext', or"
-        " 'mapping:maxtext' to go by the checkpoint's config.json",
-    )
+    add_mapping(parser, "load through this")
     parser.add_argument(
         "--abstract",
         metavar="MODULE:FUNCTION",
@@ -129,20 +123,18 @@ def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
 def _forecast(parsed: argparse.Namespace) -> Forecast:
     if parsed.path is None:
         raise UsageError("name the checkpoint: plan PATH --mesh ...")
-    if parsed.family and parsed.abstract:
-        raise UsageError("--family and --abstract exclude each other")
+    if parsed.mapping and parsed.abstract:
+        raise UsageError("--mapping and --abstract exclude each other")
     with Catalog.open(parsed.path) as catalog:
         options = _options(parsed, catalog.storage.kind)
         in_pieces = catalog.pieces is not None
     rules = _rules(parsed.spec)
-    if not (parsed.family or parsed.abstract or in_pieces):
+    if not (parsed.mapping or parsed.abstract or in_pieces):
         return forecast(parsed.path, _grid(parsed, parsed.mesh), rules, options=options)
     from orbax_safetensors_layout.forecast_tree import forecast_tree, mesh_of
 
-    abstract = None if parsed.abstract is None else _called(parsed.abstract)
-    mapping = None
-    if parsed.family:
-        mapping = _family(parsed.family, parsed.path)
+    abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
+    mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)
     return forecast_tree(
         parsed.path,
         _grid(parsed, parsed.mesh or mesh_of(abstract)),
@@ -183,28 +175,6 @@ def _rules(texts: Sequence[str] | None) -> tuple[ShardingRule, ...]:
     return tuple(rules)
 
 
-def _called(text: str) -> Any:
-    """What `module:function` returns; modules of the working folder count."""
-    module, separator, name = text.partition(":")
-    if not (module and separator and name):
-        raise UsageError(f"{text!r} is no MODULE:FUNCTION")
-    sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)()
-    except AttributeError as error:
-        raise UsageError(f"{text!r}: {error}") from error
-
-
-def _family(text: str, path: str) -> Any:
-    from orbax_safetensors_layout.mapping import families
-
-    name, _, target = text.partition(":")
-    if name not in families.__all__ or not name.islower():
-        names = ", ".join(known for known in families.__all__ if known.islower())
-        raise UsageError(f"there is no family {name!r}; there are {names}")
-    return getattr(families, name)(path, target=target or "plain")
-
-
 VERB = Verb(
     name="plan",
     help="what a load will cost every host of a cluster",
@@ -218,7 +188,7 @@ VERB = Verb(
         "plan Llama-3.1-405B --mesh fsdp=256 --hosts 64 --compare '--mesh fsdp=64,tensor=4'",
         "plan DeepSeek-V3 --mesh fsdp=1024 --hosts 256 --latency 30ms --bandwidth 1GB/s --plot"
         " reads.png",
-        "plan Llama-3.1-8B --mesh fsdp=16 --hosts 4 --family llama:maxtext",
+        "plan Llama-3.1-8B --mesh fsdp=16 --hosts 4 --mapping llama:maxtext",
     ),
     add_arguments=_add_arguments,
     run=_run,
