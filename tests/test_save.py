@@ -236,9 +236,7 @@ def test_a_flat_dict_of_names_gives_the_files_of_hugging_face(tmp_path):
     assert files == [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     for file in files:
         with safetensors.safe_open(tmp_path / file, "np") as opened:
-            metadata = opened.metadata()
-    assert len(metadata.pop("orbax_safetensors_layout.save")) == 32
-    assert metadata == {"format": "pt", "who": "me"}
+            assert opened.metadata() == {"format": "pt", "who": "me"}
     assert {file.name for file in tmp_path.iterdir()} == {
         *files,
         "model.safetensors.index.json",
@@ -628,7 +626,9 @@ def test_a_layout_replaces_the_other(tmp_path, overwrite):
 def test_metadata_is_in_every_file_of_layout_sharded(tmp_path):
     osl.save(tmp_path, {"t": VALUE}, options=quick(layout="sharded", metadata={"who": "me"}))
     with safetensors.safe_open(tmp_path / "shard-00001-of-00001.safetensors", "np") as opened:
-        assert opened.metadata() == {"format": "pt", "who": "me"}
+        metadata = opened.metadata()
+    assert len(metadata.pop("orbax_safetensors_layout.save")) == 32
+    assert metadata == {"format": "pt", "who": "me"}
 
 
 # What can not be saved is said before anything is written.
