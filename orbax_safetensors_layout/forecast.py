@@ -6,11 +6,12 @@ one tensor a leaf.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
 
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.quantization import find_quantization
@@ -21,7 +22,7 @@ from orbax_safetensors_layout.plan.fleet import Fleet, plan_fleet
 from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind
 from orbax_safetensors_layout.plan.fleet_writes import plan_fleet_writes
 from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
-from orbax_safetensors_layout.plan.sharding_rules import Misfit, ShardingRule, ShardingRules
+from orbax_safetensors_layout.plan.sharding_rules import Misfit, Placed, ShardingRule, ShardingRules
 
 
 class LeafCost(NamedTuple):
@@ -56,6 +57,13 @@ class RuleUse(NamedTuple):
 
     rule: ShardingRule | None
     leaves: int
+
+    @classmethod
+    def tally(cls, rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> tuple[Self, ...]:
+        """The use of all rules."""
+        uses = collections.Counter(placing.rule for placing in placed)
+        numbers = [*range(len(rules)), *([None] if None in uses else [])]
+        return tuple(cls(None if n is None else rules[n], uses[n]) for n in numbers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,8 +168,6 @@ def forecast(
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
     )
-    used = [placing.rule for placing in placed.values()]
-    numbers = [*range(len(rules)), *([None] if None in used else [])]
     return Forecast(
         path=place,
         grid=grid,
@@ -177,7 +183,7 @@ def forecast(
         device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in fleet.kinds),
         largest=_largest(fleet.kinds),
         leaf_costs=_leaf_costs(fleet),
-        rules=tuple(RuleUse(None if n is None else rules[n], used.count(n)) for n in numbers),
+        rules=RuleUse.tally(rules, placed.values()),
         misfits=tuple(placing.misfit for placing in placed.values() if placing.misfit),
         fleet=fleet,
     )

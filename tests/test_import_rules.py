@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save tree saved_tree structure placements recorded prng wants origins filling",
-        "convert consolidate inspection forecast forecast_tree comparison verify",
+        "convert consolidate inspection forecast forecast_tree comparison report soundness verify",
         "adapters",
         "cli __main__",
     )
