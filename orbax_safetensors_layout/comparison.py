@@ -20,7 +20,7 @@ from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.transfer.gather import row_blocks
 from orbax_safetensors_layout.transfer.read import read_leaves
 from orbax_safetensors_layout.tree import Want
-from orbax_safetensors_layout.wants import Cast, from_pieces
+from orbax_safetensors_layout.wants import Fidelity, from_pieces
 
 _BLOCK_BYTES = 32 * MIB
 _BLOCKS_IN_BUDGET = 4  # one of either side, and as much to read it with
@@ -161,7 +161,7 @@ class Values:
             local = LocalBoxes((box,), (False,))
             plans.append(self._stored(origin.plan(name, local, origin.dtype)))
             wants.append(Want(name, None, None, origin.dtype, None, None))
-        filling = Filling(wants, plans, [Cast.ROUND] * len(wants))
+        filling = Filling(wants, plans, [Fidelity.ROUND] * len(wants))
         reads = plan_reads(
             filling.reads,
             profile=self._options.profile(self._catalog.storage.kind),
@@ -173,7 +173,7 @@ class Values:
         return [np.asarray(value) for value in filling.values()]
 
     def _stored(self, plan: LeafPlan) -> LeafPlan:
-        if plan.read is None:
+        if plan.read is None or not isinstance(self.origins[plan.name], Plain):
             return plan
         (read,) = from_pieces(self._catalog, [plan.read])
         return plan._replace(read=read)

@@ -19,7 +19,7 @@ from orbax_safetensors_layout.transfer.assemble import Assembler
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.casting import Subject, cast, python_scalar
 from orbax_safetensors_layout.tree import Want
-from orbax_safetensors_layout.wants import Cast
+from orbax_safetensors_layout.wants import Fidelity
 
 Wait = Callable[[], object]
 
@@ -42,7 +42,7 @@ class Filling:
     """
 
     def __init__(
-        self, wants: Sequence[Want], plans: Sequence[LeafPlan], casts: Sequence[Cast]
+        self, wants: Sequence[Want], plans: Sequence[LeafPlan], casts: Sequence[Fidelity]
     ) -> None:
         self._wants = wants
         self._plans = plans
@@ -133,9 +133,9 @@ class Filling:
         plan, kind = self._plans[number], self._casts[number]
         if values.dtype == plan.dtype:
             return values
-        if kind is Cast.RAW:
+        if kind is Fidelity.RAW:
             return values.view(plan.dtype)
-        return cast(values, plan.dtype, exact=kind is Cast.EXACT, subject=_subject(plan))
+        return cast(values, plan.dtype, exact=kind is Fidelity.EXACT, subject=_subject(plan))
 
     def _fill(self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> Wait | None:
         want, plan = self._wants[number], self._plans[number]

@@ -233,14 +233,9 @@ def _leaf_costs(fleet: Fleet) -> tuple[LeafCost, ...]:
     for kind in fleet.kinds:
         found = [(0, 0, 0)]
         for shape in kind.shapes:
-            reads = [region.read for region in shape.regions]
-            found.append(
-                (
-                    sum(read.storage_bytes() for read in reads),
-                    sum(read.storage_requests(fleet.profile) for read in reads),
-                    sum(read.runs.total_bytes for read in reads),
-                )
-            )
+            costs = [fetch.cost(fleet.profile) for fetch in shape.fetches]
+            needed = sum(r.read.runs.total_bytes for f in shape.fetches for r in f.regions)
+            found.append((sum(n for n, _ in costs), sum(n for _, n in costs), needed))
         worst.append(max(found))
     return tuple(
         LeafCost(

@@ -97,7 +97,7 @@ def load(
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
+    with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
@@ -166,7 +166,7 @@ def plan_load(
         ValueError: There is no process of that index.
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
+    with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:

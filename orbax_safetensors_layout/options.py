@@ -60,6 +60,24 @@ class StorageProfile:
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
 
 
+_WEB = StorageProfile(
+    latency_seconds=0.03,
+    bandwidth_bytes_per_second=50 * MIB,
+    request_bytes=8 * MIB,
+    staging_bytes=8 * MIB,
+    concurrency=32,
+)
+
+# One stream brings 85 to 90 MB/s from S3, after 0.1 to 0.2 s for a small object (Amazon's "Best
+# practices design patterns: optimizing Amazon S3 performance"), so about 32 fill 25 Gbit/s.
+_OBJECT_STORE = StorageProfile(
+    latency_seconds=0.05,
+    bandwidth_bytes_per_second=85e6,
+    request_bytes=16 * MIB,
+    staging_bytes=8 * MIB,
+    concurrency=32,
+)
+
 PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
     {
         # 2.4 GiB/s: one cold virtio disk; a page-cached file is five times faster.
@@ -71,8 +89,53 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
             # Copies out of the page cache need a thread a core, disks a few requests in flight.
             concurrency=min(32, max(4, 2 * (os.cpu_count() or 1))),
         ),
+        # docs/storage.md says where these come from: the clouds' own guides.
+        "gs": _OBJECT_STORE,
+        "s3": _OBJECT_STORE,
+        "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
+        # A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream.
+        "hf": _WEB,
+        "https": _WEB,
     }
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long a request to a remote storage is tried again when it fails in passing.
+
+    In passing means: time-out, connection reset, HTTP status 408, 429 or 5xx, a body that ends too
+    soon. Pauses grow from `base_seconds`, doubling, up to `max_seconds`, and are longer where the
+    server asks for it (`Retry-After`).
+
+    Attributes:
+        attempts: The most tries of one request, the first included; 1 never tries again.
+        total_seconds: After this time, counted from the first try, no other is begun.
+        attempt_seconds: How long one try may take.
+        base_seconds: The longest first pause.
+        max_seconds: The longest pause.
+        jitter: Which share of a pause is random, 0 to 1, so that many hosts do not come back at
+            the same moment.
+    """
+
+    attempts: int = 10
+    total_seconds: float = 180.0
+    attempt_seconds: float = 60.0
+    base_seconds: float = 0.1
+    max_seconds: float = 15.0
+    jitter: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.attempts is None:
+            raise ValueError("RetryPolicy.attempts must be a positive integer, got None.")
+        _check_counts(self, ("attempts",))
+        for name in ("total_seconds", "attempt_seconds", "base_seconds", "max_seconds"):
+            seconds: Any = getattr(self, name)
+            is_number = type(seconds) in (int, float) and 0 <= seconds < math.inf
+            if not is_number or (name == "attempt_seconds" and not seconds):
+                raise ValueError(f"RetryPolicy.{name} is {seconds!r}; a number of seconds.")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"RetryPolicy.jitter is {self.jitter!r}; a number from 0 to 1.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +157,7 @@ class ReadOptions:
         strict: Refuse a checkpoint that has tensors which the abstract tree does not name.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
+        retries: How long requests to a remote storage are tried.
     """
 
     memory_budget_bytes: int = 2 * GIB
@@ -104,6 +168,7 @@ class ReadOptions:
     mmap: bool = False
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False
+    retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
         _check_counts(self, ("memory_budget_bytes", "concurrency", "request_bytes"))
@@ -169,6 +234,7 @@ class WriteOptions:
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
         timeout_seconds: How long a process waits for the others at each step of a save.
+        retries: How long requests to a remote storage are tried.
     """
 
     layout: Literal["hf", "sharded"] = "hf"
@@ -182,6 +248,7 @@ class WriteOptions:
     digests: bool = False
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 1800.0
+    retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
         if self.layout not in ("hf", "sharded"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.box import Box, tile
 from orbax_safetensors_layout.mapping.binding import BoundMapping
 from orbax_safetensors_layout.mapping.bound import Bound
@@ -198,4 +199,33 @@ def bind(
     """
     entries = catalog.entries(mapping.needs(catalog.names, leaves))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
-    return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+    if catalog.pieces is None:
+        return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+    stored = _StoredEntries(entries, catalog.pieces)
+    return mapping.bind(Facts(shapes, catalog.names, stored.pieces), leaves), stored
+
+
+class _StoredEntries(dict[str, TensorEntry]):
+    """Tensors that are stored in pieces, and each piece, found in its file when it is asked for.
+
+    Args:
+        entries: The tensors, as if they stood in one place.
+        catalog: Where their pieces are.
+
+    Attributes:
+        pieces: Of each tensor the boxes that it is stored in, with a name for each.
+    """
+
+    def __init__(self, entries: Dict[str, TensorEntry], catalog: PieceCatalog) -> None:
+        super().__init__(entries)
+        self._catalog = catalog
+        self.pieces = {name: [(b, f"{name} {b}") for b in catalog.boxes(name)] for name in entries}
+        self._places = {
+            place: (name, box) for name, some in self.pieces.items() for box, place in some
+        }
+
+    def __missing__(self, place: str) -> TensorEntry:
+        name, box = self._places[place]
+        ((_, entry),) = self._catalog.find({name: (box,)})[name]
+        self[place] = entry
+        return entry

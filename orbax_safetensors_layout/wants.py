@@ -12,7 +12,6 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
-    MappingError,
     MismatchError,
     ShapeMismatchError,
     UnexpectedTensorError,
@@ -37,8 +36,8 @@ from orbax_safetensors_layout.tree import Want, WantedTree
 _MAX_RANK = 64  # numpy's
 
 
-class Cast(enum.Enum):
-    """What becomes of a value whose dtype is not the file's."""
+class Fidelity(enum.Enum):
+    """What a cast of a value whose dtype is not the file's has to keep."""
 
     ROUND = "round"  # the caller asked for it
     EXACT = "exact"  # JAX imposes it: every value must survive
@@ -55,7 +54,7 @@ class _Fit(NamedTuple):
     """
 
     dtype: np.dtype
-    cast: Cast
+    cast: Fidelity
     local: LocalBoxes
 
 
@@ -109,7 +108,7 @@ def leaf_plans(
     mapping: Mapping | None,
     strict: bool,
     devices: bool,
-) -> tuple[list[LeafPlan], list[Cast]]:
+) -> tuple[list[LeafPlan], list[Fidelity]]:
     """How the leaves of a wanted tree are read, and for each what a cast has to keep.
 
     Args:
@@ -122,6 +121,8 @@ def leaf_plans(
         devices: Refuse shardings without devices.
     """
     wants = [want for want in tree.wants if want is not None]
+    if catalog.pieces is not None:
+        catalog.pieces.prefer(shards.process_index)
     if mapping is None:
         names, origins = _plain_origins(catalog, wants)
         if strict:
@@ -130,7 +131,7 @@ def leaf_plans(
         names, origins = _mapped_origins(catalog, mapping, tree)
     problems: list[MismatchError] = []
     plans: list[LeafPlan] = []
-    casts: list[Cast] = []
+    casts: list[Fidelity] = []
     fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
     for want, name, origin in zip(wants, names, origins, strict=True):
         shape, stored = origin.shape, origin.dtype
@@ -145,7 +146,13 @@ def leaf_plans(
                 dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
                 if not is_raw:
                     check_castable(stored, dtype)
-                cast = Cast.RAW if is_raw else Cast.ROUND if dtype == wanted else Cast.EXACT
+                cast = (
+                    Fidelity.RAW
+                    if is_raw
+                    else Fidelity.ROUND
+                    if dtype == wanted
+                    else Fidelity.EXACT
+                )
                 fit = fits[key] = _Fit(dtype, cast, _local_boxes(want, shape, shards))
             except MismatchError as problem:
                 problem.file, problem.tensor = origin.file, want.name
@@ -155,8 +162,7 @@ def leaf_plans(
         casts.append(fit.cast)
     if problems:
         _raise_all(problems)
-    if catalog.pieces is not None:
-        catalog.pieces.prefer(shards.process_index)
+    if mapping is None:
         found = from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
     return plans, casts
@@ -171,12 +177,6 @@ def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], 
 def _mapped_origins(
     catalog: Catalog, mapping: Mapping, tree: WantedTree
 ) -> tuple[list[str], list[Origin]]:
-    if catalog.pieces is not None:
-        raise MappingError(
-            "a checkpoint that is stored in pieces is loaded without a mapping",
-            file=catalog.path,
-            hint="Put it together with `osl.consolidate` first.",
-        )
     wants = [want for want in tree.wants if want is not None]
     names = [want.unboxed or want.name for want in wants]
     shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}

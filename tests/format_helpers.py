@@ -53,6 +53,7 @@ class MemoryStorage:
     """Files of a dict of path to bytes. Records reads, size queries and listings."""
 
     kind = "local"
+    lists = True
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)

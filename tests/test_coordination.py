@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -281,6 +282,36 @@ def test_a_missing_leader_is_named():
         assert isinstance(error.__cause__, TimeoutError)
 
 
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
+    """As by Ctrl-C: the process has said already that its step went well."""
+    waiting = threading.Event()
+
+    def work(group):
+        if group.process_index == interrupted:
+            name = "list" if group.is_leader else "get"
+            group._store = copy.copy(store)
+            setattr(group._store, name, interrupt)
+        else:
+            assert waiting.wait(PROMPT_SECONDS)
+        group.meet("a step")
+        group.meet("the next step")
+
+    def interrupt(*_):
+        waiting.set()
+        raise KeyboardInterrupt("enough")
+
+    started = time.monotonic()
+    errors = together(store, 3, work, name=f"interrupt {interrupted}")
+    assert time.monotonic() - started < PROMPT_SECONDS
+    for process, error in enumerate(errors):
+        if process == interrupted:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, osl.PeerError)
+            assert "enough" in str(error)
+
+
 def test_a_lost_store_is_an_error_and_hides_no_other(store):
     def broken(key, value):
         raise ConnectionError("the coordinator is gone")
@@ -307,11 +338,11 @@ def test_keys_are_cleaned_up(store):
             most = max(most, len(store.values))
 
     count = 3
-    for number in range(40):
+    for number in range(100):
         together(store, count, work if number == 0 else lambda g: [g.meet(str(i)) for i in (0, 1)],
                  name=f"operation {number}")  # fmt: skip
     assert most <= 3 * (count + 1) + count
-    assert len(store.values) <= 10 * 2 * (count + 1)
+    assert len(store.values) <= 66 * 2 * (count + 1)
     assert not [key for key in store.values if "operation 0" in key]
 
 
@@ -393,4 +424,13 @@ def test_names_are_part_of_keys_whatever_they_hold(store):
     names = ["/a", "/a/b", "/a/b/c", "/ü ü", "1/a", "/"]
     with ThreadPoolExecutor(len(names)) as pool:
         for found in pool.map(run, names):
-            assert found == [[None] * 4] * 2
+            assert found == [[""] * 4] * 2
+
+
+def test_what_the_first_process_tells_reaches_all(store):
+    def tell(group):
+        mine = f"said by {group.process_index}"
+        return [group.meet("one", tell=mine), group.meet("two"), group.meet("three", tell=mine)]
+
+    assert together(store, 3, tell, name="/a") == [["said by 0", "", "said by 0"]] * 3
+    assert together(store, 1, tell, name="/b") == [["said by 0", "", "said by 0"]]

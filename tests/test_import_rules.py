@@ -29,7 +29,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "mapping",
         "plan",
         "transfer",
-        "load save tree saved_tree structure placements recorded prng wants origins filling",
+        "load save publishing tree saved_tree structure placements recorded prng wants"
+        " origins filling",
         "convert consolidate inspection forecast forecast_tree comparison report soundness verify",
         "adapters",
         "cli __main__",

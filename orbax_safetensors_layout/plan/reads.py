@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.groups import Group, grouped
+from orbax_safetensors_layout.plan.groups import Bound, Group, grouped
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.regions import Region
@@ -46,8 +46,9 @@ class ReadPlan:
 
     def groups(self) -> Iterator[Group]:
         """What is fetched together, in the order in which it is, lazily."""
+        bound = Bound(lambda r: self.held_bytes(r.leaf, r.layout), self.memory_budget_bytes)
         for file, regions in self.batches:
-            yield from grouped(file, regions, self.profile)
+            yield from grouped(file, regions, self.profile, bound)
 
     def held_bytes(self, number: int, layout: TileLayout) -> int:
         """Host bytes that a tile holds until its arrays are on their devices.
@@ -66,12 +67,8 @@ class ReadPlan:
         opened: set[tuple[int, int]] = set()
         for group in self.groups():
             regions = group.regions
-            if len(regions) > 1:
-                requests += 1
-                read += max(region.stop for region in regions) - regions[0].start
-            else:
-                requests += regions[0].read.storage_requests(self.profile)
-                read += regions[0].read.storage_bytes()
+            group_read, group_requests = group.cost(self.profile)
+            read, requests = read + group_read, requests + group_requests
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(region.read.runs.total_bytes for region in regions)
@@ -97,13 +94,8 @@ class ReadPlan:
         Long ones are read in several requests.
         """
         for group in self.groups():
-            if len(group.regions) > 1:
-                yield group.file, group.regions[0].start, max(r.stop for r in group.regions)
-                continue
-            region = group.regions[0]
-            for offset in region.read.requests.offsets().tolist():
-                start = region.start + offset
-                yield group.file, start, start + region.read.requests.run_bytes
+            for start, stop in group.ranges():
+                yield group.file, start, stop
 
     def by_tensor(self) -> list[tuple[str, int, int]]:
         """(name, bytes needed, bytes read) of each leaf, each as if it were read alone."""

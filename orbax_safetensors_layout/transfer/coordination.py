@@ -20,7 +20,8 @@ _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
 _CHECK_SECONDS = 1.0
 
-_KEPT_GROUPS = 8  # no process is so many operations behind another
+_WAIT_SECONDS = 5.0  # what waits in the store can not be interrupted
+_KEPT_GROUPS = 64  # no process is so many operations behind another
 
 _counts: Counter[str] = Counter()
 _finished: deque[str] = deque()
@@ -122,15 +123,16 @@ class Group:
         error: BaseException | None = None,
         *,
         agree: Agreement | None = None,
-        tell: str | None = None,
-    ) -> str | None:
+        tell: str = "",
+    ) -> str:
         """Waits until all processes have come to this step.
 
         Args:
             doing: The step, for errors.
             error: What went wrong on this process, if anything did.
             agree: What all must have alike.
-            tell: What the first process tells the others; theirs does not count.
+            tell: What the first process tells the others; what they say does not count. All
+                say something, or nobody.
 
         Returns:
             What the first process tells.
@@ -151,12 +153,12 @@ class Group:
         if agree is not None:
             said["agree"] = list(agree)
         try:
-            if tell is not None and self.is_leader:
+            if tell and self.is_leader:
                 self._store.set(f"{step}/told", tell)
             self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
             verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
         except BaseException as problem:
-            self._failed = True
+            self.fail(error or problem)  # an interrupt, for instance, the others do not know of
             if error is not None:
                 raise error from None
             raise problem
@@ -169,7 +171,7 @@ class Group:
             raise self._peer_error(verdict, doing) from error
         if error is not None:
             raise error
-        if tell is None or self.is_leader:
+        if not tell or self.is_leader:
             return tell
         return self._store.get(f"{step}/told", self._timeout_seconds)
 
@@ -253,15 +255,13 @@ class Group:
     def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
         """Waits for all processes, or the first error, and tells everyone."""
         assert self._store is not None
-        verdict, problem = None, None
         try:
             verdict = self._collect(step, doing)
-        except PeerError as error:
-            problem = error
-            verdict = {"process": 0, "error": str(error)}
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the error itself is what counts
+                self._announce(self._step - 1, {"process": 0, "error": _text(error)})
+            raise
         self._announce(self._step - 1, verdict)
-        if problem is not None:
-            raise problem
         return verdict
 
     def _announce(self, step: int, verdict: dict[str, Any] | None) -> None:
@@ -291,23 +291,30 @@ class Group:
                     f"processes {sorted(missing)} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
                     file=self._name,
-                    hint="See their logs; WriteOptions(timeout_seconds=...) sets the limit.",
+                    hint="See their logs. All processes of the program must save, so Orbax's"
+                    " `active_processes` must name all; WriteOptions(timeout_seconds=...) sets the"
+                    " limit.",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _await(self, step: str, doing: str) -> dict[str, Any] | None:
         assert self._store is not None
-        try:
-            # The first process is given the time to find out who is missing.
-            text = self._store.get(f"{step}/verdict", self._timeout_seconds + 30)
-        except TimeoutError as error:
-            raise PeerError(
-                f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
-                file=self._name,
-            ) from error
-        verdict: dict[str, Any] | None = json.loads(text)
-        return verdict
+        # The first process is given the time to find out who is missing.
+        left_seconds = self._timeout_seconds + 30
+        while True:
+            try:
+                text = self._store.get(f"{step}/verdict", min(left_seconds, _WAIT_SECONDS))
+            except TimeoutError as error:
+                left_seconds -= _WAIT_SECONDS
+                if left_seconds > 0:
+                    continue
+                raise PeerError(
+                    f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
+                    file=self._name,
+                ) from error
+            verdict: dict[str, Any] | None = json.loads(text)
+            return verdict
 
 
 def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -107,7 +107,7 @@ class _Reader:
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
-        self._workers = Workers(plan.profile.concurrency, "safetensors-read")
+        self._workers = Workers(plan.profile.concurrency, "safetensors-read", storage.interrupt)
         self._budget = Budget(plan.memory_budget_bytes)
         self._tiles: dict[tuple[int, int], _OpenTile] = {}
         self._total_bytes = self._done_bytes = 0
