@@ -424,4 +424,13 @@ def test_names_are_part_of_keys_whatever_they_hold(store):
     names = ["/a", "/a/b", "/a/b/c", "/ü ü", "1/a", "/"]
     with ThreadPoolExecutor(len(names)) as pool:
         for found in pool.map(run, names):
-            assert found == [[None] * 4] * 2
+            assert found == [[""] * 4] * 2
+
+
+def test_what_the_first_process_tells_reaches_all(store):
+    def tell(group):
+        mine = f"said by {group.process_index}"
+        return [group.meet("one", tell=mine), group.meet("two"), group.meet("three", tell=mine)]
+
+    assert together(store, 3, tell, name="/a") == [["said by 0", "", "said by 0"]] * 3
+    assert together(store, 1, tell, name="/b") == [["said by 0", "", "said by 0"]]

@@ -31,7 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "transfer",
         "load save publishing tree saved_tree structure placements recorded prng wants"
         " origins filling",
-        "convert consolidate inspection forecast forecast_tree",
+        "convert consolidate inspection forecast forecast_tree comparison report soundness verify",
         "adapters",
         "cli __main__",
     )
@@ -58,6 +58,7 @@ MAY_IMPORT_JAX = (
     "convert",
     "consolidate",
     "forecast_tree",
+    "comparison",
     "adapters",
 )
 MAY_IMPORT_ORBAX = ("adapters",)

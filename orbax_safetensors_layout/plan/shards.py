@@ -166,7 +166,9 @@ class ProcessShards:
         owners: dict[Box, set[int]] = {}
         for cell in np.unique(wanted, axis=0):
             holders = process[(grid == cell).all(1)]
-            owners[found.box(cell.tolist())] = set(np.unique(holders).tolist())
+            # The parts of an array without elements are one box.
+            held = owners.setdefault(found.box(cell.tolist()), set())
+            held.update(np.unique(holders).tolist())
         return owners
 
 
