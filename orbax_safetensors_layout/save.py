@@ -60,12 +60,13 @@ def save(
 ) -> None:
     """Saves a tree as safetensors; each process writes its share and nothing is gathered.
 
-    Every process of the program calls this with the same path on a file system that all share.
-    Files appear at `path` all at once when they are complete.
+    Every process of the program calls this with the same path on a file system that all share, or
+    in a bucket. On a file system the files appear at `path` all at once when they are complete; in
+    a bucket in an order in which no part of them passes for a checkpoint (docs/storage.md).
 
     Args:
-        path: A folder; it need not exist. Files in it that belong to no safetensors checkpoint
-            (`config.json`, a tokenizer) stay.
+        path: A folder, or the URL of one; it need not exist. Files in it that belong to no
+            safetensors checkpoint (`config.json`, a tokenizer) stay.
         tree: Any pytree of `jax.Array`s (plain, or of typed PRNG keys), numpy arrays and scalars,
             and Python numbers, booleans and strings. A tensor is called by its dotted key path;
             a flat dict of Hugging Face names gives the files of Hugging Face.

@@ -186,7 +186,10 @@ class CloudFileWriter:
         if not self._filled:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._upload, name="safetensors-upload")
+            # Not waited for at the end of a program that never finished or aborted the file.
+            self._thread = threading.Thread(
+                target=self._upload, name="safetensors-upload", daemon=True
+            )
             self._thread.start()
         part, self._part, self._filled = self._part[: self._filled], self._part[:0], 0
         self._handover.give(part)
