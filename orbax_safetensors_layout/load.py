@@ -15,18 +15,27 @@ from absl import logging
 
 from orbax_safetensors_layout.filling import Filling
 from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.leaf_values import LeafValues
 from orbax_safetensors_layout.mapping.rules import Mapping
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.origins import Mapped, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.recorded import Recorded
+from orbax_safetensors_layout.sharing import (
+    LOADING,
+    Exchange,
+    agreement,
+    load_group,
+    steps_of,
+)
+from orbax_safetensors_layout.transfer.coordination import Group
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
-from orbax_safetensors_layout.transfer.progress import progress_callback
+from orbax_safetensors_layout.transfer.progress import consecutive, progress_callback
 from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
 from orbax_safetensors_layout.tree import HostLeaf, WantedTree
-from orbax_safetensors_layout.wants import adopts, host_leaves, leaf_plans
+from orbax_safetensors_layout.wants import adopts, host_leaves, wanted_leaves
 
 PathLike = str | os.PathLike[str]
 
@@ -58,9 +67,9 @@ def load(
 ) -> Any:
     """Loads a safetensors checkpoint; each process reads the bytes of its own shards.
 
-    There is no communication between processes, no collective and no XLA compilation. Leaves are
-    matched to tensors by their dotted key paths, so a nested tree and the flat dict of its dotted
-    names load the same tensors.
+    There is no communication between processes, no collective and no XLA compilation, unless
+    `ReadOptions(replicated="read_once")` asks for it. Leaves are matched to tensors by their dotted
+    key paths, so a nested tree and the flat dict of its dotted names load the same tensors.
 
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file.
@@ -85,6 +94,7 @@ def load(
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
             shape or dtype; all problems of one kind are reported together.
         StorageError: A read failed.
+        PeerError: With `"read_once"`: another process failed.
 
     Example:
         >>> import tempfile, numpy as np, safetensors.numpy
@@ -97,13 +107,17 @@ def load(
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
+    with (
+        load_group(path, options) as group,
+        Catalog.open(path) as catalog,
+        frozen_heap(len(catalog.names)),
+    ):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
             values, stats = _read_host(catalog, only, options)
         else:
-            values, stats = _read_tree(catalog, recorded, tree, mapping, options)
+            values, stats = _read_tree(catalog, recorded, tree, mapping, options, group)
     _record(stats)
     return values
 
@@ -172,7 +186,7 @@ def plan_load(
         if tree is None:
             return _plan(catalog, host_leaves(catalog, only), options, adopt=True)
         shards = ProcessShards(process_index, process_count)
-        plans, casts = leaf_plans(
+        leaves = wanted_leaves(
             catalog,
             recorded,
             tree,
@@ -181,9 +195,13 @@ def plan_load(
             strict=options.strict,
             devices=False,
         )
-        wants = [want for want in tree.wants if want is not None]
-        reads = Filling(wants, plans, casts).reads
-        return _plan(catalog, reads, options, adopt=adopts(wants))
+        adopt, nowhere = adopts(tree.wants), LeafValues(leaves).take
+        return ReadPlan.joined(
+            [
+                _plan(catalog, Filling(step.leaves, nowhere).reads, options, adopt=adopt)
+                for step in steps_of(catalog, leaves, shards, options)
+            ]
+        )
 
 
 def _read_host(
@@ -192,7 +210,9 @@ def _read_host(
     """Whole tensors as a flat dict of numpy arrays."""
     leaves = host_leaves(catalog, only)
     taker = _HostArrays(leaves)
-    stats = _read(_plan(catalog, leaves, options, adopt=True), catalog, options, taker)
+    plan = _plan(catalog, leaves, options, adopt=True)
+    with progress_callback(options.progress) as progress:
+        stats = _read(plan, catalog, options, taker, progress)
     return {leaf.name: taker.values[number] for number, leaf in enumerate(leaves)}, stats
 
 
@@ -236,23 +256,37 @@ def _read_tree(
     tree: WantedTree,
     mapping: Mapping | None,
     options: ReadOptions,
+    group: Group,
 ) -> tuple[Any, ReadStats]:
     """The wanted tree with its leaves filled."""
-    plans, casts = leaf_plans(
+    shards = ProcessShards()
+    leaves = wanted_leaves(
         catalog,
         recorded,
         tree,
-        ProcessShards(),
+        shards,
         mapping=mapping,
         strict=options.strict,
         devices=True,
     )
-    wants = [want for want in tree.wants if want is not None]
-    filling = Filling(wants, plans, casts)
-    plan = _plan(catalog, filling.reads, options, adopt=adopts(wants))
-    filling.begin()
-    stats = _read(plan, catalog, options, filling)
-    filled = filling.values()
+    values = LeafValues(leaves)
+    exchange = Exchange(leaves, values, group)
+    steps = steps_of(catalog, leaves, shards, options)
+    fillings = [Filling(step.leaves, exchange.taker(step)) for step in steps]
+    adopt = adopts(tree.wants)
+    plans = [_plan(catalog, filling.reads, options, adopt=adopt) for filling in fillings]
+    group.meet("planning the load", agree=agreement(steps, leaves))
+    stats = ReadStats()
+    with progress_callback(options.progress) as progress:
+        reports = consecutive(progress, [plan.needed_bytes for plan in plans])
+        for plan, filling, report in zip(plans, fillings, reports, strict=True):
+            with group.together(LOADING):
+                exchange.launch()  # what all have read in the step before
+                filling.begin()
+                stats += _read(plan, catalog, options, filling, report)
+        with group.together(LOADING):
+            exchange.finish()
+    filled = values.values()
     return tree.build(
         [
             leaf if want is None else next(filled)
@@ -269,6 +303,7 @@ def _plan(
         profile=options.profile(catalog.storage.kind),
         memory_budget_bytes=options.memory_budget_bytes,
         adopt=adopt,
+        joins_gaps=options.replicated == "each",
     )
 
 
@@ -286,8 +321,14 @@ class _Taker(Protocol):
         ...
 
 
-def _read(plan: ReadPlan, catalog: Catalog, options: ReadOptions, taker: _Taker) -> ReadStats:
-    with _explicit_transfer(), progress_callback(options.progress) as progress:
+def _read(
+    plan: ReadPlan,
+    catalog: Catalog,
+    options: ReadOptions,
+    taker: _Taker,
+    progress: Callable[[Progress], None] | None,
+) -> ReadStats:
+    with _explicit_transfer():
         return read_leaves(
             plan,
             catalog.storage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping as Dict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,11 +11,18 @@ import numpy as np
 
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, tile
 from orbax_safetensors_layout.mapping.binding import BoundMapping
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.facts import Facts
-from orbax_safetensors_layout.mapping.pieces import AffinePiece, Piece, affine_pieces
+from orbax_safetensors_layout.mapping.functions import Whole
+from orbax_safetensors_layout.mapping.pieces import (
+    AffinePiece,
+    ComputedPiece,
+    Piece,
+    affine_pieces,
+)
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.mapping.values import ValueOp
 from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
@@ -84,6 +92,15 @@ class Plain(NamedTuple):
         """Its file."""
         return self.entry.file
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where it begins."""
+        return self.entry.file, self.entry.start
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many elements lie between neighbours along each dimension of a box."""
+        return row_major_strides(self.shape)
+
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from it."""
         read = LeafRead.plain(self.entry.name, self.entry, local, dtype)
@@ -116,6 +133,31 @@ class Mapped(NamedTuple):
         """The file of the first tensor that it takes."""
         sources = self.bound.sources()
         return self.entries[sources[0]].file if sources else None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where the first tensor that it takes begins."""
+        sources = self.bound.sources()
+        return min((self.entries[name].file, self.entries[name].start) for name in sources)
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many elements lie between neighbours along each dimension of a box.
+
+        Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
+        far away. None where nothing is read, or any part of the box takes all of the tensors.
+        """
+        pieces = self.bound.pull_back(box, refined=True)
+        if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
+            return None
+        for piece in pieces:
+            if isinstance(piece, AffinePiece) and not _is_refined([piece]):
+                return tuple(
+                    abs(stride) if extent == whole else sys.maxsize
+                    for stride, extent, whole in zip(
+                        piece.view.strides, piece.box.shape, box.shape, strict=True
+                    )
+                )
+        return row_major_strides(self.shape) if self.bound.sources() else None
 
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from its tensors.

@@ -423,7 +423,14 @@ class PreparedSave:
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"
-        return Agreement(digest.hexdigest(), description)
+        return Agreement(
+            digest.hexdigest(),
+            description,
+            "save",
+            "All processes must save the same tree of global arrays; an array that each process"
+            " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give"
+            " it a sharding over all processes.",
+        )
 
     def _write_documents(self, storage: Storage, folder: str, more: Mapping[str, bytes]) -> None:
         """The manifest, for several files the index, and what else is given."""

@@ -58,6 +58,23 @@ class ReadPlan:
         """
         return 0 if self.adopt else _held_bytes(self.leaves[number], layout)
 
+    @classmethod
+    def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
+        """Plans that are run one after the other, as one."""
+        leaves: list[LeafRead] = []
+        batches: list[Batch] = []
+        for plan in plans:
+            first = len(leaves)
+            leaves += plan.leaves
+            for file, regions in plan.batches:
+                batches.append((file, tuple(r._replace(leaf=first + r.leaf) for r in regions)))
+        return dataclasses.replace(plans[0], leaves=tuple(leaves), batches=tuple(batches))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that leaves need, without the gaps that are read through."""
+        return sum(r.read.runs.total_bytes for _, regions in self.batches for r in regions)
+
     def cost(self) -> Cost:
         """What the plan costs this process."""
         needed = read = requests = held = most_held = 0
@@ -133,7 +150,12 @@ class ReadPlan:
 
 
 def plan_reads(
-    leaves: Sequence[LeafRead], *, profile: StorageProfile, memory_budget_bytes: int, adopt: bool
+    leaves: Sequence[LeafRead],
+    *,
+    profile: StorageProfile,
+    memory_budget_bytes: int,
+    adopt: bool,
+    joins_gaps: bool = True,
 ) -> ReadPlan:
     """Plans the reads of one process.
 
@@ -143,6 +165,8 @@ def plan_reads(
         memory_budget_bytes: Bound on what is held beyond the arrays. Where arrays do not adopt
             their buffers, shards are read together only as far as they fit it together.
         adopt: Whether the arrays keep the buffers they are made of.
+        joins_gaps: Whether what lies between two leaves may be read through; not where another
+            process reads it.
 
     Raises:
         SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
@@ -157,6 +181,8 @@ def plan_reads(
     batches = [*_by_file(leaves, whole)]
     for bundle in _bundles(leaves, parts, memory_budget_bytes // _BUNDLES_IN_BUDGET):
         batches += _by_file(leaves, bundle)
+    if not joins_gaps:
+        profile = dataclasses.replace(profile, latency_seconds=0.0)
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
@@ -19,6 +20,7 @@ from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.owners import HeldBoxes
+from orbax_safetensors_layout.plan.spread import Grid, Replicas
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format
@@ -72,6 +74,7 @@ class ProcessShards:
             )
         self._cache: dict[tuple[Sharding, tuple[int, ...]], LocalBoxes] = {}
         self._held: dict[tuple[Sharding | None, tuple[int, ...]], HeldBoxes] = {}
+        self._replicas: dict[tuple[Sharding, tuple[int, ...]], Replicas | None] = {}
 
     @property
     def process_index(self) -> int:
@@ -127,6 +130,26 @@ class ProcessShards:
             found = self._held[key] = HeldBoxes(tuple(boxes), holders)
         return found
 
+    def replicas(self, sharding: Sharding, shape: tuple[int, ...]) -> Replicas | None:
+        """The devices that hold each box of `shape`; None where boxes have unlike many of them.
+
+        Devices of an `AbstractMesh` are numbers.
+        """
+        key = (sharding, shape)
+        if key not in self._replicas:
+            holders: dict[Box, list[tuple[int, int, Any]]] = {}
+            if is_abstract(sharding):
+                cells = self._abstract_cells(sharding, shape)
+                for number, process in enumerate(cells.processes.tolist()):
+                    holders.setdefault(cells.box(number), []).append((process, number, number))
+            else:
+                boxes = _device_boxes(sharding, shape)
+                for device, box in boxes.items():
+                    place = (device.process_index, device.id, device)
+                    holders.setdefault(box, []).append(place)
+            self._replicas[key] = _replicas(holders)
+        return self._replicas[key]
+
     def _owners(
         self, sharding: Sharding, shape: tuple[int, ...], *, everyone: bool
     ) -> dict[Box, set[int]]:
@@ -151,12 +174,23 @@ class ProcessShards:
     def _abstract_owners(
         self, sharding: Sharding, shape: tuple[int, ...], everyone: bool
     ) -> dict[Box, set[int]]:
+        cells = self._abstract_cells(sharding, shape)
+        grid, processes = cells.grid, cells.processes
+        wanted = grid if everyone else grid[processes == self._process_index]
+        owners: dict[Box, set[int]] = {}
+        for cell in np.unique(wanted, axis=0):
+            holders = (grid == cell).all(1)
+            box = cells.box(int(holders.argmax()))
+            owners[box] = set(np.unique(processes[holders]).tolist())
+        return owners
+
+    def _abstract_cells(self, sharding: Sharding, shape: tuple[int, ...]) -> _Cells:
         assert isinstance(sharding, NamedSharding)
         sizes = dict(sharding.mesh.shape)
         devices = math.prod(sizes.values())
         if devices % self._process_count:
             raise ValueError(f"{self._process_count} processes do not divide {devices} devices")
-        process = np.arange(devices) // (devices // self._process_count)
+        processes = np.arange(devices) // (devices // self._process_count)
         unravelled = np.unravel_index(np.arange(devices), [*sizes.values()])
         coordinate = dict(zip(sizes, unravelled, strict=True))
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
@@ -174,13 +208,26 @@ class ProcessShards:
             counts.append(count)
         parts = np.array([n // c for n, c in zip(shape, counts, strict=True)], np.int64)
         grid = np.stack(cells, 1) if cells else np.zeros((devices, 0), np.int64)
-        wanted = grid if everyone else grid[process == self._process_index]
-        owners: dict[Box, set[int]] = {}
-        for cell in np.unique(wanted, axis=0):
-            start = cell * parts
-            box = Box(tuple(start.tolist()), tuple((start + parts).tolist()))
-            owners[box] = set(np.unique(process[(grid == cell).all(1)]).tolist())
-        return owners
+        return _Cells(grid, parts, processes)
+
+
+class _Cells(NamedTuple):
+    """Which part of an array each device of an abstract mesh holds.
+
+    Attributes:
+        grid: [devices, rank] the part's position among the parts along each dimension.
+        part: Shape of a part.
+        processes: [devices] the process of each device.
+    """
+
+    grid: npt.NDArray[np.int64]
+    part: npt.NDArray[np.int64]
+    processes: npt.NDArray[np.int64]
+
+    def box(self, device: int) -> Box:
+        """The part of a device."""
+        start = self.grid[device] * self.part
+        return Box(tuple(start.tolist()), tuple((start + self.part).tolist()))
 
 
 def _axis_names(part: Any) -> tuple[str, ...]:
@@ -193,12 +240,32 @@ def _axis_names(part: Any) -> tuple[str, ...]:
 def _concrete_owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
     sharding.shard_shape(shape)  # raises where a dimension is not divisible
     owners: dict[Box, set[int]] = {}
+    for device, box in _device_boxes(sharding, shape).items():
+        owners.setdefault(box, set()).add(device.process_index)
+    return owners
+
+
+def _device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     boxes: dict[int, Box] = {}
+    found: dict[Any, Box] = {}
     index_map: Mapping[Any, Index | None] = sharding.devices_indices_map(shape)
     for device, index in index_map.items():
         assert index is not None
         box = boxes.get(id(index))
         if box is None:
             box = boxes[id(index)] = box_of(index, shape)
-        owners.setdefault(box, set()).add(device.process_index)
-    return owners
+        found[device] = box
+    return found
+
+
+def _replicas(holders: Mapping[Box, list[tuple[int, int, Any]]]) -> Replicas | None:
+    """Replicas from (process, order, device) of each box's holders."""
+    if len({len(places) for places in holders.values()}) != 1:
+        return None
+    boxes = sorted(holders)
+    rows = [sorted(holders[box], key=lambda place: place[:2]) for box in boxes]
+    grid = Grid(
+        tuple(tuple(device for _, _, device in row) for row in rows),
+        tuple(tuple(process for process, _, _ in row) for row in rows),
+    )
+    return Replicas(tuple(boxes), grid)

@@ -52,13 +52,16 @@ class DistributedStore:
         client = distributed.global_state.client
         if client is None:
             raise RuntimeError(
-                "Saving from several processes needs `jax.distributed.initialize()`, at the start"
-                " of the program."
+                "Processes that save together, or that read replicas once, need"
+                " `jax.distributed.initialize()`, at the start of the program."
             )
         return cls(client)
 
     def set(self, key: str, value: str) -> None:
         self._client.key_value_set(key, value)
+
+    def renew(self, key: str, value: str) -> None:
+        self._client.key_value_set(key, value, allow_overwrite=True)
 
     def list(self, prefix: str) -> dict[str, str]:
         return dict(self._client.key_value_dir_get(prefix))

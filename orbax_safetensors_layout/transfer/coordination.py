@@ -1,4 +1,4 @@
-"""Processes that save together: each waits for all, and all fail with the first cause.
+"""Processes that save or load together: each waits for all, and all fail with the first cause.
 
 What they tell each other goes through the key-value store of `jax.distributed`, never through a
 collective on devices: a save in the background can not get in the way of a running training step.
@@ -11,9 +11,11 @@ import json
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
+from orbax_safetensors_layout.transfer.pulse import SILENCE_SECONDS, Pulse, PulseStore
 
 _PREFIX = "orbax_safetensors_layout"
 _FIRST_PAUSE_SECONDS = 0.005
@@ -27,15 +29,11 @@ _finished: deque[str] = deque()
 _counts_lock = threading.Lock()
 
 
-class KeyValueStore(Protocol):
+class KeyValueStore(PulseStore, Protocol):
     """What is needed of `jax.distributed`'s key-value store."""
 
     def set(self, key: str, value: str) -> None:
         """Sets a new key."""
-        ...
-
-    def list(self, prefix: str) -> dict[str, str]:
-        """The keys below a prefix that ends in a slash, and their values."""
         ...
 
     def get(self, key: str, timeout_seconds: float) -> str:
@@ -60,11 +58,15 @@ class Agreement(NamedTuple):
 
     Attributes:
         digest: Equal where they have.
-        description: For the error where they have not.
+        description: What this process has, for the error where they have not.
+        purpose: What they have it for: to "save" it or to "load" it.
+        demand: What all must do, for that error.
     """
 
     digest: str
     description: str
+    purpose: str
+    demand: str
 
 
 class Group:
@@ -79,6 +81,7 @@ class Group:
         process_count: How many there are.
         store: What they share; not needed by a single process.
         timeout_seconds: How long a step waits for the others.
+        watched: Whether a process that was killed is noticed before that.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Group:
         process_count: int,
         store: KeyValueStore | None,
         timeout_seconds: float,
+        *,
+        watched: bool = False,
     ) -> None:
         self.process_index = process_index
         self.process_count = process_count
@@ -102,19 +107,47 @@ class Group:
         self._failed = False
         self._announced = -1
         self._next_check_seconds = 0.0
+        self._watched = watched and store is not None and process_count > 1
+        self._pulse: Pulse | None = None
+
+    @classmethod
+    def alone(cls) -> Self:
+        """One process, that neither tells others anything nor waits for any."""
+        return cls("", 0, 1, None, 1.0)
 
     def __enter__(self) -> Self:
+        if self._watched and self._store is not None:
+            self._pulse = Pulse(self._store, f"{self._key}/pulse", self.process_index)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.fail(error)
+        if self._pulse is not None:
+            self._pulse.stop()
         self.close()
 
     @property
     def is_leader(self) -> bool:
         """Whether this is the process that does what is to be done once."""
         return self.process_index == 0
+
+    @contextlib.contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """A step of all processes: leaving the block, each waits until all have.
+
+        Args:
+            doing: The step, for errors.
+
+        Raises:
+            PeerError: As `meet`.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as problem:
+            error = problem
+        self.meet(doing, error)
 
     def meet(
         self, doing: str, error: BaseException | None = None, *, agree: Agreement | None = None
@@ -137,8 +170,7 @@ class Group:
             return
         step = f"{self._key}/{self._step}"
         self._step += 1
-        text = None if error is None else _text(error)
-        said: dict[str, Any] = {"process": self.process_index, "error": text}
+        said = self._statement(error)
         if agree is not None:
             said["agree"] = list(agree)
         try:
@@ -172,7 +204,8 @@ class Group:
         self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
         step = f"{self._key}/{self._step}"
         if self.is_leader:
-            verdict = _first_failure(self._said(step))
+            said = self._said(step)
+            verdict = _first_failure(said) or self._lost(said)
             if verdict is not None:
                 self._announce(self._step, verdict)
         else:
@@ -180,6 +213,22 @@ class Group:
             verdict = None if text is None else json.loads(text)
         if verdict is not None:
             raise self._peer_error(verdict, doing)
+
+    def _statement(self, error: BaseException | None) -> dict[str, Any]:
+        said: dict[str, Any] = {"process": self.process_index, "error": None}
+        if error is not None:
+            said["error"] = f"{type(error).__name__}: {error}"
+            said["follows"] = isinstance(error, PeerError)
+        return said
+
+    def _lost(self, said: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """The failure of a process that was killed: it has not come, and gives no sign of life."""
+        silent = set() if self._pulse is None else self._pulse.silent()
+        silent -= {one["process"] for one in said}
+        if not silent:
+            return None
+        text = f"no sign of life for {SILENCE_SECONDS:g} s; it was probably killed"
+        return {"process": min(silent), "error": text}
 
     def _peer_error(self, verdict: dict[str, Any], doing: str) -> PeerError:
         process, error = verdict["process"], verdict["error"]
@@ -228,7 +277,7 @@ class Group:
         if self._store is None or self.process_count == 1 or self._failed:
             return
         self._failed = True
-        said = {"process": self.process_index, "error": _text(error)}
+        said = self._statement(error)
         with contextlib.suppress(Exception):  # the failure itself is what counts
             if self.is_leader:
                 self._announce(self._step, said)
@@ -266,18 +315,18 @@ class Group:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             said = self._said(step)
-            failure = _first_failure(said)
-            if failure is not None:
+            failure = _first_failure(said) or self._lost(said)
+            if failure is None and len(said) == self.process_count:
+                failure = _consequence(said) or _disagreement(said)
+            if failure is not None or len(said) == self.process_count:
                 return failure
-            if len(said) == self.process_count:
-                return _disagreement(said)
             if time.monotonic() > deadline:
                 missing = {*range(self.process_count)} - {one["process"] for one in said}
                 raise PeerError(
                     f"processes {sorted(missing)} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
                     file=self._name,
-                    hint="See their logs; WriteOptions(timeout_seconds=...) sets the limit.",
+                    hint="See their logs; `timeout_seconds` of the options sets the limit.",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -297,6 +346,12 @@ class Group:
 
 
 def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+    failed = [one for one in said if one["error"] is not None and not one["follows"]]
+    return min(failed, key=lambda one: int(one["process"]), default=None)
+
+
+def _consequence(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """A failure that follows from another process's; its cause, where there is one, goes first."""
     failed = [one for one in said if one["error"] is not None]
     return min(failed, key=lambda one: int(one["process"]), default=None)
 
@@ -309,14 +364,8 @@ def _disagreement(said: list[dict[str, Any]]) -> dict[str, Any] | None:
         if other.get("agree", [""])[0] != first.get("agree", [""])[0]:
             return {
                 "process": other["process"],
-                "error": f"it has not the same to save: process {first['process']} has"
-                f" {first['agree'][1]}; process {other['process']} has {other['agree'][1]}. All"
-                " processes must save the same tree of global arrays; an array that each process"
-                " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or"
-                " give it a sharding over all processes.",
+                "error": f"it has not the same to {first['agree'][2]}: process"
+                f" {first['process']} has {first['agree'][1]}; process {other['process']} has"
+                f" {other['agree'][1]}. {first['agree'][3]}",
             }
     return None
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,141 @@
+"""Several real processes that read replicas once: each byte by one of them, all values everywhere."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import llama_like, save
+from multiprocess import run_processes
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+LOAD = """
+def main(path, shape, budgets, out):
+    import json
+    from pathlib import Path
+    import numpy as np
+    import safetensors
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from recording import recording
+    import orbax_safetensors_layout as osl
+
+    expected = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safetensors.safe_open(file, "numpy") as opened:
+            expected |= {name: opened.get_tensor(name) for name in opened.keys()}
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices.reshape(shape), ("data", "fsdp"))
+    read = []
+    jax.monitoring.register_scalar_listener(
+        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
+    )
+    results = {}
+
+    def load(label, tree, options):
+        plan = osl.plan_load(path, tree, options=options)
+        read.clear()
+        with recording() as storage:
+            loaded = osl.load(path, tree, options=options)
+        ranges = sorted({tuple(r) for r in storage.tensor_ranges()})
+        assert sum(stop - start for _, start, stop in ranges) == sum(
+            stop - start for _, start, stop in storage.tensor_ranges()
+        )
+        cost = plan.cost()
+        assert [cost.read_bytes] == read, (label, cost, read)
+        for name, array in loaded.items():
+            assert array.sharding == tree[name].sharding, (label, name)
+            for shard in array.addressable_shards:
+                part = expected[name][shard.index].astype(array.dtype)
+                assert np.asarray(shard.data).tobytes() == part.tobytes(), (label, name)
+        results[label] = {
+            "ranges": ranges,
+            "read": read[0],
+            "needed": sum(part.nbytes for array in loaded.values() for part in distinct(array)),
+            "total": sum(expected[name].nbytes for name in tree),
+            "files": len({file for file, _, _ in ranges}),
+        }
+
+    def distinct(array):
+        return {str(s.index): s.data for s in array.addressable_shards}.values()
+
+    def tree_of(spec):
+        return {
+            name: jax.ShapeDtypeStruct(
+                value.shape, value.dtype, sharding=NamedSharding(mesh, P(*spec[: value.ndim]))
+            )
+            for name, value in expected.items()
+        }
+
+    exact = {"latency_seconds": {"local": 0.0}}
+    for budget in budgets:
+        for label, spec in {
+            "replicated": P(),
+            "dim0": P(("data", "fsdp")),
+            "partly0": P("fsdp"),
+            "partly1": P(None, "fsdp"),
+            "2d": P("data", "fsdp"),
+        }.items():
+            for how in ("each", "read_once"):
+                options = osl.ReadOptions(replicated=how, memory_budget_bytes=budget, **exact)
+                tree = {
+                    name: leaf
+                    for name, leaf in tree_of(spec).items()
+                    if len(leaf.shape) > 1 or len(spec) < 2
+                }
+                load(f"{label} {how} {budget}", tree, options)
+        options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=budget)
+        load(f"default gaps {budget}", tree_of(P()), options)
+
+    # Other devices, in another order; arrays that some processes hold nothing of; a cast.
+    name = "model.embed_tokens.weight"
+    half = devices[: len(devices) // 2]
+    mixed = np.concatenate([devices[::2], devices[1::2]])
+    tree = {
+        name: NamedSharding(Mesh(half, ("x",)), P()),
+        "model.norm.weight": NamedSharding(Mesh(mixed[::-1].reshape(2, -1), ("x", "y")), P("x")),
+        "model.layers.0.mlp.up_proj.weight": NamedSharding(Mesh(mixed, ("x",)), P()),
+        "model.layers.1.mlp.up_proj.weight": NamedSharding(
+            Mesh(mixed.reshape(-1, 2), ("x", "y")), P(None, "y")
+        ),
+    }
+    tree = {
+        n: jax.ShapeDtypeStruct(expected[n].shape, np.float32, sharding=s) for n, s in tree.items()
+    }
+    load("elsewhere", tree, osl.ReadOptions(replicated="read_once", **exact))
+    Path(out, f"{jax.process_index()}.json").write_text(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("once") / "ckpt", llama_like(layers=3), files=4)
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "budgets"),
+    [(2, 2, [2 << 30, 1 << 16]), (4, 2, [2 << 30]), (8, 1, [2 << 30])],
+)
+def test_every_byte_is_read_by_one_process(path, tmp_path, processes, devices, budgets):
+    run_processes(
+        LOAD,
+        processes=processes,
+        devices=devices,
+        path=str(path),
+        shape=[processes * devices // 2, 2],
+        budgets=budgets,
+        out=str(tmp_path),
+    )
+    results = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(processes)]
+    for label in results[0]:
+        of_label = [process[label] for process in results]
+        read, total = sum(one["read"] for one in of_label), of_label[0]["total"]
+        if "each" in label:
+            assert [one["read"] for one in of_label] == [one["needed"] for one in of_label], label
+            continue
+        assert read == total, label
+        ranges = sorted(tuple(r) for one in of_label for r in one["ranges"])
+        for (file, _, stop), (other, start, _) in zip(ranges, ranges[1:], strict=False):
+            assert file != other or stop <= start, label
