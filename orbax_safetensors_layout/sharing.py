@@ -173,9 +173,8 @@ class Exchange:
         self._values = values
         self._group = group
         self._process = group.process_index
-        self._stages: deque[list[tuple[Round, Slots]]] = deque(
-            [[]]
-        )  # nothing before the first step
+        # Of each step; there is none before the first.
+        self._stages: deque[list[tuple[Round, Slots]]] = deque([[]])
         self._in_flight: deque[tuple[Round, Gathered]] = deque()
 
     def taker(self, step: Step) -> Take:

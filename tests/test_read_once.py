@@ -1,20 +1,20 @@
-"""Several real processes that read replicas once: each byte by one of them, all values everywhere."""
+"""Several real processes that read replicas once: each byte by one, all values everywhere."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
-import ml_dtypes
-import numpy as np
 import pytest
 from checkpoints import llama_like, save
 from multiprocess import run_processes
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+PROMPT_SECONDS = 60  # far below the time-outs, far above what a busy machine needs
 
 LOAD = """
 def main(path, shape, budgets, out):
-    import json
+    import itertools
+import json
     from pathlib import Path
     import numpy as np
     import safetensors
@@ -137,5 +137,90 @@ def test_every_byte_is_read_by_one_process(path, tmp_path, processes, devices, b
             continue
         assert read == total, label
         ranges = sorted(tuple(r) for one in of_label for r in one["ranges"])
-        for (file, _, stop), (other, start, _) in zip(ranges, ranges[1:], strict=False):
+        for (file, _, stop), (other, start, _) in itertools.pairwise(ranges):
             assert file != other or stop <= start, label
+
+
+FAIL = """
+def main(path, guilty, where):
+    import os, signal, time
+    from pathlib import Path
+    from unittest import mock
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from recording import recording
+    import orbax_safetensors_layout as osl
+    from orbax_safetensors_layout import sharing
+    from orbax_safetensors_layout.transfer import pulse
+
+    pulse.SILENCE_SECONDS = 5.0
+    mine = jax.process_index() == guilty
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {
+        name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(mesh, P()))
+        for name, t in osl.metadata(path).items()
+    }
+    if where == "tree" and mine:
+        del tree["model.norm.weight"]
+    seen = []
+
+    def before_read(file, start, stop):
+        if start and mine and where in ("error", "killed"):
+            seen.append(start)
+            if len(seen) == 3:
+                if where == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(5, "the disk is gone")
+
+    gather = sharing.Slots.gather
+
+    def gather_or_die(slots, process):
+        seen.append(slots)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(slots, process)
+
+    if where == "gather" and mine:
+        sharing.Slots.gather = gather_or_die
+    options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16)
+    started = time.monotonic()
+    try:
+        with recording() as storage:
+            storage.before_read = before_read
+            osl.load(path, tree, options=options)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - started
+    if where in ("error", "tree"):  # and the next load is none the wiser
+        tree.pop("model.norm.weight", None)
+        osl.load(path, tree, options=options)
+    return text, seconds
+"""
+
+
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_an_error_of_one_reaches_all(path, guilty):
+    results = run_processes(
+        FAIL, processes=3, devices=1, path=str(path), guilty=guilty, where="error"
+    )
+    for process, (text, seconds) in enumerate(results):
+        assert "the disk is gone" in text
+        assert seconds < PROMPT_SECONDS
+        if process != guilty:
+            assert f"PeerError: process {guilty} failed while loading tensors: " in text
+
+
+def test_processes_that_load_different_trees_are_told(path):
+    results = run_processes(FAIL, processes=2, devices=1, path=str(path), guilty=1, where="tree")
+    for text, _ in results:
+        assert "PeerError: process 1 failed while planning the load: it has not the same" in text
+
+
+@pytest.mark.parametrize("where", ["killed", "gather"])
+def test_the_others_end_when_one_is_killed(path, where):
+    results = run_processes(
+        FAIL, processes=3, devices=1, lost=1, path=str(path), guilty=1, where=where
+    )
+    for text, seconds in (results[0], results[2]):
+        assert "PeerError: process 1 failed while loading tensors: no sign of life" in text
+        assert seconds < PROMPT_SECONDS
