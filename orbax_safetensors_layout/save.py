@@ -426,7 +426,6 @@ class PreparedSave:
         return Agreement(
             digest.hexdigest(),
             description,
-            "save",
             "All processes must save the same tree of global arrays; an array that each process"
             " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give"
             " it a sharding over all processes.",

@@ -49,11 +49,12 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> Group:
     if options.replicated == "each" or jax.process_count() == 1:
         return Group.alone()
     return Group(
-        f"load {os.fspath(path)}",
+        os.fspath(path),
         jax.process_index(),
         jax.process_count(),
         DistributedStore.connect(),
         options.timeout_seconds,
+        purpose="load",
         watched=True,
     )
 
@@ -152,7 +153,6 @@ def agreement(steps: Sequence[Step], leaves: Sequence[WantedLeaf]) -> Agreement:
     return Agreement(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas",
-        "load",
         "All processes must load the same tree from the same checkpoint, with the same options.",
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
-from orbax_safetensors_layout.transfer.pulse import SILENCE_SECONDS, Pulse, PulseStore
+from orbax_safetensors_layout.transfer import pulse
 
 _PREFIX = "orbax_safetensors_layout"
 _FIRST_PAUSE_SECONDS = 0.005
@@ -24,12 +24,12 @@ _CHECK_SECONDS = 1.0
 
 _KEPT_GROUPS = 8  # no process is so many operations behind another
 
-_counts: Counter[str] = Counter()
+_counts: Counter[tuple[str, str]] = Counter()  # by purpose and name
 _finished: deque[str] = deque()
 _counts_lock = threading.Lock()
 
 
-class KeyValueStore(PulseStore, Protocol):
+class KeyValueStore(pulse.PulseStore, Protocol):
     """What is needed of `jax.distributed`'s key-value store."""
 
     def set(self, key: str, value: str) -> None:
@@ -59,13 +59,11 @@ class Agreement(NamedTuple):
     Attributes:
         digest: Equal where they have.
         description: What this process has, for the error where they have not.
-        purpose: What they have it for: to "save" it or to "load" it.
         demand: What all must do, for that error.
     """
 
     digest: str
     description: str
-    purpose: str
     demand: str
 
 
@@ -81,6 +79,7 @@ class Group:
         process_count: How many there are.
         store: What they share; not needed by a single process.
         timeout_seconds: How long a step waits for the others.
+        purpose: What they do: operations of one purpose have the same order on all processes.
         watched: Whether a process that was killed is noticed before that.
     """
 
@@ -92,6 +91,7 @@ class Group:
         store: KeyValueStore | None,
         timeout_seconds: float,
         *,
+        purpose: str = "save",
         watched: bool = False,
     ) -> None:
         self.process_index = process_index
@@ -99,16 +99,17 @@ class Group:
         self._name = name
         self._store = store
         self._timeout_seconds = timeout_seconds
+        self._purpose = purpose
         with _counts_lock:
-            _counts[name] += 1
-            self.number = _counts[name]
-        self._key = f"{_PREFIX}/{self.number}/{name.strip('/').replace('/', '|')}"
+            _counts[purpose, name] += 1
+            self.number = _counts[purpose, name]
+        self._key = f"{_PREFIX}/{purpose}/{self.number}/{name.strip('/').replace('/', '|')}"
         self._step = 0
         self._failed = False
         self._announced = -1
         self._next_check_seconds = 0.0
         self._watched = watched and store is not None and process_count > 1
-        self._pulse: Pulse | None = None
+        self._pulse: pulse.Pulse | None = None
 
     @classmethod
     def alone(cls) -> Self:
@@ -117,7 +118,7 @@ class Group:
 
     def __enter__(self) -> Self:
         if self._watched and self._store is not None:
-            self._pulse = Pulse(self._store, f"{self._key}/pulse", self.process_index)
+            self._pulse = pulse.Pulse(self._store, f"{self._key}/pulse", self.process_index)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -174,11 +175,12 @@ class Group:
         if agree is not None:
             said["agree"] = list(agree)
         try:
-            self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
-            verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
+            with self._reaching_others(doing):
+                self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
+                verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
         except BaseException as problem:
             self._failed = True
-            if error is not None:
+            if error is not None and not isinstance(error, PeerError):
                 raise error from None
             raise problem
         if verdict is None and self.is_leader:
@@ -202,17 +204,33 @@ class Group:
         if time.monotonic() < self._next_check_seconds:
             return
         self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
-        step = f"{self._key}/{self._step}"
-        if self.is_leader:
-            said = self._said(step)
-            verdict = _first_failure(said) or self._lost(said)
-            if verdict is not None:
-                self._announce(self._step, verdict)
-        else:
-            text = self._store.peek(f"{step}/verdict")
-            verdict = None if text is None else json.loads(text)
+        with self._reaching_others(doing):
+            verdict = self._look(f"{self._key}/{self._step}")
         if verdict is not None:
             raise self._peer_error(verdict, doing)
+
+    def _look(self, step: str) -> dict[str, Any] | None:
+        assert self._store is not None
+        if not self.is_leader:
+            text = self._store.peek(f"{step}/verdict")
+            found: dict[str, Any] | None = None if text is None else json.loads(text)
+            return found
+        said = self._said(step)
+        verdict = _first_failure(said) or self._lost(said)
+        if verdict is not None:
+            self._announce(self._step, verdict)
+        return verdict
+
+    @contextlib.contextmanager
+    def _reaching_others(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError as error:
+            raise PeerError(
+                f"process 0, which keeps the key-value store of jax.distributed, does not answer"
+                f" while {doing}; it was probably killed",
+                file=self._name,
+            ) from error
 
     def _statement(self, error: BaseException | None) -> dict[str, Any]:
         said: dict[str, Any] = {"process": self.process_index, "error": None}
@@ -227,7 +245,7 @@ class Group:
         silent -= {one["process"] for one in said}
         if not silent:
             return None
-        text = f"no sign of life for {SILENCE_SECONDS:g} s; it was probably killed"
+        text = f"no sign of life for {pulse.SILENCE_SECONDS:g} s; it was probably killed"
         return {"process": min(silent), "error": text}
 
     def _peer_error(self, verdict: dict[str, Any], doing: str) -> PeerError:
@@ -317,7 +335,7 @@ class Group:
             said = self._said(step)
             failure = _first_failure(said) or self._lost(said)
             if failure is None and len(said) == self.process_count:
-                failure = _consequence(said) or _disagreement(said)
+                failure = _consequence(said) or _disagreement(said, self._purpose)
             if failure is not None or len(said) == self.process_count:
                 return failure
             if time.monotonic() > deadline:
@@ -356,7 +374,7 @@ def _consequence(said: list[dict[str, Any]]) -> dict[str, Any] | None:
     return min(failed, key=lambda one: int(one["process"]), default=None)
 
 
-def _disagreement(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _disagreement(said: list[dict[str, Any]], purpose: str) -> dict[str, Any] | None:
     """What to tell processes that do not have alike what they must have alike."""
     in_order = sorted(said, key=lambda one: int(one["process"]))
     first = in_order[0]
@@ -364,8 +382,8 @@ def _disagreement(said: list[dict[str, Any]]) -> dict[str, Any] | None:
         if other.get("agree", [""])[0] != first.get("agree", [""])[0]:
             return {
                 "process": other["process"],
-                "error": f"it has not the same to {first['agree'][2]}: process"
+                "error": f"it has not the same to {purpose}: process"
                 f" {first['process']} has {first['agree'][1]}; process {other['process']} has"
-                f" {other['agree'][1]}. {first['agree'][3]}",
+                f" {other['agree'][1]}. {first['agree'][2]}",
             }
     return None
