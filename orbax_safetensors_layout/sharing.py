@@ -27,6 +27,7 @@ from orbax_safetensors_layout.plan.spread import (
     Fragment,
     Grid,
     Item,
+    Limits,
     Round,
     SharedLeaf,
     Stage,
@@ -85,11 +86,12 @@ def steps_of(
     stages: list[Stage] = []
     if options.replicated == "read_once":
         shared = [found for leaf in leaves if (found := _shared(leaf, shards)) is not None]
-        stages = plan_spread(
-            shared,
+        limits = Limits(
             round_bytes=-(-options.memory_budget_bytes // _ROUNDS_IN_BUDGET),
             stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
+            gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
         )
+        stages = plan_spread(shared, limits)
     index = shards.process_index
     local_boxes = functools.lru_cache(None)(_local_boxes)
     steps = []

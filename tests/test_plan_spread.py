@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections import Counter, defaultdict
 
 import jax
@@ -19,8 +20,9 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import cover
 from orbax_safetensors_layout.plan.shards import ProcessShards
-from orbax_safetensors_layout.plan.spread import SharedLeaf, plan_spread
+from orbax_safetensors_layout.plan.spread import Limits, SharedLeaf, plan_spread
 
+NO_LIMITS = Limits(1 << 30, 1 << 30, 25_000)
 MESHES = [(2, 1, 1), (4, 2, 1), (8, 1, 4), (2, 6, 3), (16, 1, 16)]
 """Sizes of the axes `data` and `fsdp`, and processes."""
 
@@ -48,15 +50,16 @@ def problems(draw):
             strides = strides[::-1]
         leaves.append(SharedLeaf(number, replicas, dtype, direct, place, strides))
     most = draw(st.sampled_from([1, 100, 10_000, 1 << 30]))
-    return leaves, processes, most, draw(st.sampled_from([1, 1000, 1 << 30]))
+    stage, gap = draw(st.sampled_from([1, 1000, 1 << 30])), draw(st.sampled_from([0, 100]))
+    return leaves, processes, Limits(most, stage, gap)
 
 
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
 def test_every_byte_is_read_once_and_fits_its_round(problem):
-    leaves, processes, round_bytes, stage_bytes = problem
-    stages = plan_spread(leaves, round_bytes=round_bytes, stage_bytes=stage_bytes)
-    assert stages == plan_spread(leaves, round_bytes=round_bytes, stage_bytes=stage_bytes)
+    leaves, processes, limits = problem
+    stages = plan_spread(leaves, limits)
+    assert stages == plan_spread(leaves, limits)
     rounds = [one for stage in stages for one in stage]
     travelling = Counter(item.leaf for one in rounds for lane in one.lanes for item in lane)
     assert travelling == Counter(range(len(leaves)))
@@ -82,7 +85,7 @@ def test_every_byte_is_read_once_and_fits_its_round(problem):
                     assert box.start[one.axis] == whole.start[one.axis] + part
         filled = len(one.lanes) * math.prod(one.shape) * one.dtype.itemsize
         alone = sum(map(len, one.lanes)) == 1
-        assert alone or filled <= max(round_bytes, 64 * one.grid.columns)
+        assert alone or filled <= max(limits.round_bytes, 64 * one.grid.columns)
     for (leaf, row), boxes in owned.items():
         assert cover(boxes, leaves[leaf].replicas.boxes[row])
 
@@ -90,13 +93,13 @@ def test_every_byte_is_read_once_and_fits_its_round(problem):
 @settings(max_examples=100, deadline=None)
 @given(problem=problems())
 def test_stages_are_as_small_as_they_can_be(problem):
-    leaves, processes, round_bytes, stage_bytes = problem
-    for stage in plan_spread(leaves, round_bytes=round_bytes, stage_bytes=stage_bytes):
+    leaves, processes, limits = problem
+    for stage in plan_spread(leaves, limits):
         held = [
             sum(one.slot_bytes * len(one.grid.slots(process)) for one in stage)
             for process in range(processes)
         ]
-        assert len(stage) == 1 or max(held) <= stage_bytes
+        assert len(stage) == 1 or max(held) <= limits.stage_bytes
 
 
 def shared(count, shape, *, devices=8, processes=4, files=4, dtype=np.float32, spec=()):
@@ -116,7 +119,7 @@ def shared(count, shape, *, devices=8, processes=4, files=4, dtype=np.float32, s
 def test_processes_read_equally_much_each_from_its_own_files(shape):
     """Layers of a model: 32 alike in 4 files, for 4 processes of 2 devices."""
     leaves = shared(32, shape)
-    (stage,) = plan_spread(leaves, round_bytes=1 << 30, stage_bytes=1 << 30)
+    (stage,) = plan_spread(leaves, NO_LIMITS)
     read, files = Counter(), defaultdict(set)
     for one in stage:
         for process in range(4):
@@ -134,23 +137,28 @@ def test_few_programs_serve_many_leaves():
         leaf._replace(number=number)
         for number, leaf in enumerate(itertools.chain.from_iterable(groups))
     ]
-    stages = plan_spread(leaves, round_bytes=64 << 20, stage_bytes=1 << 40)
+    stages = plan_spread(leaves, Limits(64 << 20, 1 << 40, 0))
     rounds = [one for stage in stages for one in stage]
     assert len({(len(o.lanes), o.part_shape, o.is_packed, o.dtype) for o in rounds}) == 5
     assert len(rounds) == (7 + 5) + (1 + 5) + 1
 
 
-def test_a_split_follows_the_files_rows():
-    """Along the dimension that is outermost in the file, unless it leaves many without work."""
-    (leaf,) = shared(1, (1024, 768))
-    rows = plan_spread([leaf], round_bytes=1 << 30, stage_bytes=1 << 30)[0][0]
-    assert (rows.axis, rows.part_shape) == (0, (128, 768))
-    transposed = leaf._replace(strides=(1, 1024))
-    columns = plan_spread([transposed], round_bytes=1 << 30, stage_bytes=1 << 30)[0][0]
-    assert (columns.axis, columns.part_shape) == (1, (1024, 96))
-    (flat,) = shared(1, (3, 1 << 20))
-    wide = plan_spread([flat], round_bytes=1 << 30, stage_bytes=1 << 30)[0][0]
-    assert (wide.axis, wide.part_shape) == (1, (3, 1 << 17))
+@pytest.mark.parametrize(
+    ("shape", "strides", "devices", "axis"),
+    [
+        ((1024, 768), (768, 1), 8, 0),
+        ((1024, 768), (1, 1024), 8, 1),  # transposed: the second dimension is the file's first
+        ((3, 1 << 20), (1 << 20, 1), 8, 1),  # evenly, and the gaps are long
+        ((3, 1 << 18), (1 << 18, 1), 8, 1),
+        ((100, 5000), (5000, 1), 256, 0),  # along the other, everyone would read all of it
+        ((2, 1 << 20, 256), (1 << 28, 256, 1), 64, 1),
+        ((1, 1 << 20), (sys.maxsize, 1), 8, 1),
+    ],
+)
+def test_a_split_is_even_and_nobody_reads_what_another_does(shape, strides, devices, axis):
+    (leaf,) = shared(1, shape, devices=devices)
+    (stage,) = plan_spread([leaf._replace(strides=strides)], NO_LIMITS)
+    assert stage[0].axis == axis
 
 
 @pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp"), ("data", "fsdp")])

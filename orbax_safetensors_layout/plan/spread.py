@@ -210,13 +210,26 @@ Stage = tuple[Round, ...]
 """Rounds whose pieces are read before the first of them is held."""
 
 
-def plan_spread(leaves: Iterable[SharedLeaf], *, round_bytes: int, stage_bytes: int) -> list[Stage]:
+class Limits(NamedTuple):
+    """What bounds a plan; the same on all processes.
+
+    Attributes:
+        round_bytes: What a device may gather at once; a single larger box is a round of its own.
+        stage_bytes: Host bytes that a process may read before they are spread.
+        gap_bytes: The longest gap that is read through.
+    """
+
+    round_bytes: int
+    stage_bytes: int
+    gap_bytes: int
+
+
+def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
     """Who reads what of leaves that several processes hold, in stages; the same on all processes.
 
     Args:
         leaves: The leaves.
-        round_bytes: What a device may gather at once; a single larger box is a round of its own.
-        stage_bytes: Host bytes that a process may read before they are spread.
+        limits: What bounds the stages.
     """
     small: dict[int, list[SharedLeaf]] = {}
     alike: dict[tuple[object, ...], list[SharedLeaf]] = {}
@@ -227,51 +240,65 @@ def plan_spread(leaves: Iterable[SharedLeaf], *, round_bytes: int, stage_bytes: 
         number = numbers.get(id(grid))
         if number is None:
             number = numbers[id(grid)] = grids.setdefault(grid, len(grids))
-        fits = leaf.box_bytes * grid.columns <= round_bytes // 2
+        fits = leaf.box_bytes * grid.columns <= limits.round_bytes // 2
         if not leaf.shape or (leaf.box_bytes < _SMALL_BYTES and fits):
             small.setdefault(number, []).append(leaf)
         else:
             key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, _rank_of(leaf.strides))
             alike.setdefault(key, []).append(leaf)
     rounds = [
-        *itertools.chain.from_iterable(_whole(group, round_bytes) for group in alike.values()),
-        *itertools.chain.from_iterable(_packed(group, round_bytes) for group in small.values()),
+        *itertools.chain.from_iterable(_whole(group, limits) for group in alike.values()),
+        *itertools.chain.from_iterable(_packed(group, limits) for group in small.values()),
     ]
-    return list(_stages(rounds, stage_bytes))
+    return list(_stages(rounds, limits.stage_bytes))
 
 
-def _whole(leaves: Sequence[SharedLeaf], round_bytes: int) -> Iterator[Round]:
+def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
     """Rounds of leaves of one shape; at most two kinds of them."""
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     first = leaves[0]
     grid = first.replicas.grid
-    most = min(len(leaves), _MOST_LANES, max(1, round_bytes // first.box_bytes))
+    most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // first.box_bytes))
     lanes = max(n for n in range(1, most + 1) if grid.columns % n == 0)
     full = len(leaves) // lanes
     for i in range(full):  # each lane takes leaves that are neighbours in the files
-        yield _round(leaves[i : lanes * full : full])
+        yield _round(leaves[i : lanes * full : full], limits)
     for leaf in leaves[lanes * full :]:
-        yield _round([leaf])
+        yield _round([leaf], limits)
 
 
-def _round(leaves: Sequence[SharedLeaf]) -> Round:
+def _round(leaves: Sequence[SharedLeaf], limits: Limits) -> Round:
     first = leaves[0]
     grid = first.replicas.grid
     lanes = tuple((Item(leaf.number, leaf.replicas.boxes),) for leaf in leaves)
-    axis = _split_axis(first, grid.columns // len(leaves))
+    axis = _split_axis(first, grid.columns // len(leaves), limits)
     return Round(grid, lanes, first.shape, first.dtype, axis, False, first.is_direct)
 
 
-def _split_axis(leaf: SharedLeaf, parts: int) -> int:
-    """The dimension whose parts lie most together in the file, of those that split evenly."""
+def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
+    """The dimension that is split: evenly, and so that nobody reads what another does.
+
+    Parts along the dimension that is outermost in the file are contiguous. Along others there are
+    gaps, which are read through where they are short.
+    """
+
+    def extent(axis: int) -> int:
+        return -(-leaf.shape[axis] // parts)
 
     def idle(axis: int) -> float:
-        return -(-leaf.shape[axis] // parts) * parts / leaf.shape[axis]
+        return extent(axis) * parts / leaf.shape[axis]
 
-    for axis in _rank_of(leaf.strides):
-        if idle(axis) <= _MOST_IDLE:
+    def gap_bytes(axis: int) -> int:
+        return leaf.strides[axis] * (leaf.shape[axis] - extent(axis)) * leaf.dtype.itemsize
+
+    axes = [axis for axis in _rank_of(leaf.strides) if leaf.shape[axis] > 1] or [0]
+    outermost = axes[0]
+    for axis in axes:
+        if idle(axis) <= _MOST_IDLE and (axis == outermost or gap_bytes(axis) > limits.gap_bytes):
             return axis
-    return min(range(len(leaf.shape)), key=idle)
+    if idle(outermost) * leaf.box_bytes <= limits.round_bytes:
+        return outermost
+    return min(axes, key=idle)
 
 
 def _rank_of(strides: Sequence[int]) -> tuple[int, ...]:
@@ -279,14 +306,14 @@ def _rank_of(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
-def _packed(leaves: Sequence[SharedLeaf], round_bytes: int) -> Iterator[Round]:
+def _packed(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
     """Rounds of small leaves; each column has the leaves of a stretch of the files."""
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     grid = leaves[0].replicas.grid
     sizes = [-(-leaf.box_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for leaf in leaves]
     total = sum(sizes)
     # Its middle decides which column has a leaf, so one may have half of round_bytes too much.
-    rounds = -(-2 * total // round_bytes)
+    rounds = -(-2 * total // limits.round_bytes)
     bins: list[list[Item]] = [[] for _ in range(rounds * grid.columns)]
     filled = [0] * len(bins)
     before = 0
