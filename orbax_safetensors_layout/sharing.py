@@ -233,8 +233,9 @@ class Exchange:
                 time.sleep(_PAUSE_SECONDS)
             gathered.wait()
         if one.is_direct:
-            for lane, ((leaf, _, _),) in enumerate(one.lanes):
-                self._values.put(self._leaves[leaf], gathered.on_devices(lane))
+            for lane, items in enumerate(one.lanes):
+                for item in items:
+                    self._values.put(self._leaves[item.leaf], gathered.on_devices(lane))
             return
         rows = gathered.on_host(self._process)
         for lane, items in enumerate(one.lanes):

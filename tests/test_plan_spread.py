@@ -141,6 +141,8 @@ def test_few_programs_serve_many_leaves():
     rounds = [one for stage in stages for one in stage]
     assert len({(len(o.lanes), o.part_shape, o.is_packed, o.dtype) for o in rounds}) == 5
     assert len(rounds) == (7 + 5) + (1 + 5) + 1
+    (stage,) = plan_spread(shared(69, (512, 1024)), NO_LIMITS)
+    assert [len(one.lanes) for one in stage] == [8] * 9  # three lanes have nothing at last
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 _BYTE = np.dtype(np.uint8)
 _SMALL_BYTES = 1 << 20  # smaller boxes are packed together: one round takes many of them
 _MOST_LANES = 64  # arrays that one program makes
+_MANY_ROUNDS = 8  # of which one may leave most processes without work
 _MOST_IDLE = 1.1  # columns that a split may need for the work of one
 
 
@@ -150,7 +151,7 @@ class Round(NamedTuple):
 
     Attributes:
         grid: The devices.
-        lanes: The leaves of each lane; one, unless they are packed.
+        lanes: The leaves of each lane; at most one, unless they are packed.
         shape: Shape of what a lane gathers in each row: a box, or `[bytes]` of packed ones.
         dtype: Dtype of its elements.
         axis: The dimension that the columns of a lane split it along.
@@ -254,25 +255,31 @@ def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
 
 
 def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
-    """Rounds of leaves of one shape; at most two kinds of them."""
+    """Rounds of leaves of one shape; at most two kinds of them.
+
+    Each lane takes leaves that are neighbours in the files.
+    """
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     first = leaves[0]
-    grid = first.replicas.grid
+    columns = first.replicas.grid.columns
     most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // first.box_bytes))
-    lanes = max(n for n in range(1, most + 1) if grid.columns % n == 0)
-    full = len(leaves) // lanes
-    for i in range(full):  # each lane takes leaves that are neighbours in the files
-        yield _round(leaves[i : lanes * full : full], limits)
-    for leaf in leaves[lanes * full :]:
-        yield _round([leaf], limits)
+    lanes = max(n for n in range(1, most + 1) if columns % n == 0)
+    rounds = len(leaves) // lanes
+    if rounds >= _MANY_ROUNDS:  # what is left over makes one more, in which some lanes are idle
+        rounds += len(leaves) % lanes > 0
+    for i in range(rounds):
+        firsts = range(i, lanes * rounds, rounds)
+        yield _round([leaves[n : n + 1] for n in firsts], limits)
+    for leaf in leaves[rounds * lanes :]:
+        yield _round([[leaf]], limits)
 
 
-def _round(leaves: Sequence[SharedLeaf], limits: Limits) -> Round:
-    first = leaves[0]
+def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: Limits) -> Round:
+    first = lanes[0][0]
     grid = first.replicas.grid
-    lanes = tuple((Item(leaf.number, leaf.replicas.boxes),) for leaf in leaves)
-    axis = _split_axis(first, grid.columns // len(leaves), limits)
-    return Round(grid, lanes, first.shape, first.dtype, axis, False, first.is_direct)
+    items = tuple(tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in lanes)
+    axis = _split_axis(first, grid.columns // len(lanes), limits)
+    return Round(grid, items, first.shape, first.dtype, axis, False, first.is_direct)
 
 
 def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
