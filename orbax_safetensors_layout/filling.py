@@ -100,12 +100,12 @@ class Filling:
         def read(piece: AffinePiece) -> np.ndarray:
             return arrays.pop(next(in_order))
 
-        shape, dtype = box.box.shape, plan.values
+        shape, dtype = box.box.shape, leaf.origin.dtype
         out = allocate(box.box.size * dtype.itemsize).view(dtype).reshape(shape)
         try:
             values = assemble_box(box.pieces, box.box, dtype, read, out=out, refined=True)
         except SafetensorsLayoutError as error:
-            error.tensor = error.tensor or plan.name
+            error.tensor = error.tensor or leaf.name
             raise
         done = self._boxes.setdefault(number, {})
         done[box.number] = _cast(leaf, values)

@@ -47,27 +47,15 @@ class ComposedBox(NamedTuple):
 
 
 class LeafPlan(NamedTuple):
-    """How one leaf is read.
+    """How some boxes of a leaf are read.
 
     Attributes:
-        name: The leaf's name.
-        shape: Its shape.
-        file: The file, or one of those, that it comes from.
-        values: Dtype of the values before they are cast.
-        dtype: Dtype that the leaf will have.
-        local: The boxes this process needs of it.
-        read: Its read, where one is enough.
+        read: Their read, where one is enough.
         ops: Operations on the values of `read`.
-        composed: Its boxes, where several arrays make one.
+        composed: The boxes, where several arrays make one.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    file: str | None
-    values: np.dtype
-    dtype: np.dtype
-    local: LocalBoxes
-    read: LeafRead | None = None
+    read: LeafRead | None
     ops: tuple[ValueOp, ...] = ()
     composed: tuple[ComposedBox, ...] = ()
 
@@ -103,8 +91,7 @@ class Plain(NamedTuple):
 
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from it."""
-        read = LeafRead.plain(self.entry.name, self.entry, local, dtype)
-        return LeafPlan(name, self.shape, self.file, self.dtype, dtype, local, read)
+        return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
 
 class Mapped(NamedTuple):
@@ -165,17 +152,15 @@ class Mapped(NamedTuple):
         Where all of it are elements of tensors, with the same operations on their values, they
         are read straight into the leaf's shards.
         """
-        plan = LeafPlan(name, self.shape, self.file, self.dtype, dtype, local)
         pieces = self._pieces([found.box for found in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         kinds = {(self.entries[piece.source].dtype.code, piece.ops) for piece in affine}
         if len(affine) == len(pieces) and len(kinds) == 1 and not _is_refined(affine):
             ops = affine[0].ops
             read = self._read(name, self.shape, affine, local, dtype)
-            return plan._replace(read=read._replace(is_computed=bool(ops)), ops=ops)
-        return plan._replace(
-            composed=tuple(self._compose(name, n, box) for n, box in enumerate(local.boxes))
-        )
+            return LeafPlan(read._replace(is_computed=bool(ops)), ops)
+        boxes = enumerate(local.boxes)
+        return LeafPlan(None, composed=tuple(self._compose(name, n, box) for n, box in boxes))
 
     def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
         """The pieces of some boxes; refined ones where the others would be many times as many.

@@ -13,8 +13,7 @@ PROMPT_SECONDS = 60  # far below the time-outs, far above what a busy machine ne
 
 LOAD = """
 def main(path, shape, budgets, out):
-    import itertools
-import json
+    import json
     from pathlib import Path
     import numpy as np
     import safetensors
@@ -139,6 +138,55 @@ def test_every_byte_is_read_by_one_process(path, tmp_path, processes, devices, b
         ranges = sorted(tuple(r) for one in of_label for r in one["ranges"])
         for (file, _, stop), (other, start, _) in itertools.pairwise(ranges):
             assert file != other or stop <= start, label
+
+
+ORBAX = """
+def main(path):
+    from pathlib import Path
+    import numpy as np
+    import orbax.checkpoint as v0
+    import orbax.checkpoint.experimental.v1 as v1
+    import safetensors.numpy
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    import orbax_safetensors_layout as osl
+
+    expected = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        expected |= safetensors.numpy.load_file(file)
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
+    tree = {
+        name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding)
+        for name, t in expected.items()
+    }
+    tree["norm"] = tree.pop("model.norm.weight")
+    mapping = osl.Mapping(
+        [osl.rule("norm", osl.tensor("model.norm.weight"))]
+        + [osl.rule(name, osl.tensor(name)) for name in expected if name != "model.norm.weight"],
+    )
+    once = osl.ReadOptions(replicated="read_once")
+    read = []
+    jax.monitoring.register_scalar_listener(
+        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
+    )
+    with v0.Checkpointer(osl.SafetensorsCheckpointHandler(read=once)) as checkpointer:
+        args = osl.SafetensorsRestore(tree, mapping=mapping)
+        loaded = [checkpointer.restore(path, args=args)]
+    osl.install()
+    with osl.using(read=once, mapping=mapping), v1.Context(checkpoint_layout="safetensors"):
+        loaded.append(v1.load(path, tree))
+    for found in loaded:
+        for name, array in found.items():
+            value = expected["model.norm.weight" if name == "norm" else name]
+            for shard in array.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == value.tobytes()
+    return read
+"""
+
+
+def test_the_same_through_orbax(path):
+    results = run_processes(ORBAX, processes=2, devices=2, path=str(path))
+    total = sum(tensor.nbytes for tensor in llama_like(layers=3).values())
+    assert [sum(read) for read in zip(*results, strict=True)] == [total, total]
 
 
 FAIL = """
