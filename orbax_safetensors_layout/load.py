@@ -111,6 +111,7 @@ def load(
         load_group(path, options) as group,
         Catalog.open(path) as catalog,
         frozen_heap(len(catalog.names)),
+        _explicit_transfer(),
     ):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
@@ -328,15 +329,14 @@ def _read(
     taker: _Taker,
     progress: Callable[[Progress], None] | None,
 ) -> ReadStats:
-    with _explicit_transfer():
-        return read_leaves(
-            plan,
-            catalog.storage,
-            deliver=taker.deliver,
-            convert=taker.convert,
-            mmap=options.mmap,
-            progress=progress,
-        )
+    return read_leaves(
+        plan,
+        catalog.storage,
+        deliver=taker.deliver,
+        convert=taker.convert,
+        mmap=options.mmap,
+        progress=progress,
+    )
 
 
 def _explicit_transfer() -> contextlib.AbstractContextManager[None]:

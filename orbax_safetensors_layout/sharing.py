@@ -25,7 +25,6 @@ from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
 from orbax_safetensors_layout.plan.spread import (
     Fragment,
-    Grid,
     Item,
     Limits,
     Round,
@@ -143,14 +142,21 @@ def _is_default_memory(sharding: Sharding) -> bool:
 def agreement(steps: Sequence[Step], leaves: Sequence[WantedLeaf]) -> Agreement:
     """What all processes must have alike before anything is spread."""
     digest = hashlib.sha256()
-    grids: dict[Grid, int] = {}
+    numbers: dict[int, int] = {}
+
+    def tell(fact: object) -> None:
+        digest.update(repr(fact).encode())
+
+    def number(shared: object) -> int:  # of what many leaves have in common, told once
+        if id(shared) not in numbers:
+            tell(shared)
+        return numbers.setdefault(id(shared), len(numbers))
+
     rounds = [one for step in steps for one in step.stage]
     for one in rounds:
-        if one.grid not in grids:
-            digest.update(repr(one.grid).encode())
-        number = grids.setdefault(one.grid, len(grids))
-        names = [[leaves[item.leaf].name for item in lane] for lane in one.lanes]
-        digest.update(repr((number, names, *one[1:])).encode())
+        tell((number(one.grid), one.shape, one.dtype.name, one.axis, one.is_packed, one.is_direct))
+        for lane in one.lanes:
+            tell([(leaves[n].name, number(boxes), offset) for n, boxes, offset in lane])
     nbytes = sum(one.gathered_bytes for one in rounds)
     return Agreement(
         digest.hexdigest(),

@@ -10,7 +10,7 @@ from checkpoints import assert_same_bits, random_tensor, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from mapping_expressions import ALL_OPS, cases
 from test_load_dtypes import decode, sample, write
@@ -120,3 +120,24 @@ def test_every_kind_of_leaf(tmp_path, budget):
             assert value.sharding == (tree[name].sharding)
     assert found["cast"].format.layout.major_to_minor == (1, 0)
     assert found["wide"].sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("budget", [2 << 30, 1])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: jax.set_mesh(Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))),
+        lambda: jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))),
+        lambda: jax.debug_nans(True),
+        lambda: jax.transfer_guard("disallow"),
+        lambda: jax.default_device(jax.devices()[3]),
+    ],
+    ids=["mesh", "explicit mesh", "debug_nans", "transfer_guard", "default_device"],
+)
+def test_what_surrounds_a_load_does_not_touch_it(tmp_path, budget, around):
+    value = np.full((16, 64), np.nan, np.float32)
+    path = save(tmp_path, {"w": value})
+    leaf = jax.ShapeDtypeStruct((16, 64), np.float32, sharding=NamedSharding(mesh_of(4, 2), P("a")))
+    with around():
+        found = osl.load(path, {"w": leaf}, options=once(budget))["w"]
+    assert_same_bits(np.asarray(found), value)

@@ -50,7 +50,7 @@ class Pulse:
     def stop(self) -> None:
         """Ends the thread."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(SILENCE_SECONDS)
 
     def silent(self) -> set[int]:
         """Processes that gave signs of life and then none for `SILENCE_SECONDS`."""

@@ -100,7 +100,9 @@ class Slots:
         given = jax.make_array_from_single_device_arrays(shape, sharding, shards)
         length = one.shape[one.axis]
         target = one.dtype if one.is_direct else None
-        return Gathered(one, _program(mesh, one.axis, length, target)(given))
+        # The caller's mesh is not meant, nor is a weight that is NaN an accident.
+        with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
+            return Gathered(one, _program(mesh, one.axis, length, target)(given))
 
 
 class Gathered:
