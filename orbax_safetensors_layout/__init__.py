@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         dequantize_mxfp4,
     )
     from orbax_safetensors_layout.mapping.rules import Mapping, rule
-    from orbax_safetensors_layout.options import Progress, ReadOptions, WriteOptions
+    from orbax_safetensors_layout.options import Progress, ReadOptions, RetryPolicy, WriteOptions
     from orbax_safetensors_layout.plan.cost import Cost
     from orbax_safetensors_layout.plan.reads import ReadPlan
     from orbax_safetensors_layout.plan.writes import WritePlan
@@ -105,7 +105,7 @@ _NAMES_BY_MODULE = {
     "mapping.joins": ("concat", "stack"),
     "mapping.quantized": ("dequantize_block", "dequantize_int4", "dequantize_mxfp4"),
     "mapping.rules": ("Mapping", "rule"),
-    "options": ("Progress", "ReadOptions", "WriteOptions"),
+    "options": ("Progress", "ReadOptions", "RetryPolicy", "WriteOptions"),
     "plan.cost": ("Cost",),
     "plan.reads": ("ReadPlan",),
     "plan.writes": ("WritePlan",),
@@ -131,6 +131,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "Progress",
     "ReadOptions",
     "ReadPlan",
+    "RetryPolicy",
     "SafetensorsCheckpointHandler",
     "SafetensorsHandler",
     "SafetensorsLayout",

@@ -14,7 +14,7 @@ from orbax_safetensors_layout.origins import ComposedBox
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.casting import cast
-from orbax_safetensors_layout.wants import Cast, PlannedLeaf, WantedLeaf, subject_of
+from orbax_safetensors_layout.wants import Fidelity, PlannedLeaf, WantedLeaf, subject_of
 
 Wait = Callable[[], object]
 Take = Callable[[WantedLeaf, Sequence[int], Sequence[np.ndarray]], Wait | None]
@@ -118,7 +118,7 @@ class Filling:
 def _cast(leaf: WantedLeaf, values: np.ndarray) -> np.ndarray:
     if values.dtype == leaf.dtype:
         return values
-    if leaf.cast is Cast.RAW:
+    if leaf.cast is Fidelity.RAW:
         return values.view(leaf.dtype)
-    exact = leaf.cast is Cast.EXACT
+    exact = leaf.cast is Fidelity.EXACT
     return cast(values, leaf.dtype, exact=exact, subject=subject_of(leaf))

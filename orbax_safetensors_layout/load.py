@@ -109,7 +109,7 @@ def load(
     options = options or ReadOptions()
     with (
         load_group(path, options) as group,
-        Catalog.open(path) as catalog,
+        Catalog.open(path, retries=options.retries) as catalog,
         frozen_heap(len(catalog.names)),
         _explicit_transfer(),
     ):
@@ -181,11 +181,11 @@ def plan_load(
         ValueError: There is no process of that index.
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
+    with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
-            return _plan(catalog, host_leaves(catalog, only), options, adopt=True)
+            return _plans(catalog, [host_leaves(catalog, only)], options, adopt=True)[0]
         shards = ProcessShards(process_index, process_count)
         leaves = wanted_leaves(
             catalog,
@@ -196,13 +196,10 @@ def plan_load(
             strict=options.strict,
             devices=False,
         )
-        adopt, nowhere = adopts(tree.wants), LeafValues(leaves).take
-        return ReadPlan.joined(
-            [
-                _plan(catalog, Filling(step.leaves, nowhere).reads, options, adopt=adopt)
-                for step in steps_of(catalog, leaves, shards, options)
-            ]
-        )
+        nowhere = LeafValues(leaves).take
+        steps = steps_of(catalog, leaves, shards, options)
+        reads = [Filling(step.leaves, nowhere).reads for step in steps]
+        return ReadPlan.joined(_plans(catalog, reads, options, adopt=adopts(tree.wants)))
 
 
 def _read_host(
@@ -211,7 +208,7 @@ def _read_host(
     """Whole tensors as a flat dict of numpy arrays."""
     leaves = host_leaves(catalog, only)
     taker = _HostArrays(leaves)
-    plan = _plan(catalog, leaves, options, adopt=True)
+    (plan,) = _plans(catalog, [leaves], options, adopt=True)
     with progress_callback(options.progress) as progress:
         stats = _read(plan, catalog, options, taker, progress)
     return {leaf.name: taker.values[number] for number, leaf in enumerate(leaves)}, stats
@@ -274,8 +271,8 @@ def _read_tree(
     exchange = Exchange(leaves, values, group)
     steps = steps_of(catalog, leaves, shards, options)
     fillings = [Filling(step.leaves, exchange.taker(step)) for step in steps]
-    adopt = adopts(tree.wants)
-    plans = [_plan(catalog, filling.reads, options, adopt=adopt) for filling in fillings]
+    reads = [filling.reads for filling in fillings]
+    plans = _plans(catalog, reads, options, adopt=adopts(tree.wants))
     group.meet("planning the load", agree=agreement(steps, leaves))
     stats = ReadStats()
     with progress_callback(options.progress) as progress:
@@ -296,16 +293,21 @@ def _read_tree(
     ), stats
 
 
-def _plan(
-    catalog: Catalog, leaves: Sequence[LeafRead], options: ReadOptions, *, adopt: bool
-) -> ReadPlan:
-    return plan_reads(
-        leaves,
-        profile=options.profile(catalog.storage.kind),
-        memory_budget_bytes=options.memory_budget_bytes,
-        adopt=adopt,
-        joins_gaps=options.replicated == "each",
-    )
+def _plans(
+    catalog: Catalog, steps: Sequence[Sequence[LeafRead]], options: ReadOptions, *, adopt: bool
+) -> list[ReadPlan]:
+    """Plans of reads that are made one step after the other."""
+    total_bytes = sum(leaf.needed_bytes for leaves in steps for leaf in leaves)
+    return [
+        plan_reads(
+            leaves,
+            profile=options.profile(catalog.storage.kind, total_bytes),
+            memory_budget_bytes=options.memory_budget_bytes,
+            adopt=adopt,
+            joins_gaps=options.replicated == "each",
+        )
+        for leaves in steps
+    ]
 
 
 class _Taker(Protocol):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Dict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, tile
+from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.mapping.binding import BoundMapping
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.facts import Facts
@@ -20,12 +24,13 @@ from orbax_safetensors_layout.mapping.functions import Whole
 from orbax_safetensors_layout.mapping.pieces import (
     AffinePiece,
     ComputedPiece,
+    FillPiece,
     Piece,
     affine_pieces,
 )
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.mapping.values import ValueOp
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, LocalBoxes, Source
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 
@@ -149,18 +154,24 @@ class Mapped(NamedTuple):
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from its tensors.
 
-        Where all of it are elements of tensors, with the same operations on their values, they
-        are read straight into the leaf's shards.
+        Where all of it are elements of tensors, with the same operations on their values, or one
+        value, they are read straight into the leaf's shards.
         """
         pieces = self._pieces([found.box for found in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
-        kinds = {(self.entries[piece.source].dtype.code, piece.ops) for piece in affine}
-        if len(affine) == len(pieces) and len(kinds) == 1 and not _is_refined(affine):
+        fills = [Fill(*piece) for piece in pieces if isinstance(piece, FillPiece)]
+        kinds = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
+        is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
+        if is_whole and len(kinds) == 1 and (not fills or self._fillable(dtype, *kinds)):
             ops = affine[0].ops
             read = self._read(name, self.shape, affine, local, dtype)
-            return LeafPlan(read._replace(is_computed=bool(ops)), ops)
+            return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
         boxes = enumerate(local.boxes)
         return LeafPlan(None, composed=tuple(self._compose(name, n, box) for n, box in boxes))
+
+    def _fillable(self, dtype: np.dtype, kind: tuple[DType, tuple[ValueOp, ...]]) -> bool:
+        """Whether values can be put beside those that are read: of whole bytes, and not cast."""
+        return not kind[0].packed and dtype == self.dtype
 
     def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
         """The pieces of some boxes; refined ones where the others would be many times as many.
@@ -181,7 +192,8 @@ class Mapped(NamedTuple):
         local: LocalBoxes,
         dtype: np.dtype,
     ) -> LeafRead:
-        sources = tuple(Source(self.entries[p.source], p.box, p.view) for p in pieces)
+        nested = [part for piece in pieces for part in _nested(piece)]
+        sources = tuple(Source(self.entries[p.source], p.box, p.view) for p in nested)
         stored = sources[0].entry.dtype
         if len(pieces) == 1 and pieces[0].view.shape == self.entries[pieces[0].source].shape:
             plain = LeafRead.plain(name, sources[0].entry, local, dtype)
@@ -206,6 +218,28 @@ def _is_refined(pieces: Sequence[Piece]) -> bool:
     return any(isinstance(p, AffinePiece) and p.view.shape != p.box.shape for p in pieces)
 
 
+def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
+    """A piece as such whose dimensions nest, so that each is runs of bytes.
+
+    Those of `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` do not: both walk backwards by one.
+    """
+    box, view = piece.box, piece.view
+    try:
+        StridedRuns.of(view, 1)
+    except ValueError:
+        axis = min((n, a) for a, n in enumerate(view.shape) if n > 1 and view.strides[a])[1]
+        start = (0,) * len(view.shape)
+        for index in range(view.shape[axis]):
+            low = (*start[:axis], index, *start[axis + 1 :])
+            high = (*view.shape[:axis], index + 1, *view.shape[axis + 1 :])
+            moved = Box(
+                tuple(map(operator.add, box.start, low)), tuple(map(operator.add, box.start, high))
+            )
+            yield from _nested(piece._replace(box=moved, view=view.restrict(Box(low, high))))
+    else:
+        yield piece
+
+
 Origin = Plain | Mapped
 
 
@@ -225,4 +259,33 @@ def bind(
     """
     entries = catalog.entries(mapping.needs(catalog.names, leaves))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
-    return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+    if catalog.pieces is None:
+        return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+    stored = _StoredEntries(entries, catalog.pieces)
+    return mapping.bind(Facts(shapes, catalog.names, stored.pieces), leaves), stored
+
+
+class _StoredEntries(dict[str, TensorEntry]):
+    """Tensors that are stored in pieces, and each piece, found in its file when it is asked for.
+
+    Args:
+        entries: The tensors, as if they stood in one place.
+        catalog: Where their pieces are.
+
+    Attributes:
+        pieces: Of each tensor the boxes that it is stored in, with a name for each.
+    """
+
+    def __init__(self, entries: Dict[str, TensorEntry], catalog: PieceCatalog) -> None:
+        super().__init__(entries)
+        self._catalog = catalog
+        self.pieces = {name: [(b, f"{name} {b}") for b in catalog.boxes(name)] for name in entries}
+        self._places = {
+            place: (name, box) for name, some in self.pieces.items() for box, place in some
+        }
+
+    def __missing__(self, place: str) -> TensorEntry:
+        name, box = self._places[place]
+        ((_, entry),) = self._catalog.find({name: (box,)})[name]
+        self[place] = entry
+        return entry

@@ -6,22 +6,17 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.errors import (
-    CheckpointExistsError,
-    MappingError,
-    SafetensorsLayoutError,
-)
-from orbax_safetensors_layout.format.index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
-from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, WriteOptions
 from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
@@ -32,16 +27,9 @@ from orbax_safetensors_layout.plan.writes import (
     plan_mapped_writes,
     plan_writes,
 )
+from orbax_safetensors_layout.publishing import publication_of, publish
 from orbax_safetensors_layout.saved_tree import SavedTree
 from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.storage.local_write import flush_folder
-from orbax_safetensors_layout.storage.publish import (
-    check_replaceable,
-    claimed,
-    partial_folder,
-    publish_folder,
-    restore_folder,
-)
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer._jax import DistributedStore
 from orbax_safetensors_layout.transfer.coordination import Agreement, Group
@@ -97,9 +85,12 @@ def save(
     """
     with frozen_heap(len(jax.tree.leaves(tree))):
         options = options or WriteOptions()
-        with save_group(os.path.realpath(open_storage(path)[1]), options) as group:
+        storage, target = open_storage(path, retries=options.retries)
+        publication = publication_of(storage, target, overwrite=overwrite)
+        with storage, save_group(publication.target, options) as group:
             prepared = PreparedSave.of(tree, options, mapping=mapping)
-            prepared.publish(path, group=group, overwrite=overwrite)
+            write = functools.partial(prepared.write, group=group, storage=storage)
+            publish(publication, write, group=group, storage=storage, overwrite=overwrite)
 
 
 def plan_save(
@@ -267,50 +258,6 @@ class PreparedSave:
         """
         return self._values.wait_captured(timeout_seconds)
 
-    def publish(self, path: PathLike, *, group: Group, overwrite: bool) -> None:
-        """Writes everything beside `path`, and puts it there when it is complete; see `save`."""
-        storage, target = open_storage(path)
-        target = os.path.realpath(target)
-        with storage:
-            partial = partial_folder(target)
-            error: BaseException | None = None
-            claim = contextlib.ExitStack()
-            try:
-                self._publish(partial, target, group, storage, overwrite, claim)
-            except BaseException as problem:
-                error = problem
-                group.leave()
-                if group.is_leader:
-                    group.await_others()
-            claim.close()
-            group.meet("publishing the checkpoint", error)
-
-    def _publish(
-        self,
-        partial: str,
-        target: str,
-        group: Group,
-        storage: Storage,
-        overwrite: bool,
-        claim: contextlib.ExitStack,
-    ) -> None:
-        error: BaseException | None = None
-        try:
-            if group.is_leader:
-                claim.enter_context(claimed(f"{partial}.lock"))
-                claim.callback(_remove_quietly, storage, partial)
-                restore_folder(target, partial)
-                _check_target(target, overwrite)
-                check_replaceable(target)
-                storage.remove(partial)
-                storage.make_folder(partial)
-        except BaseException as problem:
-            error = problem
-        group.meet("preparing the folder", error)
-        self.write(partial, group=group, storage=storage)
-        if group.is_leader:
-            publish_folder(partial, target, is_replaced=_is_checkpoint_file)
-
     def write(
         self,
         folder: str,
@@ -344,75 +291,103 @@ class PreparedSave:
         progress: Callable[[Progress], None] | None,
         documents: Mapping[str, bytes],
     ) -> WriteStats:
-        options, plan = self._options, self.plan
-        budget = options.memory_budget_bytes or _BUDGET_BYTES
-        files = FileSet(storage, folder, durable=options.fsync)
-        pool = WritePool(options.writers)
+        files = FileSet(storage, folder, durable=self._options.fsync)
+        pool = WritePool(self._options.writers, storage.interrupt)
+        step = functools.partial(_step, group, storage, pool)
         stats = WriteStats()
-        error: BaseException | None = None
-        if plan.process_count > 1:
-            group.meet("agreeing on what is saved", agree=self._agreement())
+        agree = self._agreement() if self.plan.process_count > 1 else None
         try:
-            try:
-                if plan.pieces is not None:
-                    storage.make_folder(os.path.dirname(join(folder, plan.pieces.name)))
-                stats += write_parts(
-                    [*plan.writes()],
-                    plan.leaves,
-                    self._values,
-                    files,
-                    pool,
-                    memory_budget_bytes=budget,
-                    progress=progress,
-                    check=functools.partial(group.check, _WRITING),
-                )
-            except BaseException as problem:
-                error = problem
-                pool.stop()
-            group.meet(_WRITING, error)
-            try:
-                pieces = self._pieces_folder or folder
-                if self._scattered is not None:
-                    stats += scatter(
-                        plan,
-                        self._scattered.parts,
-                        files,
-                        pool,
-                        self._values,
-                        storage,
-                        pieces,
-                        memory_budget_bytes=budget,
-                    )
-                elif plan.exchanges:
-                    stats += gather(
-                        plan,
-                        files,
-                        pool,
-                        storage,
-                        pieces,
-                        memory_budget_bytes=budget,
-                        progress=progress,
-                        check=functools.partial(group.check, _GATHERING),
-                    )
+            with step("agreeing on what is saved", agree):
+                # Where files appear one by one this comes first, and the index last; see
+                # `publishing.appearance_rank`.
                 if group.is_leader:
-                    self._write_documents(storage, folder, documents)
-            except BaseException as problem:
-                error = problem
-                pool.stop()
-            group.meet(_GATHERING, error)
+                    self._write_documents(storage, folder, {**self._manifest_file(), **documents})
+            with step(_WRITING):
+                stats += self._write_shards(folder, group, storage, files, pool, progress)
+            with step(_GATHERING):
+                stats += self._put_together(folder, group, storage, files, pool, progress)
         finally:
             pool.stop()
             files.abort()
             self._values.release()
-        try:
-            if plan.exchanges and group.is_leader and self._pieces_folder is None:
-                storage.remove(join(folder, PIECES_FOLDER))
-            if options.fsync and group.is_leader:
-                flush_folder(folder)
-        except BaseException as problem:
-            error = problem
-        group.meet("completing the folder", error)
+        with step("completing the folder"):
+            if group.is_leader:
+                self._complete(folder, storage)
         return stats
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self._options.memory_budget_bytes or _BUDGET_BYTES
+
+    def _write_shards(
+        self,
+        folder: str,
+        group: Group,
+        storage: Storage,
+        files: FileSet,
+        pool: WritePool,
+        progress: Callable[[Progress], None] | None,
+    ) -> WriteStats:
+        """Writes what comes from this process's own shards."""
+        if self.plan.pieces is not None:
+            storage.make_folder(os.path.dirname(join(folder, self.plan.pieces.name)))
+        return write_parts(
+            [*self.plan.writes()],
+            self.plan.leaves,
+            self._values,
+            files,
+            pool,
+            memory_budget_bytes=self._budget_bytes,
+            progress=progress,
+            check=functools.partial(group.check, _WRITING),
+        )
+
+    def _put_together(
+        self,
+        folder: str,
+        group: Group,
+        storage: Storage,
+        files: FileSet,
+        pool: WritePool,
+        progress: Callable[[Progress], None] | None,
+    ) -> WriteStats:
+        """Completes the files that need what other processes have written, or a mapping."""
+        pieces = self._pieces_folder or folder
+        if self._scattered is not None:
+            return scatter(
+                self.plan,
+                self._scattered.parts,
+                files,
+                pool,
+                self._values,
+                storage,
+                pieces,
+                memory_budget_bytes=self._budget_bytes,
+                progress=progress,
+                check=functools.partial(group.check, _GATHERING),
+            )
+        if not self.plan.exchanges:
+            return WriteStats()
+        return gather(
+            self.plan,
+            files,
+            pool,
+            storage,
+            pieces,
+            memory_budget_bytes=self._budget_bytes,
+            progress=progress,
+            check=functools.partial(group.check, _GATHERING),
+        )
+
+    def _complete(self, folder: str, storage: Storage) -> None:
+        """Writes what makes many files one checkpoint, and removes what was only needed before."""
+        if len(self.plan.files) > 1:
+            files = [(name, tensors) for name, _, tensors in self.plan.files]
+            self._write_documents(storage, folder, {MAIN_INDEX: index_bytes(files)})
+        if self.plan.exchanges and self._pieces_folder is None:
+            storage.remove(join(folder, PIECES_FOLDER))
+        if self._options.fsync:
+            storage.flush_folder(folder)
 
     def _agreement(self) -> Agreement:
         plan = self.plan
@@ -431,14 +406,12 @@ class PreparedSave:
             " it a sharding over all processes.",
         )
 
-    def _write_documents(self, storage: Storage, folder: str, more: Mapping[str, bytes]) -> None:
-        """The manifest, for several files the index, and what else is given."""
-        documents = dict(more)
-        if self._manifest is not None:
-            documents[MANIFEST] = self._manifest.to_json()
-        if len(self.plan.files) > 1:
-            files = [(name, tensors) for name, _, tensors in self.plan.files]
-            documents[MAIN_INDEX] = index_bytes(files)
+    def _manifest_file(self) -> dict[str, bytes]:
+        return {} if self._manifest is None else {MANIFEST: self._manifest.to_json()}
+
+    def _write_documents(
+        self, storage: Storage, folder: str, documents: Mapping[str, bytes]
+    ) -> None:
         for name, data in documents.items():
             file = storage.create(join(folder, name), len(data), durable=self._options.fsync)
             try:
@@ -449,30 +422,19 @@ class PreparedSave:
                 raise
 
 
-def _remove_quietly(storage: Storage, path: str) -> None:
-    with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
-        storage.remove(path)
-
-
-def _check_target(target: str, overwrite: bool) -> None:
-    if target.endswith(SUFFIX):
-        raise SafetensorsLayoutError(
-            "a checkpoint is saved as a folder",
-            file=target,
-            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
-        )
-    if os.path.exists(target) and not os.path.isdir(target):
-        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
-    if is_safetensors_checkpoint(target) and not overwrite:
-        raise CheckpointExistsError(
-            "a safetensors checkpoint stands there already",
-            file=target,
-            hint="Pass overwrite=True to replace it.",
-        )
-
-
-def _is_checkpoint_file(name: str) -> bool:
-    return name.endswith((SUFFIX, INDEX_SUFFIX)) or name == MANIFEST
+@contextlib.contextmanager
+def _step(
+    group: Group, storage: Storage, pool: WritePool, doing: str, agree: Agreement | None = None
+) -> Iterator[None]:
+    """A step of a save: all processes wait for each other after it, and fail together."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as problem:
+        error = problem
+        storage.interrupt()
+        pool.stop()
+    group.meet(doing, error, agree=agree)
 
 
 def _record(stats: WriteStats) -> None:

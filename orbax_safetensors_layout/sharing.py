@@ -100,12 +100,12 @@ def steps_of(
             for fragment in one.fragments(index):
                 boxes.setdefault(fragment.leaf, []).append(fragment.box)
         portions = [(leaves[n], local_boxes(tuple(found))) for n, found in boxes.items()]
-        steps.append(Step(planned_leaves(catalog, portions, index), stage))
+        steps.append(Step(planned_leaves(catalog, portions), stage))
     spread = {item.leaf for stage in stages for item in _items(stage)}
     private = [
         (leaf, leaf.local) for leaf in leaves if leaf.number not in spread or not leaf.local.boxes
     ]
-    return [*steps, Step(planned_leaves(catalog, private, index), ())]
+    return [*steps, Step(planned_leaves(catalog, private), ())]
 
 
 def _local_boxes(boxes: tuple[Box, ...]) -> LocalBoxes:

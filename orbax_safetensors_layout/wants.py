@@ -12,7 +12,6 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
-    MappingError,
     MismatchError,
     ShapeMismatchError,
     UnexpectedTensorError,
@@ -37,8 +36,8 @@ from orbax_safetensors_layout.tree import Want, WantedTree
 _MAX_RANK = 64  # numpy's
 
 
-class Cast(enum.Enum):
-    """What becomes of a value whose dtype is not the file's."""
+class Fidelity(enum.Enum):
+    """What a cast of a value whose dtype is not the file's has to keep."""
 
     ROUND = "round"  # the caller asked for it
     EXACT = "exact"  # JAX imposes it: every value must survive
@@ -55,7 +54,7 @@ class _Fit(NamedTuple):
     """
 
     dtype: np.dtype
-    cast: Cast
+    cast: Fidelity
     local: LocalBoxes
 
 
@@ -77,7 +76,7 @@ class WantedLeaf(NamedTuple):
     name: str
     origin: Origin
     dtype: np.dtype
-    cast: Cast
+    cast: Fidelity
     local: LocalBoxes
 
 
@@ -161,6 +160,8 @@ def wanted_leaves(
         devices: Refuse shardings without devices.
     """
     wants = [want for want in tree.wants if want is not None]
+    if catalog.pieces is not None:
+        catalog.pieces.prefer(shards.process_index)
     if mapping is None:
         names, origins = _plain_origins(catalog, wants)
         if strict:
@@ -183,7 +184,13 @@ def wanted_leaves(
                 dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
                 if not is_raw:
                     check_castable(stored, dtype)
-                cast = Cast.RAW if is_raw else Cast.ROUND if dtype == wanted else Cast.EXACT
+                cast = (
+                    Fidelity.RAW
+                    if is_raw
+                    else Fidelity.ROUND
+                    if dtype == wanted
+                    else Fidelity.EXACT
+                )
                 fit = fits[key] = _Fit(dtype, cast, _local_boxes(want, shape, shards))
             except MismatchError as problem:
                 problem.file, problem.tensor = origin.file, want.name
@@ -196,18 +203,16 @@ def wanted_leaves(
 
 
 def planned_leaves(
-    catalog: Catalog, portions: Sequence[tuple[WantedLeaf, LocalBoxes]], process_index: int
+    catalog: Catalog, portions: Sequence[tuple[WantedLeaf, LocalBoxes]]
 ) -> list[PlannedLeaf]:
     """How boxes of leaves are read.
 
     Args:
         catalog: The checkpoint.
         portions: Leaves, and the boxes of each that the process reads.
-        process_index: The process; where it may choose it reads the files that it wrote.
     """
     plans = [leaf.origin.plan(leaf.name, boxes, leaf.dtype) for leaf, boxes in portions]
-    if catalog.pieces is not None:
-        catalog.pieces.prefer(process_index)
+    if all(isinstance(leaf.origin, Plain) for leaf, _ in portions):
         found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
     return [PlannedLeaf(leaf, plan) for (leaf, _), plan in zip(portions, plans, strict=True)]
@@ -222,12 +227,6 @@ def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], 
 def _mapped_origins(
     catalog: Catalog, mapping: Mapping, tree: WantedTree
 ) -> tuple[list[str], list[Origin]]:
-    if catalog.pieces is not None:
-        raise MappingError(
-            "a checkpoint that is stored in pieces is loaded without a mapping",
-            file=catalog.path,
-            hint="Put it together with `osl.consolidate` first.",
-        )
     wants = [want for want in tree.wants if want is not None]
     names = [want.unboxed or want.name for want in wants]
     shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -286,6 +287,36 @@ def test_a_missing_leader_is_named():
         assert isinstance(error.__cause__, TimeoutError)
 
 
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
+    """As by Ctrl-C: the process has said already that its step went well."""
+    waiting = threading.Event()
+
+    def work(group):
+        if group.process_index == interrupted:
+            name = "list" if group.is_leader else "get"
+            group._store = copy.copy(store)
+            setattr(group._store, name, interrupt)
+        else:
+            assert waiting.wait(PROMPT_SECONDS)
+        group.meet("a step")
+        group.meet("the next step")
+
+    def interrupt(*_):
+        waiting.set()
+        raise KeyboardInterrupt("enough")
+
+    started = time.monotonic()
+    errors = together(store, 3, work, name=f"interrupt {interrupted}")
+    assert time.monotonic() - started < PROMPT_SECONDS
+    for process, error in enumerate(errors):
+        if process == interrupted:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, osl.PeerError)
+            assert "enough" in str(error)
+
+
 def test_a_lost_store_is_an_error_and_hides_no_other(store):
     def broken(key, value):
         raise ConnectionError("the coordinator is gone")
@@ -364,11 +395,11 @@ def test_keys_are_cleaned_up(store):
             most = max(most, len(store.values))
 
     count = 3
-    for number in range(40):
+    for number in range(100):
         together(store, count, work if number == 0 else lambda g: [g.meet(str(i)) for i in (0, 1)],
                  name=f"operation {number}")  # fmt: skip
     assert most <= 3 * (count + 1) + count
-    assert len(store.values) <= 10 * 2 * (count + 1)
+    assert len(store.values) <= 66 * 2 * (count + 1)
     assert not [key for key in store.values if "operation 0" in key]
 
 

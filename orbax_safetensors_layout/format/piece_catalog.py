@@ -58,6 +58,10 @@ class PieceCatalog:
         file = self._files[self.stored.boxes(name)[0].file]
         return TensorEntry(name, dtype, tensor.shape, file, 0, nbytes)
 
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """The boxes that a tensor is stored in, each once."""
+        return tuple(dict.fromkeys(stored.box for stored in self.stored.boxes(name)))
+
     def find(
         self, wanted: Mapping[str, tuple[Box, ...]]
     ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:

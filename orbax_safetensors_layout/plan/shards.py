@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.grid import Cells, DeviceGrid, Spec
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.owners import HeldBoxes
 from orbax_safetensors_layout.plan.spread import Grid, Replicas
@@ -48,6 +49,11 @@ def box_of(index: Index, shape: Sequence[int]) -> Box:
         starts.append(start)
         stops.append(stop)
     return Box(tuple(starts), tuple(stops))
+
+
+def spec_of(sharding: NamedSharding) -> Spec:
+    """The mesh axes that split each dimension."""
+    return tuple(map(_axis_names, sharding.spec))
 
 
 class ProcessShards:
@@ -139,9 +145,10 @@ class ProcessShards:
         if key not in self._replicas:
             holders: dict[Box, list[tuple[int, int, Any]]] = {}
             if is_abstract(sharding):
-                cells = self._abstract_cells(sharding, shape)
-                for number, process in enumerate(cells.processes.tolist()):
-                    holders.setdefault(cells.box(number), []).append((process, number, number))
+                found, processes = self._abstract_cells(sharding, shape)
+                cells = zip(found.cells.tolist(), processes.tolist(), strict=True)
+                for number, (cell, process) in enumerate(cells):
+                    holders.setdefault(found.box(cell), []).append((process, number, number))
             else:
                 boxes = _device_boxes(sharding, shape)
                 for device, box in boxes.items():
@@ -174,60 +181,23 @@ class ProcessShards:
     def _abstract_owners(
         self, sharding: Sharding, shape: tuple[int, ...], everyone: bool
     ) -> dict[Box, set[int]]:
-        cells = self._abstract_cells(sharding, shape)
-        grid, processes = cells.grid, cells.processes
-        wanted = grid if everyone else grid[processes == self._process_index]
+        found, process = self._abstract_cells(sharding, shape)
+        grid = found.cells
+        wanted = grid if everyone else grid[process == self._process_index]
         owners: dict[Box, set[int]] = {}
         for cell in np.unique(wanted, axis=0):
-            holders = (grid == cell).all(1)
-            box = cells.box(int(holders.argmax()))
-            owners[box] = set(np.unique(processes[holders]).tolist())
+            holders = process[(grid == cell).all(1)]
+            owners[found.box(cell.tolist())] = set(np.unique(holders).tolist())
         return owners
 
-    def _abstract_cells(self, sharding: Sharding, shape: tuple[int, ...]) -> _Cells:
+    def _abstract_cells(
+        self, sharding: Sharding, shape: tuple[int, ...]
+    ) -> tuple[Cells, npt.NDArray[np.int64]]:
+        """Which part each device holds, and the process of each."""
         assert isinstance(sharding, NamedSharding)
-        sizes = dict(sharding.mesh.shape)
-        devices = math.prod(sizes.values())
-        if devices % self._process_count:
-            raise ValueError(f"{self._process_count} processes do not divide {devices} devices")
-        processes = np.arange(devices) // (devices // self._process_count)
-        unravelled = np.unravel_index(np.arange(devices), [*sizes.values()])
-        coordinate = dict(zip(sizes, unravelled, strict=True))
-        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        if len(spec) > len(shape):
-            raise ValueError(f"{sharding.spec} has more dimensions than the shape")
-        cells, counts = [], []
-        for axis, (names, extent) in enumerate(zip(spec, shape, strict=True)):
-            cell, count = np.zeros(devices, np.int64), 1
-            for name in _axis_names(names):
-                cell = cell * sizes[name] + coordinate[name]
-                count *= sizes[name]
-            if extent % count:
-                raise ValueError(f"dimension {axis} of {extent} is not divisible by {count}")
-            cells.append(cell)
-            counts.append(count)
-        parts = np.array([n // c for n, c in zip(shape, counts, strict=True)], np.int64)
-        grid = np.stack(cells, 1) if cells else np.zeros((devices, 0), np.int64)
-        return _Cells(grid, parts, processes)
-
-
-class _Cells(NamedTuple):
-    """Which part of an array each device of an abstract mesh holds.
-
-    Attributes:
-        grid: [devices, rank] the part's position among the parts along each dimension.
-        part: Shape of a part.
-        processes: [devices] the process of each device.
-    """
-
-    grid: npt.NDArray[np.int64]
-    part: npt.NDArray[np.int64]
-    processes: npt.NDArray[np.int64]
-
-    def box(self, device: int) -> Box:
-        """The part of a device."""
-        start = self.grid[device] * self.part
-        return Box(tuple(start.tolist()), tuple((start + self.part).tolist()))
+        mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
+        process = np.arange(mesh.devices) // mesh.devices_per_process
+        return mesh.cells(spec_of(sharding), shape), process
 
 
 def _axis_names(part: Any) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
 _CHECK_SECONDS = 1.0
 
-_KEPT_GROUPS = 8  # no process is so many operations behind another
+_WAIT_SECONDS = 5.0  # what waits in the store can not be interrupted
+_KEPT_GROUPS = 64  # no process is so many operations behind another
 
 _counts: Counter[tuple[str, str]] = Counter()  # by purpose and name
 _finished: deque[str] = deque()
@@ -179,7 +180,7 @@ class Group:
                 self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
                 verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
         except BaseException as problem:
-            self._failed = True
+            self.fail(error or problem)  # an interrupt, for instance, the others do not know of
             if error is not None and not isinstance(error, PeerError):
                 raise error from None
             raise problem
@@ -306,15 +307,13 @@ class Group:
     def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
         """Waits for all processes, or the first error, and tells everyone."""
         assert self._store is not None
-        verdict, problem = None, None
         try:
             verdict = self._collect(step, doing)
-        except PeerError as error:
-            problem = error
-            verdict = {"process": 0, "error": str(error)}
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the error itself is what counts
+                self._announce(self._step - 1, self._statement(error))
+            raise
         self._announce(self._step - 1, verdict)
-        if problem is not None:
-            raise problem
         return verdict
 
     def _announce(self, step: int, verdict: dict[str, Any] | None) -> None:
@@ -344,23 +343,30 @@ class Group:
                     f"processes {sorted(missing)} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
                     file=self._name,
-                    hint="See their logs; `timeout_seconds` of the options sets the limit.",
+                    hint=f"See their logs. All processes of the program must {self._purpose}, so"
+                    " Orbax's `active_processes` must name all; `timeout_seconds` of the options"
+                    " sets the limit.",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _await(self, step: str, doing: str) -> dict[str, Any] | None:
         assert self._store is not None
-        try:
-            # The first process is given the time to find out who is missing.
-            text = self._store.get(f"{step}/verdict", self._timeout_seconds + 30)
-        except TimeoutError as error:
-            raise PeerError(
-                f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
-                file=self._name,
-            ) from error
-        verdict: dict[str, Any] | None = json.loads(text)
-        return verdict
+        # The first process is given the time to find out who is missing.
+        left_seconds = self._timeout_seconds + 30
+        while True:
+            try:
+                text = self._store.get(f"{step}/verdict", min(left_seconds, _WAIT_SECONDS))
+            except TimeoutError as error:
+                left_seconds -= _WAIT_SECONDS
+                if left_seconds > 0:
+                    continue
+                raise PeerError(
+                    f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
+                    file=self._name,
+                ) from error
+            verdict: dict[str, Any] | None = json.loads(text)
+            return verdict
 
 
 def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:
