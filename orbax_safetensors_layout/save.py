@@ -420,7 +420,13 @@ class PreparedSave:
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"
-        return Agreement(digest.hexdigest(), description)
+        return Agreement(
+            digest.hexdigest(),
+            description,
+            "All processes must save the same tree of global arrays; an array that each process"
+            " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give"
+            " it a sharding over all processes.",
+        )
 
     def _manifest_file(self, save_id: str) -> dict[str, bytes]:
         manifest = self._manifest
