@@ -6,20 +6,23 @@ one tensor a leaf.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
 
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.quantization import find_quantization
 from orbax_safetensors_layout.inspection import read_configuration
-from orbax_safetensors_layout.options import ReadOptions, StorageProfile
+from orbax_safetensors_layout.options import ReadOptions, StorageProfile, WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.fleet import Fleet, FleetLeaf, Kind, plan_fleet
+from orbax_safetensors_layout.plan.fleet import Fleet, plan_fleet
+from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind
+from orbax_safetensors_layout.plan.fleet_writes import plan_fleet_writes
 from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
-from orbax_safetensors_layout.plan.sharding_rules import Misfit, ShardingRule, ShardingRules
+from orbax_safetensors_layout.plan.sharding_rules import Misfit, Placed, ShardingRule, ShardingRules
 
 
 class LeafCost(NamedTuple):
@@ -55,6 +58,13 @@ class RuleUse(NamedTuple):
     rule: ShardingRule | None
     leaves: int
 
+    @classmethod
+    def tally(cls, rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> tuple[Self, ...]:
+        """The use of all rules."""
+        uses = collections.Counter(placing.rule for placing in placed)
+        numbers = [*range(len(rules)), *([None] if None in uses else [])]
+        return tuple(cls(None if n is None else rules[n], uses[n]) for n in numbers)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forecast:
@@ -78,6 +88,7 @@ class Forecast:
         rules: What the rules were good for.
         misfits: Leaves that can not be sharded as the rules say.
         fleet: Where the costs come from, where all processes were planned at once.
+        saves: The layout of the files that are written, where it is a save; None for a load.
     """
 
     path: str
@@ -97,6 +108,7 @@ class Forecast:
     rules: tuple[RuleUse, ...] = ()
     misfits: tuple[Misfit, ...] = ()
     fleet: Fleet | None = None
+    saves: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -116,7 +128,8 @@ class Forecast:
 def seconds(cost: Cost, profile: StorageProfile) -> float:
     """An estimate: the requests, some at once, and the bytes at the stated rate of a process."""
     waiting = cost.requests * profile.latency_seconds / profile.concurrency
-    return waiting + cost.read_bytes / profile.bandwidth_bytes_per_second
+    moved = cost.read_bytes + cost.written_bytes
+    return waiting + moved / profile.bandwidth_bytes_per_second
 
 
 def forecast(
@@ -155,8 +168,6 @@ def forecast(
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
     )
-    used = [placing.rule for placing in placed.values()]
-    numbers = [*range(len(rules)), *([None] if None in used else [])]
     return Forecast(
         path=place,
         grid=grid,
@@ -172,10 +183,26 @@ def forecast(
         device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in fleet.kinds),
         largest=_largest(fleet.kinds),
         leaf_costs=_leaf_costs(fleet),
-        rules=tuple(RuleUse(None if n is None else rules[n], used.count(n)) for n in numbers),
+        rules=RuleUse.tally(rules, placed.values()),
         misfits=tuple(placing.misfit for placing in placed.values() if placing.misfit),
         fleet=fleet,
     )
+
+
+def forecast_save(found: Forecast, options: WriteOptions) -> Forecast:
+    """What saving the tensors of a load again costs, from where they then are.
+
+    Args:
+        found: The load.
+        options: How they are written.
+
+    Raises:
+        ValueError: The load is not of tensors as they stand.
+    """
+    if found.fleet is None:
+        raise ValueError("saves are planned of tensors as they stand, without a mapping or pieces")
+    costs = plan_fleet_writes(found.fleet.leaves, found.grid, options)
+    return dataclasses.replace(found, costs=costs, leaf_costs=(), fleet=None, saves=options.layout)
 
 
 def _shard_bytes(kind: Kind) -> int:

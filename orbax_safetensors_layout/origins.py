@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Dict
 from typing import NamedTuple
@@ -13,13 +14,16 @@ from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
+from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, tile
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.mapping.binding import BoundMapping
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.facts import Facts
+from orbax_safetensors_layout.mapping.functions import Whole
 from orbax_safetensors_layout.mapping.pieces import (
     AffinePiece,
+    ComputedPiece,
     FillPiece,
     Piece,
     affine_pieces,
@@ -48,27 +52,15 @@ class ComposedBox(NamedTuple):
 
 
 class LeafPlan(NamedTuple):
-    """How one leaf is read.
+    """How some boxes of a leaf are read.
 
     Attributes:
-        name: The leaf's name.
-        shape: Its shape.
-        file: The file, or one of those, that it comes from.
-        values: Dtype of the values before they are cast.
-        dtype: Dtype that the leaf will have.
-        local: The boxes this process needs of it.
-        read: Its read, where one is enough.
+        read: Their read, where one is enough.
         ops: Operations on the values of `read`.
-        composed: Its boxes, where several arrays make one.
+        composed: The boxes, where several arrays make one.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    file: str | None
-    values: np.dtype
-    dtype: np.dtype
-    local: LocalBoxes
-    read: LeafRead | None = None
+    read: LeafRead | None
     ops: tuple[ValueOp, ...] = ()
     composed: tuple[ComposedBox, ...] = ()
 
@@ -93,10 +85,18 @@ class Plain(NamedTuple):
         """Its file."""
         return self.entry.file
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where it begins."""
+        return self.entry.file, self.entry.start
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many elements lie between neighbours along each dimension of a box."""
+        return row_major_strides(self.shape)
+
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from it."""
-        read = LeafRead.plain(self.entry.name, self.entry, local, dtype)
-        return LeafPlan(name, self.shape, self.file, self.dtype, dtype, local, read)
+        return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
 
 class Mapped(NamedTuple):
@@ -126,13 +126,37 @@ class Mapped(NamedTuple):
         sources = self.bound.sources()
         return self.entries[sources[0]].file if sources else None
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where the first tensor that it takes begins."""
+        sources = self.bound.sources()
+        return min((self.entries[name].file, self.entries[name].start) for name in sources)
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many elements lie between neighbours along each dimension of a box.
+
+        Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
+        far away. None where nothing is read, or any part of the box takes all of the tensors.
+        """
+        pieces = self.bound.pull_back(box, refined=True)
+        if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
+            return None
+        for piece in pieces:
+            if isinstance(piece, AffinePiece) and not _is_refined([piece]):
+                return tuple(
+                    abs(stride) if extent == whole else sys.maxsize
+                    for stride, extent, whole in zip(
+                        piece.view.strides, piece.box.shape, box.shape, strict=True
+                    )
+                )
+        return row_major_strides(self.shape) if self.bound.sources() else None
+
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from its tensors.
 
         Where all of it are elements of tensors, with the same operations on their values, or one
         value, they are read straight into the leaf's shards.
         """
-        plan = LeafPlan(name, self.shape, self.file, self.dtype, dtype, local)
         pieces = self._pieces([found.box for found in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         fills = [Fill(*piece) for piece in pieces if isinstance(piece, FillPiece)]
@@ -141,11 +165,9 @@ class Mapped(NamedTuple):
         if is_whole and len(kinds) == 1 and (not fills or self._fillable(dtype, *kinds)):
             ops = affine[0].ops
             read = self._read(name, self.shape, affine, local, dtype)
-            made = read._replace(is_computed=bool(ops), fills=tuple(fills))
-            return plan._replace(read=made, ops=ops)
-        return plan._replace(
-            composed=tuple(self._compose(name, n, box) for n, box in enumerate(local.boxes))
-        )
+            return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
+        boxes = enumerate(local.boxes)
+        return LeafPlan(None, composed=tuple(self._compose(name, n, box) for n, box in boxes))
 
     def _fillable(self, dtype: np.dtype, kind: tuple[DType, tuple[ValueOp, ...]]) -> bool:
         """Whether values can be put beside those that are read: of whole bytes, and not cast."""

@@ -30,7 +30,7 @@ from orbax_safetensors_layout.plan.shards import (
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.recorded import Recorded
 from orbax_safetensors_layout.transfer.assemble import jax_holds
-from orbax_safetensors_layout.transfer.casting import check_castable
+from orbax_safetensors_layout.transfer.casting import Subject, check_castable
 from orbax_safetensors_layout.tree import Want, WantedTree
 
 _MAX_RANK = 64  # numpy's
@@ -58,6 +58,45 @@ class _Fit(NamedTuple):
     local: LocalBoxes
 
 
+class WantedLeaf(NamedTuple):
+    """A wanted leaf and what it is made of.
+
+    Attributes:
+        number: Its number among the wanted leaves of the tree.
+        want: What is wanted.
+        name: The tensor, or the leaf of the mapping, that it is.
+        origin: Where its values come from.
+        dtype: The dtype that it will have.
+        cast: What a cast to it has to keep.
+        local: The boxes of it that this process needs.
+    """
+
+    number: int
+    want: Want
+    name: str
+    origin: Origin
+    dtype: np.dtype
+    cast: Fidelity
+    local: LocalBoxes
+
+
+class PlannedLeaf(NamedTuple):
+    """Boxes of a wanted leaf, and how this process reads them.
+
+    Attributes:
+        leaf: The leaf.
+        plan: The read of some of its boxes.
+    """
+
+    leaf: WantedLeaf
+    plan: LeafPlan
+
+
+def subject_of(leaf: WantedLeaf) -> Subject:
+    """What is cast, for errors."""
+    return Subject(leaf.name, leaf.origin.file, leaf.origin.dtype)
+
+
 def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[LeafRead]:
     """Whole tensors on the host."""
     entries = catalog.all_entries() if only is None else catalog.entries(catalog.select(only))
@@ -70,10 +109,10 @@ def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[Leaf
         LeafRead.plain(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
         for name, entry in entries.items()
     ]
-    return _from_pieces(catalog, leaves)
+    return from_pieces(catalog, leaves)
 
 
-def _from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
+def from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
     """The leaves as they are stored, where that is in pieces."""
     if catalog.pieces is None:
         return leaves
@@ -99,7 +138,7 @@ def _on_cpu(placement: Placement) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def leaf_plans(
+def wanted_leaves(
     catalog: Catalog,
     recorded: Recorded,
     tree: WantedTree,
@@ -108,8 +147,8 @@ def leaf_plans(
     mapping: Mapping | None,
     strict: bool,
     devices: bool,
-) -> tuple[list[LeafPlan], list[Fidelity]]:
-    """How the leaves of a wanted tree are read, and for each what a cast has to keep.
+) -> list[WantedLeaf]:
+    """The leaves of a wanted tree, matched to what the checkpoint has.
 
     Args:
         catalog: The checkpoint.
@@ -130,8 +169,7 @@ def leaf_plans(
     else:
         names, origins = _mapped_origins(catalog, mapping, tree)
     problems: list[MismatchError] = []
-    plans: list[LeafPlan] = []
-    casts: list[Fidelity] = []
+    leaves: list[WantedLeaf] = []
     fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
     for want, name, origin in zip(wants, names, origins, strict=True):
         shape, stored = origin.shape, origin.dtype
@@ -158,14 +196,26 @@ def leaf_plans(
                 problem.file, problem.tensor = origin.file, want.name
                 problems.append(problem)
                 continue
-        plans.append(origin.plan(name, fit.local, fit.dtype))
-        casts.append(fit.cast)
+        leaves.append(WantedLeaf(len(leaves), want, name, origin, *fit))
     if problems:
         _raise_all(problems)
-    if mapping is None:
-        found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
+    return leaves
+
+
+def planned_leaves(
+    catalog: Catalog, portions: Sequence[tuple[WantedLeaf, LocalBoxes]]
+) -> list[PlannedLeaf]:
+    """How boxes of leaves are read.
+
+    Args:
+        catalog: The checkpoint.
+        portions: Leaves, and the boxes of each that the process reads.
+    """
+    plans = [leaf.origin.plan(leaf.name, boxes, leaf.dtype) for leaf, boxes in portions]
+    if all(isinstance(leaf.origin, Plain) for leaf, _ in portions):
+        found = from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
-    return plans, casts
+    return [PlannedLeaf(leaf, plan) for (leaf, _), plan in zip(portions, plans, strict=True)]
 
 
 def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], list[Origin]]:

@@ -30,8 +30,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save publishing tree saved_tree structure placements recorded prng wants"
-        " origins filling",
-        "convert consolidate inspection forecast forecast_tree",
+        " origins filling leaf_values sharing",
+        "convert consolidate inspection forecast forecast_tree comparison report soundness verify",
         "adapters",
         "cli __main__",
     )
@@ -45,6 +45,7 @@ MAY_IMPORT_JAX = (
     "transfer.assemble",
     "transfer.host",
     "transfer.scatter",
+    "transfer.spread",
     "load",
     "save",
     "tree",
@@ -52,12 +53,14 @@ MAY_IMPORT_JAX = (
     "recorded",
     "prng",
     "wants",
-    "filling",
+    "leaf_values",
+    "sharing",
     "structure",
     "placements",
     "convert",
     "consolidate",
     "forecast_tree",
+    "comparison",
     "adapters",
 )
 MAY_IMPORT_ORBAX = ("adapters",)

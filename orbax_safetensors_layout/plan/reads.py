@@ -60,6 +60,23 @@ class ReadPlan:
         """
         return 0 if self.adopt else held_bytes(self.leaves[number], layout)
 
+    @classmethod
+    def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
+        """Plans that are run one after the other, as one."""
+        leaves: list[LeafRead] = []
+        batches: list[Batch] = []
+        for plan in plans:
+            first = len(leaves)
+            leaves += plan.leaves
+            for file, regions in plan.batches:
+                batches.append((file, tuple(r._replace(leaf=first + r.leaf) for r in regions)))
+        return dataclasses.replace(plans[0], leaves=tuple(leaves), batches=tuple(batches))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that leaves need, without the gaps that are read through."""
+        return sum(r.read.runs.total_bytes for _, regions in self.batches for r in regions)
+
     def cost(self) -> Cost:
         """What the plan costs this process."""
         needed = read = requests = held = most_held = 0
@@ -131,6 +148,7 @@ def plan_reads(
     memory_budget_bytes: int,
     adopt: bool,
     in_order: bool = False,
+    joins_gaps: bool = True,
 ) -> ReadPlan:
     """Plans the reads of one process.
 
@@ -141,6 +159,8 @@ def plan_reads(
             their buffers, shards are read together only as far as they fit it together.
         adopt: Whether the arrays keep the buffers they are made of.
         in_order: Read leaf by leaf, as far as the budget makes it sensible, and not file by file.
+        joins_gaps: Whether what lies between two leaves may be read through; not where another
+            process reads it.
 
     Raises:
         SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
@@ -156,6 +176,8 @@ def plan_reads(
     batches = [*_by_file(leaves, whole)]
     for bundle in _bundles(leaves, parts, memory_budget_bytes):
         batches += _by_file(leaves, bundle)
+    if not joins_gaps:
+        profile = dataclasses.replace(profile, latency_seconds=0.0)
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
 
 

@@ -51,6 +51,10 @@ class ReadStats:
     storage_reads: int = 0
     mapped_bytes: int = 0
 
+    def __add__(self, other: ReadStats) -> ReadStats:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return ReadStats(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
 
 def read_leaves(
     plan: ReadPlan,

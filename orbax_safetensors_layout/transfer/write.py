@@ -19,6 +19,7 @@ from orbax_safetensors_layout.options import MIB, Progress
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
 from orbax_safetensors_layout.storage.base import FileWriter, Source, Storage, join
 from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
+from orbax_safetensors_layout.transfer.digesting import DigestingWriter
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
 
 _JOB_BYTES = 8 * MIB
@@ -84,16 +85,24 @@ class OpenFile(NamedTuple):
 class FileSet:
     """The files of a save that this process has begun and not completed.
 
+    Attributes:
+        digests: CRC-32 of each file that is complete, by name; empty unless they are wanted.
+
     Args:
         storage: Where they are.
         folder: The checkpoint's folder.
         durable: Whether those that stay must survive a crash of the machine.
+        digest: Whether digests of those that stay are wanted.
     """
 
-    def __init__(self, storage: Storage, folder: str, *, durable: bool) -> None:
+    def __init__(
+        self, storage: Storage, folder: str, *, durable: bool, digest: bool = False
+    ) -> None:
+        self.digests: dict[str, int] = {}
         self._storage = storage
         self._folder = folder
         self._durable = durable
+        self._digest = digest
         self._open: dict[str, OpenFile] = {}
         self._left: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -103,6 +112,9 @@ class FileSet:
         path = join(self._folder, plan.name)
         durable = self._durable and not plan.is_temporary
         writer = self._storage.create(path, plan.layout.size, durable=durable)
+        if self._digest and not plan.is_temporary:
+            keep = functools.partial(self.digests.__setitem__, plan.name)
+            writer = DigestingWriter(writer, plan.layout.size, keep)
         found = OpenFile(plan, writer, durable)
         with self._lock:
             self._open[plan.name] = found
