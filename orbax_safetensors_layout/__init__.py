@@ -62,7 +62,9 @@ if TYPE_CHECKING:
     from orbax_safetensors_layout.plan.cost import Cost
     from orbax_safetensors_layout.plan.reads import ReadPlan
     from orbax_safetensors_layout.plan.writes import WritePlan
+    from orbax_safetensors_layout.report import Finding, Report
     from orbax_safetensors_layout.save import plan_save, save
+    from orbax_safetensors_layout.verify import verify
 
 __version__ = "0.1.0.dev0"
 
@@ -109,7 +111,9 @@ _NAMES_BY_MODULE = {
     "plan.cost": ("Cost",),
     "plan.reads": ("ReadPlan",),
     "plan.writes": ("WritePlan",),
+    "report": ("Finding", "Report"),
     "save": ("plan_save", "save"),
+    "verify": ("verify",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -119,6 +123,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "Cost",
     "DtypeMismatchError",
     "Expr",
+    "Finding",
     "FormatError",
     "InvalidHeaderError",
     "InvalidIndexError",
@@ -131,6 +136,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "Progress",
     "ReadOptions",
     "ReadPlan",
+    "Report",
     "RetryPolicy",
     "SafetensorsCheckpointHandler",
     "SafetensorsHandler",
@@ -169,6 +175,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "tensor",
     "uninstall",
     "using",
+    "verify",
 ]
 
 

@@ -177,13 +177,20 @@ class ReadOptions:
         request_bytes: Largest single request; `None` takes the storage class's default.
         latency_seconds: Per storage class (`{"local": 1e-5}`), instead of the default.
         bandwidth_bytes_per_second: Per storage class, instead of the default.
+        replicated: What becomes of bytes that several processes need, because a tensor is
+            replicated or partly so. `"each"`: each process reads them; there is no communication.
+            `"read_once"`: one process reads them, and gathers among the devices spread them; all
+            processes must load the same tree with the same options. What is read before it is
+            spread takes at most a quarter of `memory_budget_bytes` on a host, what is being spread
+            as much on a device, or two of the largest shards.
+        timeout_seconds: With `"read_once"`: how long a process waits for the others at each step.
         mmap: Let arrays on the CPU backend adopt the mapped pages of local files where the data is
             64-byte aligned, instead of reading them. The file must then not be overwritten in
             place or truncated while an array lives (replacing it by rename is safe), and numpy
             arrays are read-only.
         strict: Refuse a checkpoint that has tensors which the abstract tree does not name.
-        progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
-            given a `Progress`.
+        progress: False, True (a bar where stderr is a terminal and the `progress` extra is
+            installed, else lines at intervals), or a callable that is given a `Progress`.
         retries: How long requests to a remote storage are tried.
     """
 
@@ -192,6 +199,8 @@ class ReadOptions:
     request_bytes: int | None = None
     latency_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bandwidth_bytes_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    replicated: Literal["each", "read_once"] = "each"
+    timeout_seconds: float = 1800.0
     mmap: bool = False
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False
@@ -199,6 +208,11 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         _check_counts(self, ("memory_budget_bytes", "concurrency", "request_bytes"))
+        if self.replicated not in ("each", "read_once"):
+            raise ValueError(
+                f'ReadOptions.replicated is {self.replicated!r}; it must be "each" or "read_once".'
+            )
+        _check_timeout(self)
         for name in ("mmap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
@@ -267,8 +281,10 @@ class WriteOptions:
         replicate_below_bytes: In layout `"sharded"` tensors up to this size are written by every
             process that holds them, or a shard of them, so that a restore on the same processes
             opens one file each.
-        progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
-            given a `Progress`.
+        digests: Keep a checksum of every file beside them, worked out while they are written, for
+            `verify`.
+        progress: False, True (a bar where stderr is a terminal and the `progress` extra is
+            installed, else lines at intervals), or a callable that is given a `Progress`.
         timeout_seconds: How long a process waits for the others at each step of a save.
         retries: How long requests to a remote storage are tried.
     """
@@ -281,6 +297,7 @@ class WriteOptions:
     concurrency: int | None = None
     fsync: bool = True
     replicate_below_bytes: int = 64 * KIB
+    digests: bool = False
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 1800.0
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
@@ -293,14 +310,13 @@ class WriteOptions:
         if self.max_file_bytes is None:
             raise ValueError("WriteOptions.max_file_bytes must be a positive integer, got None.")
         _check_counts(self, ("max_file_bytes", "memory_budget_bytes", "concurrency"))
-        if not isinstance(self.fsync, bool):
-            raise ValueError("WriteOptions.fsync must be True or False.")
+        for name in ("fsync", "digests"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"WriteOptions.{name} must be True or False.")
         below: Any = self.replicate_below_bytes
         if type(below) is not int or below < 0:
             raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
-        seconds: Any = self.timeout_seconds
-        if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
-            raise ValueError(f"WriteOptions.timeout_seconds is {seconds!r}; a positive number.")
+        _check_timeout(self)
         if not (isinstance(self.progress, bool) or callable(self.progress)):
             raise ValueError(f"WriteOptions.progress is {self.progress!r}; a bool or a function.")
         if self.dtype is not None:
@@ -340,6 +356,13 @@ def _check_metadata(metadata: Any) -> None:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"WriteOptions.metadata: {text!r} is no text.") from error
+
+
+def _check_timeout(options: ReadOptions | WriteOptions) -> None:
+    seconds: Any = options.timeout_seconds
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.timeout_seconds is {seconds!r}; a positive number.")
 
 
 def _check_counts(options: object, names: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.format.digests import DIGESTS
 from orbax_safetensors_layout.format.index import INDEX_SUFFIX, SUFFIX
 from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
@@ -42,7 +43,7 @@ def appearance_rank(name: str) -> int | None:
         return 0
     if name.endswith(INDEX_SUFFIX):
         return 2
-    return 1 if name.endswith(SUFFIX) else None
+    return 1 if name.endswith(SUFFIX) or name == DIGESTS else None
 
 
 def publish(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
+import uuid
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -13,6 +16,8 @@ import jax
 from absl import logging
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.digests import DIGESTS, dump_digests, parse_digests
+from orbax_safetensors_layout.format.headers import read_range
 from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
@@ -292,28 +297,37 @@ class PreparedSave:
         progress: Callable[[Progress], None] | None,
         documents: Mapping[str, bytes],
     ) -> WriteStats:
-        files = FileSet(storage, folder, durable=self._options.fsync)
+        options = self._options
+        files = FileSet(storage, folder, durable=options.fsync, digest=options.digests)
         pool = WritePool(self._options.writers, storage.interrupt)
         step = functools.partial(_step, group, storage, pool)
         stats = WriteStats()
         agree = self._agreement() if self.plan.process_count > 1 else None
+        save_id = uuid.uuid4().hex
         try:
-            with step("agreeing on what is saved", agree):
+            with step("agreeing on what is saved", agree, save_id) as told:
                 # Where files appear one by one this comes first, and the index last; see
                 # `publishing.appearance_rank`.
                 if group.is_leader:
-                    self._write_documents(storage, folder, {**self._manifest_file(), **documents})
+                    manifest = self._manifest_file(save_id)
+                    self._write_documents(storage, folder, {**manifest, **documents})
+                    files.digests |= {name: zlib.crc32(data) for name, data in manifest.items()}
+            self.plan = self.plan.stamped(told[0])
             with step(_WRITING):
                 stats += self._write_shards(folder, group, storage, files, pool, progress)
             with step(_GATHERING):
                 stats += self._put_together(folder, group, storage, files, pool, progress)
+                if options.digests and not group.is_leader:
+                    storage.make_folder(join(folder, PIECES_FOLDER))
+                    own = {_own_digests(group.process_index): dump_digests(files.digests)}
+                    self._write_documents(storage, folder, own)
         finally:
             pool.stop()
             files.abort()
             self._values.release()
         with step("completing the folder"):
             if group.is_leader:
-                self._complete(folder, storage)
+                self._complete(folder, storage, files.digests)
         return stats
 
     @property
@@ -364,6 +378,8 @@ class PreparedSave:
                 storage,
                 pieces,
                 memory_budget_bytes=self._budget_bytes,
+                progress=progress,
+                check=functools.partial(group.check, _GATHERING),
             )
         if not self.plan.exchanges:
             return WriteStats()
@@ -378,12 +394,19 @@ class PreparedSave:
             check=functools.partial(group.check, _GATHERING),
         )
 
-    def _complete(self, folder: str, storage: Storage) -> None:
+    def _complete(self, folder: str, storage: Storage, digests: Mapping[str, int]) -> None:
         """Writes what makes many files one checkpoint, and removes what was only needed before."""
+        documents = {}
         if len(self.plan.files) > 1:
             files = [(name, tensors) for name, _, tensors in self.plan.files]
-            self._write_documents(storage, folder, {MAIN_INDEX: index_bytes(files)})
-        if self.plan.exchanges and self._pieces_folder is None:
+            documents[MAIN_INDEX] = index_bytes(files)
+        if self._options.digests:
+            found = {name: zlib.crc32(data) for name, data in documents.items()}
+            found |= {**digests, **self._others_digests(storage, folder)}
+            documents[DIGESTS] = dump_digests(found)
+        self._write_documents(storage, folder, documents)
+        own_pieces = self.plan.exchanges and self._pieces_folder is None
+        if own_pieces or (self._options.digests and self.plan.process_count > 1):
             storage.remove(join(folder, PIECES_FOLDER))
         if self._options.fsync:
             storage.flush_folder(folder)
@@ -397,10 +420,31 @@ class PreparedSave:
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"
-        return Agreement(digest.hexdigest(), description)
+        return Agreement(
+            digest.hexdigest(),
+            description,
+            "All processes must save the same tree of global arrays; an array that each process"
+            " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give"
+            " it a sharding over all processes.",
+        )
 
-    def _manifest_file(self) -> dict[str, bytes]:
-        return {} if self._manifest is None else {MANIFEST: self._manifest.to_json()}
+    def _manifest_file(self, save_id: str) -> dict[str, bytes]:
+        manifest = self._manifest
+        if manifest is None:
+            return {}
+        if manifest.pieces is not None:
+            stored = self.plan.stamped(save_id).stored
+            manifest = dataclasses.replace(manifest, pieces=stored)
+        return {MANIFEST: manifest.to_json()}
+
+    def _others_digests(self, storage: Storage, folder: str) -> dict[str, int]:
+        """What the other processes have left, each of its own files."""
+        found: dict[str, int] = {}
+        for process in range(1, self.plan.process_count):
+            file = join(folder, _own_digests(process))
+            data = read_range(storage, file, 0, storage.size(file))
+            found |= parse_digests(data, file=file)
+        return found
 
     def _write_documents(
         self, storage: Storage, folder: str, documents: Mapping[str, bytes]
@@ -415,19 +459,32 @@ class PreparedSave:
                 raise
 
 
+def _own_digests(process: int) -> str:
+    return f"{PIECES_FOLDER}/{DIGESTS}.{process}"
+
+
 @contextlib.contextmanager
 def _step(
-    group: Group, storage: Storage, pool: WritePool, doing: str, agree: Agreement | None = None
-) -> Iterator[None]:
-    """A step of a save: all processes wait for each other after it, and fail together."""
+    group: Group,
+    storage: Storage,
+    pool: WritePool,
+    doing: str,
+    agree: Agreement | None = None,
+    tell: str = "",
+) -> Iterator[list[str]]:
+    """A step of a save: all processes wait for each other after it, and fail together.
+
+    What the first process tells is in the list that the step yields, when it is over.
+    """
     error: BaseException | None = None
+    told: list[str] = []
     try:
-        yield
+        yield told
     except BaseException as problem:
         error = problem
         storage.interrupt()
         pool.stop()
-    group.meet(doing, error, agree=agree)
+    told.append(group.meet(doing, error, agree=agree, tell=tell))
 
 
 def _record(stats: WriteStats) -> None:

@@ -21,6 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(line.split())
     for line in (
         "errors",
+        "units",
         "options",
         "geometry",
         "storage",
@@ -29,8 +30,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save publishing tree saved_tree structure placements recorded prng wants"
-        " origins filling",
-        "convert consolidate",
+        " origins filling leaf_values sharing",
+        "convert consolidate inspection forecast forecast_tree comparison report soundness verify",
         "adapters",
         "cli __main__",
     )
@@ -44,6 +45,7 @@ MAY_IMPORT_JAX = (
     "transfer.assemble",
     "transfer.host",
     "transfer.scatter",
+    "transfer.spread",
     "load",
     "save",
     "tree",
@@ -51,11 +53,14 @@ MAY_IMPORT_JAX = (
     "recorded",
     "prng",
     "wants",
-    "filling",
+    "leaf_values",
+    "sharing",
     "structure",
     "placements",
     "convert",
     "consolidate",
+    "forecast_tree",
+    "comparison",
     "adapters",
 )
 MAY_IMPORT_ORBAX = ("adapters",)
@@ -68,6 +73,7 @@ OUTSIDE = frozenset(sys.stdlib_module_names) | {
     "numpy",
     "tensorstore",
     "tqdm",
+    "matplotlib",
     # the libraries that storage/ is made of
     "fsspec",
     "huggingface_hub",
@@ -243,6 +249,16 @@ def test_pure_folder_runs_without_jax_and_orbax(folder):
         "sys.modules['jax'] = sys.modules['jaxlib'] = sys.modules['orbax'] = None\n"
         f"for name in {modules}:\n"
         "    importlib.import_module(name)\n"
+    )
+
+
+def test_the_command_line_starts_without_jax_and_orbax():
+    run_python(
+        "import sys\n"
+        f"from {PACKAGE}.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as error:\n    assert not error.code\n"
+        "heavy = {'jax', 'jaxlib', 'orbax'} & {name.split('.')[0] for name in sys.modules}\n"
+        "assert not heavy, heavy\n"
     )
 
 

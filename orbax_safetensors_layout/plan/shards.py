@@ -12,13 +12,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.grid import Cells, DeviceGrid, Spec
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.owners import HeldBoxes
+from orbax_safetensors_layout.plan.spread import Grid, Replicas
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format
@@ -48,6 +51,11 @@ def box_of(index: Index, shape: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(stops))
 
 
+def spec_of(sharding: NamedSharding) -> Spec:
+    """The mesh axes that split each dimension."""
+    return tuple(map(_axis_names, sharding.spec))
+
+
 class ProcessShards:
     """The boxes of one process, computed once for each distinct (sharding, shape).
 
@@ -72,6 +80,7 @@ class ProcessShards:
             )
         self._cache: dict[tuple[Sharding, tuple[int, ...]], LocalBoxes] = {}
         self._held: dict[tuple[Sharding | None, tuple[int, ...]], HeldBoxes] = {}
+        self._replicas: dict[tuple[Sharding, tuple[int, ...]], Replicas | None] = {}
 
     @property
     def process_index(self) -> int:
@@ -127,6 +136,27 @@ class ProcessShards:
             found = self._held[key] = HeldBoxes(tuple(boxes), holders)
         return found
 
+    def replicas(self, sharding: Sharding, shape: tuple[int, ...]) -> Replicas | None:
+        """The devices that hold each box of `shape`; None where boxes have unlike many of them.
+
+        Devices of an `AbstractMesh` are numbers.
+        """
+        key = (sharding, shape)
+        if key not in self._replicas:
+            holders: dict[Box, list[tuple[int, int, Any]]] = {}
+            if is_abstract(sharding):
+                found, processes = self._abstract_cells(sharding, shape)
+                cells = zip(found.cells.tolist(), processes.tolist(), strict=True)
+                for number, (cell, process) in enumerate(cells):
+                    holders.setdefault(found.box(cell), []).append((process, number, number))
+            else:
+                boxes = _device_boxes(sharding, shape)
+                for device, box in boxes.items():
+                    place = (device.process_index, device.id, device)
+                    holders.setdefault(box, []).append(place)
+            self._replicas[key] = _replicas(holders)
+        return self._replicas[key]
+
     def _owners(
         self, sharding: Sharding, shape: tuple[int, ...], *, everyone: bool
     ) -> dict[Box, set[int]]:
@@ -151,36 +181,25 @@ class ProcessShards:
     def _abstract_owners(
         self, sharding: Sharding, shape: tuple[int, ...], everyone: bool
     ) -> dict[Box, set[int]]:
-        assert isinstance(sharding, NamedSharding)
-        sizes = dict(sharding.mesh.shape)
-        devices = math.prod(sizes.values())
-        if devices % self._process_count:
-            raise ValueError(f"{self._process_count} processes do not divide {devices} devices")
-        process = np.arange(devices) // (devices // self._process_count)
-        unravelled = np.unravel_index(np.arange(devices), [*sizes.values()])
-        coordinate = dict(zip(sizes, unravelled, strict=True))
-        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        if len(spec) > len(shape):
-            raise ValueError(f"{sharding.spec} has more dimensions than the shape")
-        cells, counts = [], []
-        for axis, (names, extent) in enumerate(zip(spec, shape, strict=True)):
-            cell, count = np.zeros(devices, np.int64), 1
-            for name in _axis_names(names):
-                cell = cell * sizes[name] + coordinate[name]
-                count *= sizes[name]
-            if extent % count:
-                raise ValueError(f"dimension {axis} of {extent} is not divisible by {count}")
-            cells.append(cell)
-            counts.append(count)
-        parts = np.array([n // c for n, c in zip(shape, counts, strict=True)], np.int64)
-        grid = np.stack(cells, 1) if cells else np.zeros((devices, 0), np.int64)
+        found, process = self._abstract_cells(sharding, shape)
+        grid = found.cells
         wanted = grid if everyone else grid[process == self._process_index]
         owners: dict[Box, set[int]] = {}
         for cell in np.unique(wanted, axis=0):
-            start = cell * parts
-            box = Box(tuple(start.tolist()), tuple((start + parts).tolist()))
-            owners[box] = set(np.unique(process[(grid == cell).all(1)]).tolist())
+            holders = process[(grid == cell).all(1)]
+            # The parts of an array without elements are one box.
+            held = owners.setdefault(found.box(cell.tolist()), set())
+            held.update(np.unique(holders).tolist())
         return owners
+
+    def _abstract_cells(
+        self, sharding: Sharding, shape: tuple[int, ...]
+    ) -> tuple[Cells, npt.NDArray[np.int64]]:
+        """Which part each device holds, and the process of each."""
+        assert isinstance(sharding, NamedSharding)
+        mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
+        process = np.arange(mesh.devices) // mesh.devices_per_process
+        return mesh.cells(spec_of(sharding), shape), process
 
 
 def _axis_names(part: Any) -> tuple[str, ...]:
@@ -193,12 +212,32 @@ def _axis_names(part: Any) -> tuple[str, ...]:
 def _concrete_owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
     sharding.shard_shape(shape)  # raises where a dimension is not divisible
     owners: dict[Box, set[int]] = {}
+    for device, box in _device_boxes(sharding, shape).items():
+        owners.setdefault(box, set()).add(device.process_index)
+    return owners
+
+
+def _device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     boxes: dict[int, Box] = {}
+    found: dict[Any, Box] = {}
     index_map: Mapping[Any, Index | None] = sharding.devices_indices_map(shape)
     for device, index in index_map.items():
         assert index is not None
         box = boxes.get(id(index))
         if box is None:
             box = boxes[id(index)] = box_of(index, shape)
-        owners.setdefault(box, set()).add(device.process_index)
-    return owners
+        found[device] = box
+    return found
+
+
+def _replicas(holders: Mapping[Box, list[tuple[int, int, Any]]]) -> Replicas | None:
+    """Replicas from (process, order, device) of each box's holders."""
+    if len({len(places) for places in holders.values()}) != 1:
+        return None
+    boxes = sorted(holders)
+    rows = [sorted(holders[box], key=lambda place: place[:2]) for box in boxes]
+    grid = Grid(
+        tuple(tuple(device for _, _, device in row) for row in rows),
+        tuple(tuple(process for process, _, _ in row) for row in rows),
+    )
+    return Replicas(tuple(boxes), grid)

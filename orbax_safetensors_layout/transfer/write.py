@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
@@ -18,16 +19,26 @@ from orbax_safetensors_layout.options import MIB, Progress
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
 from orbax_safetensors_layout.storage.base import FileWriter, Source, Storage, join
 from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
+from orbax_safetensors_layout.transfer.digesting import DigestingWriter
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
 
 _JOB_BYTES = 8 * MIB
+_STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
 
 
 class Values(Protocol):
     """The shards of this process, as numpy arrays on the host."""
 
+    def cut(self, part: Part, budget_bytes: int | None) -> Iterable[Part]:
+        """A part, or slabs of one that would hold more than a budget."""
+        ...
+
     def held_bytes(self, part: Part) -> int:
         """Host memory that a part's members take, beyond what the arrays have on the host."""
+        ...
+
+    def in_order(self, part: Part) -> bool:
+        """Whether each of a part's members is contiguous, as far as that is known beforehand."""
         ...
 
     def begin(self, part: Part) -> Fetch:
@@ -63,28 +74,35 @@ class OpenFile(NamedTuple):
     Attributes:
         plan: What it will be.
         writer: Where its bytes go.
+        durable: Whether it must survive a crash of the machine.
     """
 
     plan: FileWrite
     writer: FileWriter
+    durable: bool
 
 
 class FileSet:
     """The files of a save that this process has begun and not completed.
 
     Attributes:
-        durable: Whether they must survive a crash of the machine.
+        digests: CRC-32 of each file that is complete, by name; empty unless they are wanted.
 
     Args:
         storage: Where they are.
         folder: The checkpoint's folder.
-        durable: Whether they must survive a crash of the machine.
+        durable: Whether those that stay must survive a crash of the machine.
+        digest: Whether digests of those that stay are wanted.
     """
 
-    def __init__(self, storage: Storage, folder: str, *, durable: bool) -> None:
+    def __init__(
+        self, storage: Storage, folder: str, *, durable: bool, digest: bool = False
+    ) -> None:
+        self.digests: dict[str, int] = {}
         self._storage = storage
         self._folder = folder
-        self.durable = durable
+        self._durable = durable
+        self._digest = digest
         self._open: dict[str, OpenFile] = {}
         self._left: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -92,8 +110,12 @@ class FileSet:
     def begin(self, plan: FileWrite) -> OpenFile:
         """Creates a file and writes its header."""
         path = join(self._folder, plan.name)
-        writer = self._storage.create(path, plan.layout.size, durable=self.durable)
-        found = OpenFile(plan, writer)
+        durable = self._durable and not plan.is_temporary
+        writer = self._storage.create(path, plan.layout.size, durable=durable)
+        if self._digest and not plan.is_temporary:
+            keep = functools.partial(self.digests.__setitem__, plan.name)
+            writer = DigestingWriter(writer, plan.layout.size, keep)
+        found = OpenFile(plan, writer, durable)
         with self._lock:
             self._open[plan.name] = found
         writer.write_at(0, [memoryview(bytearray(plan.layout.header))])
@@ -273,16 +295,17 @@ class _PartWriter:
         """What one job writes: a piece of a large part, or several small neighbours."""
         pending: list[_Segment] = []
         first = 0
-        for part in plan.parts:
+        for part in self._parts(plan):
             size = part.stop - part.start
             adjoins = pending and pending[-1].source.part.stop == part.start
             held = self._values.held_bytes(part)
-            grows = adjoins and part.stop - first <= _JOB_BYTES and self._has_room(held)
+            grows = adjoins and part.stop - first <= _STAGED_BYTES and self._has_room(held)
             if pending and not grows:
                 yield pending
                 pending = []
             self._reserve(part, held)
-            source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part))
+            in_order = self._values.in_order(part)
+            source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part), in_order)
             step = _JOB_BYTES
             if source.staged:
                 step = max(1, _JOB_BYTES // source.block_bytes) * source.block_bytes
@@ -294,6 +317,10 @@ class _PartWriter:
                 yield [_Segment(source, start, min(start + step, size))]
         if pending:
             yield pending
+
+    def _parts(self, plan: FileWrite) -> Iterator[Part]:
+        for part in plan.parts:
+            yield from self._values.cut(part, self._budget)
 
     def _has_room(self, held: int) -> bool:
         with self._lock:
@@ -314,7 +341,7 @@ class _PartWriter:
 
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
         try:
-            for offset, buffers in self._batches(segments):
+            for offset, buffers in self._batches(segments, file.durable):
                 file.writer.write_at(offset, buffers)
         except BaseException as error:
             leaf = self._leaves[segments[0].source.part.leaf]
@@ -325,19 +352,24 @@ class _PartWriter:
             raise
         self._release(segments)
 
-    def _batches(self, segments: Sequence[_Segment]) -> Iterator[tuple[int, list[Source]]]:
+    def _batches(
+        self, segments: Sequence[_Segment], durable: bool
+    ) -> Iterator[tuple[int, list[Source]]]:
         """Offsets in the file, and what goes there; staged parts are put together here."""
         if len(segments) == 1 and segments[0].source.staged:
             source, start, stop = segments[0]
             # What a core's cache holds, unless large writes go straight to the disk.
-            step = stop - start if self._files.durable else source.block_bytes
+            step = source.block_bytes
+            if durable:
+                step *= max(1, _STAGED_BYTES // step)
             for at in range(start, stop, step):
                 end = min(at + step, stop)
-                scratch = self._take(end - at)
+                scratch = self._take(end - at, source.part.start + at)
                 yield source.part.start + at, source.buffers(at, end, scratch)
             return
         staged = sum(align(s.stop - s.start) for s in segments if s.source.staged)
-        scratch, used = self._take(staged), 0
+        first = segments[0].source.part.start + segments[0].start
+        scratch, used = self._take(staged, first), 0
         buffers: list[Source] = []
         for source, start, stop in segments:
             if source.staged:
@@ -345,13 +377,15 @@ class _PartWriter:
                 used += align(stop - start)
             else:
                 buffers += source.buffers(start, stop, None)
-        yield segments[0].source.part.start + segments[0].start, buffers
+        yield first, buffers
 
-    def _take(self, nbytes: int) -> Bytes:
+    def _take(self, nbytes: int, offset: int) -> Bytes:
+        """Memory of this thread, from which whole pages of the file can be written directly."""
         memory: Bytes | None = getattr(self._scratch, "memory", None)
-        if memory is None or memory.size < nbytes:
-            memory = self._scratch.memory = allocate(nbytes)
-        return memory
+        if memory is None or memory.size < nbytes + mmap.PAGESIZE:
+            memory = self._scratch.memory = allocate(nbytes + mmap.PAGESIZE)
+        shift = (offset - memory.ctypes.data) % mmap.PAGESIZE
+        return memory[shift : shift + nbytes]
 
     def _release(self, segments: Sequence[_Segment]) -> None:
         with self._lock:

@@ -1,0 +1,134 @@
+"""Whether a checkpoint is whole: its structure, its checksums, and its values against another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.format.digests import DIGESTS, MAX_DIGESTS_BYTES, parse_digests
+from orbax_safetensors_layout.format.headers import read_range
+from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
+from orbax_safetensors_layout.report import Finding, Report
+from orbax_safetensors_layout.soundness import Soundness
+from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.transfer.progress import progress_callback
+
+PathLike = str | os.PathLike[str]
+_BLOCK_BYTES = 8 * MIB
+
+
+def verify(
+    path: PathLike,
+    against: PathLike | None = None,
+    *,
+    mapping: Any = None,
+    digests: bool = True,
+    options: ReadOptions | None = None,
+) -> Report:
+    """Looks whether a checkpoint is whole; finds all that is wrong, not the first.
+
+    Structure: every header; the index or the manifest against the headers; sizes, missing, stray
+    and doubly held tensors; pieces. Contents: the checksums that a save with
+    `WriteOptions(digests=True)` left. Values: bit by bit against another checkpoint, whose files
+    may be cut otherwise. Tensors are read in blocks, in bounded memory.
+
+    Args:
+        path: The checkpoint.
+        against: Another, which must have the same tensors.
+        mapping: What the tensors of `path` are made of in `against`, an `osl.Mapping`.
+        digests: Whether to hold files against their checksums, where there are any; that reads
+            all of them.
+        options: How to read: `memory_budget_bytes`, `progress` and the cost model count.
+
+    Raises:
+        CheckpointNotFoundError: Nothing stands at a path.
+        StorageError: A read failed.
+        MappingError: The mapping does not fit.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> import orbax_safetensors_layout as osl
+        >>> folder = tempfile.mkdtemp()
+        >>> osl.save(folder, {"w": np.arange(4)}, options=osl.WriteOptions(digests=True))
+        >>> print(osl.verify(folder))
+        /tmp/...: whole (1 file, 1 tensor, 2 checksums)
+    """
+    options = options or ReadOptions()
+    storage, place = open_storage(path)
+    with storage, progress_callback(options.progress) as progress:
+        soundness = Soundness(storage, place)
+        soundness.check()
+        digested = _check_digests(soundness, progress) if digests else 0
+        report = Report(
+            place,
+            tuple(soundness.findings),
+            files=len(soundness.headers),
+            tensors=sum(len(header.tensors) for header in soundness.headers.values()),
+            digested_files=digested,
+        )
+        if against is None or not report.ok:
+            return report
+        from orbax_safetensors_layout.comparison import compare
+
+        compared = compare(path, against, mapping=mapping, options=options, progress=progress)
+    return dataclasses.replace(
+        report,
+        findings=(
+            *report.findings,
+            *(Finding("value", text) for text in compared.differences),
+        ),
+        compared_tensors=compared.tensors,
+        compared_bytes=compared.nbytes,
+    )
+
+
+def _check_digests(soundness: Soundness, progress: Callable[[Progress], None] | None) -> int:
+    """Holds files against their checksums; returns how many."""
+    storage, folder = soundness.storage, soundness.path
+    if storage.is_file(folder) or DIGESTS not in storage.list(folder):
+        return 0
+    file = join(folder, DIGESTS)
+    try:
+        size = min(storage.size(file), MAX_DIGESTS_BYTES)
+        found = parse_digests(read_range(storage, file, 0, size), file=file)
+    except SafetensorsLayoutError as error:
+        soundness.findings.append(Finding("digest", str(error)))
+        return 0
+    present = set(storage.list(folder))
+    missing = sorted(set(found) - present)
+    soundness.findings += [
+        Finding("digest", f"{name} is missing; there is a checksum of it") for name in missing
+    ]
+    soundness.findings += [
+        Finding("digest", f"{soundness.name(name)} has no checksum", is_error=False)
+        for name in soundness.headers
+        if soundness.name(name) not in found
+    ]
+    names = sorted(set(found) & present)
+    total = sum(storage.size(join(folder, name)) for name in names)
+    done = 0
+    for name in names:
+        value = 0
+        for block in _blocks(storage, join(folder, name)):
+            value = zlib.crc32(block, value)
+            done += len(block)
+            if progress is not None:
+                progress(Progress(done, total, name))
+        if value != found[name]:
+            text = f"{name} has CRC-32 {value:08x}; it was written with {found[name]:08x}"
+            soundness.findings.append(Finding("digest", text))
+    return len(names)
+
+
+def _blocks(storage: Storage, file: str) -> Iterator[memoryview]:
+    size = storage.size(file)
+    memory = memoryview(bytearray(min(size, _BLOCK_BYTES)))
+    for start in range(0, size, _BLOCK_BYTES):
+        block = memory[: min(_BLOCK_BYTES, size - start)]
+        storage.read_into(file, start, [block])
+        yield block
