@@ -54,12 +54,14 @@ def open_storage(
 
 
 def _check_no_lost_slash(text: str) -> None:
-    scheme, separator, _ = text.partition(":/")
-    if separator and scheme in (*_SCHEMES, "http") and not os.path.lexists(text):
+    """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
+    scheme, _, rest = text.partition(":/")
+    if scheme in (*_SCHEMES, "http") and rest and not os.path.lexists(text):
         raise StorageError(
             "the path lacks a slash, which `pathlib.Path` takes away from URLs",
             file=text,
-            hint="Give it as a string, or as an `etils.epath.Path`.",
+            expected=f"{scheme}://{rest}",
+            hint="Give it as a string, or as an `epath.Path`.",
         )
 
 
