@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.forecast import Forecast, LeafCost, RuleUse
+from orbax_safetensors_layout.forecast import Forecast, HostRate, LeafCost, RuleUse
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.load import metadata, plan_load
 from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
@@ -61,6 +61,7 @@ def forecast_tree(
     mapping: Mapping | None = None,
     abstract: Any = None,
     options: ReadOptions | None = None,
+    host_bandwidth: float | None = None,
     most_processes: int = 16,
 ) -> Forecast:
     """What loading a tree costs.
@@ -72,6 +73,7 @@ def forecast_tree(
         mapping: As for `load`.
         abstract: The tree; None takes all that the mapping makes, or all tensors.
         options: As for `load`.
+        host_bandwidth: Bytes per second that a host reaches; see `HostRate.of`.
         most_processes: Of more processes, this many are planned.
 
     Raises:
@@ -108,6 +110,7 @@ def forecast_tree(
         path=place,
         grid=grid,
         profile=options.profile(storage),
+        rate=HostRate.of(options.profile(storage), storage, host_bandwidth),
         storage=storage,
         parameters=sum(math.prod(leaf.struct.shape) for leaf in leaves),
         checkpoint_bytes=nbytes,
