@@ -17,8 +17,10 @@ _API = re.compile(
     r"/api/(?P<type>models|datasets|spaces)/(?P<repo>[^/]+/[^/]+)"
     r"(/(?P<what>revision|tree)/(?P<revision>[^/]+)(/(?P<path>.*))?)?"
 )
+# Small files of git are redirected, on the same host, to a cache.
+_CACHE = "/api/resolve-cache"
 _RESOLVE = re.compile(
-    r"/((?P<type>datasets|spaces)/)?(?P<repo>[^/]+/[^/]+)/resolve/"
+    rf"(?P<cache>{_CACHE}/models)?/((?P<type>datasets|spaces)/)?(?P<repo>[^/]+/[^/]+)/resolve/"
     r"(?P<revision>[^/]+)/(?P<path>.+)"
 )
 
@@ -102,7 +104,11 @@ class Hub:
             return _error(404, "RevisionNotFound", "Invalid rev id")
         folder = repo.commits[commit]
         if not is_api:
-            return self._resolve(request, folder / urllib.parse.unquote(found["path"]), commit)
+            path = folder / urllib.parse.unquote(found["path"])
+            reply = self._resolve(request, path, commit)
+            if reply.status == 206 and found["type"] is None and not found["cache"]:
+                return Reply(307, {"Location": f"{_CACHE}/models{request.path}"})
+            return reply
         is_tree = found["what"] == "tree"
         body = _tree(folder, found["path"]) if is_tree else _info(name, commit, folder)
         return Reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import pytest
 from http_server import Reply, Server, file_server, serve_range
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from multiprocess import run_processes
 from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, threads
 
 import orbax_safetensors_layout as osl
@@ -104,7 +106,8 @@ def test_hub_is_asked_for_the_ranges_of_the_plan_alone(hub, folder):
     # The headers of the files that hold these tensors, each with the request that finds the file.
     assert {r[0] for r in ranges if r[1] == 0} == {file for file, _, _ in plan}
     asked = [request for request, _ in hub.hub.log if "/resolve/" in request.path]
-    assert len(asked) == len({file for file, _, _ in plan}) + 1  # and the index
+    # And the index, which is redirected to the cache.
+    assert len(asked) == len({file for file, _, _ in plan}) + 2
     assert all(request.range for request in asked)
 
 
@@ -121,6 +124,38 @@ def test_web_server_is_asked_for_the_ranges_of_the_plan_alone(files, folder):
 
 def test_a_web_folder_is_asked_for_the_names_that_the_formats_have():
     assert set(web.PROBED) == {MAIN_INDEX, MANIFEST, "model.safetensors"}
+
+
+def test_processes_read_their_own_bytes_from_the_hub(hub, tmp_path):
+    tensors = {f"w{n}": checkpoints.random_tensor((64, 1024), np.float32, n) for n in range(4)}
+    checkpoints.save(tmp_path / "model", tensors, files=2)
+    hub.add("org/model", tmp_path / "model")
+    source = """
+        import hashlib
+        import numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        import orbax_safetensors_layout as osl
+
+        def main(names, shape):
+            sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
+            leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+            options = osl.ReadOptions(latency_seconds={"hf": 0})  # reads through no gap
+            tree = osl.load("hf://org/model", dict.fromkeys(names, leaf), options=options)
+            return {
+                name: [
+                    hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
+                    for shard in array.addressable_shards
+                ]
+                for name, array in tree.items()
+            }
+    """
+    found = run_processes(source, processes=2, devices=2, names=list(tensors), shape=(64, 1024))
+    for name, values in tensors.items():
+        shards = [hashlib.sha256(part.tobytes()).hexdigest() for part in np.split(values, 4)]
+        assert found[0][name] + found[1][name] == shards
+    ranges = [r for r in hub.cdn.ranges() if r[1] > 0]
+    assert sum(stop - start for _, start, stop in ranges) == sum(t.nbytes for t in tensors.values())
+    assert len(ranges) == len(set(ranges)) == 2 * len(tensors)
 
 
 @pytest.mark.parametrize("whole", ["model", "model/model.safetensors"])

@@ -35,7 +35,7 @@ def open_storage(
     if scheme in CLOUDS and separator:
         return _open_cloud(scheme, rest, retries)
     if not separator:
-        _check_not_mangled(text)
+        _check_no_lost_slash(text)
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
         return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
@@ -53,15 +53,15 @@ def open_storage(
     )
 
 
-def _check_not_mangled(text: str) -> None:
+def _check_no_lost_slash(text: str) -> None:
     """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
     scheme, _, rest = text.partition(":/")
     if scheme in (*_SCHEMES, "http") and rest and not os.path.lexists(text):
         raise StorageError(
-            "the path is a URL that lost a slash",
+            "the path lacks a slash, which `pathlib.Path` takes away from URLs",
             file=text,
             expected=f"{scheme}://{rest}",
-            hint="`pathlib.Path` takes it off: pass a string, or an `epath.Path`.",
+            hint="Give it as a string, or as an `epath.Path`.",
         )
 
 
