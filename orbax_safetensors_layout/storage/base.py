@@ -38,26 +38,14 @@ class FileWriter(Protocol):
         ...
 
 
-class Storage(Protocol):
-    """Ranged access to files by name. Implementations are safe to use from many threads.
-
-    A storage pins what it has seen: a file that is replaced, or changes its size, between two
-    reads through one storage object is an error, never a mixture of two versions.
+class RangeReader(Protocol):
+    """Exact ranged reads of files by name, from many threads.
 
     Attributes:
         kind: The storage class, a key of `options.PROFILES`.
     """
 
     kind: str
-
-    def size(self, file: str) -> int:
-        """Size of `file` in bytes.
-
-        Raises:
-            CheckpointNotFoundError: There is no such file.
-            StorageError: It can not be opened.
-        """
-        ...
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
@@ -76,6 +64,32 @@ class Storage(Protocol):
         """
         ...
 
+    def check_unchanged(self, file: str) -> None:
+        """Checks that a file still is what it was when it was first opened.
+
+        Raises:
+            TruncatedFileError: It is shorter.
+            StorageError: It was replaced or written to.
+        """
+        ...
+
+
+class Storage(RangeReader, Protocol):
+    """Ranged access to files by name. Implementations are safe to use from many threads.
+
+    A storage pins what it has seen: a file that is replaced, or changes its size, between two
+    reads through one storage object is an error, never a mixture of two versions.
+    """
+
+    def size(self, file: str) -> int:
+        """Size of `file` in bytes.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+            StorageError: It can not be opened.
+        """
+        ...
+
     def is_file(self, path: str) -> bool:
         """Whether a file stands at `path`."""
         ...
@@ -86,15 +100,6 @@ class Storage(Protocol):
 
     def modified_seconds(self, file: str) -> float:
         """When `file` was last written, in seconds since the epoch."""
-        ...
-
-    def check_unchanged(self, file: str) -> None:
-        """Checks that a file still is what it was when it was first opened.
-
-        Raises:
-            TruncatedFileError: It is shorter.
-            StorageError: It was replaced or written to.
-        """
         ...
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:

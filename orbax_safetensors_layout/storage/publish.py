@@ -45,7 +45,7 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
             os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
             for name in os.listdir(folder):
                 if not is_replaced(name):
-                    _link(os.path.join(folder, name), os.path.join(finished, name))
+                    link_tree(os.path.join(folder, name), os.path.join(finished, name))
             here = _current_folder()
             _remove_old(_replace(finished, folder), folder)
             # A program that works in the folder goes on in the new one.
@@ -167,9 +167,15 @@ def _current_folder() -> str:
         return ""
 
 
-def _link(source: str, target: str) -> None:
+def link_tree(source: str, target: str) -> None:
+    """Makes a file or folder stand in a second place: by hard links, or where that fails, copies.
+
+    Args:
+        source: The file or folder.
+        target: The second place, in a folder that exists.
+    """
     if os.path.isdir(source) and not os.path.islink(source):
-        shutil.copytree(source, target, symlinks=True, copy_function=_link)
+        shutil.copytree(source, target, symlinks=True, copy_function=link_tree)
         return
     with contextlib.suppress(OSError):
         os.link(source, target, follow_symlinks=False)

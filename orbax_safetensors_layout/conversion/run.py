@@ -1,0 +1,270 @@
+"""Runs a conversion: groups are read, written and recorded; then what stands there is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.conversion.groups import Group, shares
+from orbax_safetensors_layout.conversion.journal import Journal
+from orbax_safetensors_layout.conversion.leaves import Leaf, Lease, Region, read_regions
+from orbax_safetensors_layout.conversion.source import Source, SourceArray
+from orbax_safetensors_layout.conversion.stage import staged
+from orbax_safetensors_layout.conversion.target import Target, TargetWriter
+from orbax_safetensors_layout.errors import MismatchError
+from orbax_safetensors_layout.options import Progress
+from orbax_safetensors_layout.transfer.coordination import Group as Processes
+
+CONVERTING, VERIFYING = "converting", "verifying what was written"
+_IN_FLIGHT = 2  # blocks that are written while the next one is read
+
+
+class Limits(NamedTuple):
+    """How a memory budget is spent.
+
+    Attributes:
+        block_bytes: What is read, and written, at once. Up to three are in memory, each with the
+            copies that a codec makes of it.
+        staged_bytes: Arrays that are read as a whole and held in memory.
+    """
+
+    block_bytes: int
+    staged_bytes: int
+
+    @classmethod
+    def of(cls, memory_budget_bytes: int) -> Limits:
+        """Shares of a budget."""
+        return cls(max(1, memory_budget_bytes // 16), memory_budget_bytes // 2)
+
+
+class Report:
+    """Tells of progress over several passes.
+
+    Args:
+        tell: Called after each block; None for nobody.
+        total_bytes: Bytes of all passes.
+    """
+
+    def __init__(self, tell: Callable[[Progress], None] | None, total_bytes: int) -> None:
+        self._tell = tell
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+
+    def add(self, nbytes: int, name: str) -> None:
+        """Says that more is done."""
+        self._done_bytes += nbytes
+        if self._tell is not None:
+            self._tell(Progress(self._done_bytes, self._total_bytes, name))
+
+
+def convert_groups(
+    source: Source,
+    target: Target,
+    groups: Sequence[Group],
+    folder: str,
+    journal: Journal,
+    processes: Processes,
+    limits: Limits,
+    report: Report,
+) -> None:
+    """Converts this process's share of the groups.
+
+    Args:
+        source: The source.
+        target: The target.
+        groups: What is left to be done, the same on all processes.
+        folder: The conversion's folder.
+        journal: Where it is recorded.
+        processes: The processes.
+        limits: What may be in memory.
+        report: Told after each block.
+
+    Raises:
+        SafetensorsLayoutError: A read or write failed; what is recorded stays.
+        PeerError: Another process failed.
+    """
+    mine = shares(groups, processes.process_count)[processes.process_index]
+    writer = target.open(folder, processes.process_index)
+    record = journal.open(processes.process_index)
+    try:
+        for group in mine:
+            processes.check(CONVERTING)
+            spool = os.path.join(folder, f"spool-{processes.process_index}")
+            digests = _convert(source, group, writer, spool, limits, report)
+            writer.flush()
+            record.add(group.number, digests)
+    finally:
+        record.close()
+        writer.close()
+
+
+def _convert(
+    source: Source,
+    group: Group,
+    writer: TargetWriter,
+    spool: str,
+    limits: Limits,
+    report: Report,
+) -> list[str]:
+    digests: list[str] = []
+
+    def take(regions: Sequence[Region], values: Sequence[np.ndarray]) -> list[str]:
+        found = []
+        for region, value in zip(regions, values, strict=True):
+            writer.write(region, value)
+            found.append(digest(value))
+        return found
+
+    with leased(source, group, spool, limits) as lease, _Pipeline(take) as pipeline:
+        for regions in batches(group.regions, limits.block_bytes):
+            values = read_regions(lease, regions, memory_budget_bytes=limits.block_bytes)
+            digests += pipeline.put(regions, values)
+            report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
+        digests += pipeline.finish()
+    return digests
+
+
+@contextlib.contextmanager
+def leased(source: Source, group: Group, spool: str, limits: Limits) -> Iterator[Lease]:
+    """What the regions of a group are read from."""
+    if group.staged:
+        with staged(
+            source,
+            group.staged,
+            spool,
+            most_bytes=limits.staged_bytes,
+            block_bytes=limits.block_bytes,
+        ) as lease:
+            yield lease
+        return
+    names = dict.fromkeys(name for region in group.regions for name in region.leaf.sources)
+    lease_or_none = source.lease(list(names))
+    assert lease_or_none is not None
+    yield lease_or_none
+
+
+def batches(regions: Sequence[Region], most_bytes: int) -> Iterator[list[Region]]:
+    """Regions that are read together, up to so many bytes, or one."""
+    batch: list[Region] = []
+    held = 0
+    for region in regions:
+        if batch and held + region.nbytes > most_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(region)
+        held += region.nbytes
+    if batch:
+        yield batch
+
+
+def digest(values: np.ndarray) -> str:
+    """A digest of an array's bytes, in row-major order."""
+    data: Any = values.reshape(-1).view(np.uint8)  # its buffer is untyped in some versions
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+Take = Callable[[Sequence[Region], Sequence[np.ndarray]], list[str]]
+
+
+class _Pipeline:
+    """Writes a block while the next one is read; gives back digests in their order."""
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, "convert-write")
+        self._running: deque[Future[list[str]]] = deque()
+
+    def __enter__(self) -> _Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def put(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> list[str]:
+        """Takes the next block; gives the digests of an earlier one, if it had to wait for it."""
+        found = self._running.popleft().result() if len(self._running) >= _IN_FLIGHT else []
+        self._running.append(self._pool.submit(self._take, regions, values))
+        return found
+
+    def finish(self) -> list[str]:
+        """Waits for all."""
+        return [text for job in self._running for text in job.result()]
+
+
+def verify_groups(
+    finished: Source,
+    groups: Sequence[Group],
+    done: Mapping[int, Sequence[str]],
+    processes: Processes,
+    limits: Limits,
+    report: Report,
+) -> None:
+    """Reads this process's share of what was written, and compares every bit.
+
+    Args:
+        finished: The finished checkpoint.
+        groups: All groups.
+        done: The digests that were recorded as the values were read from the source.
+        processes: The processes.
+        limits: What may be in memory.
+        report: Told after each block.
+
+    Raises:
+        MismatchError: Something else stands there; names all leaves.
+        PeerError: Another process failed.
+    """
+    differing: dict[str, None] = {}
+    arrays = arrays_of(finished)
+    for group in shares(groups, processes.process_count)[processes.process_index]:
+        processes.check(VERIFYING)
+        expected = iter(done[group.number])
+        for regions in batches(group.regions, limits.block_bytes):
+            values = _read_back(finished, arrays, regions, limits)
+            for region, value in zip(regions, values, strict=True):
+                if digest(value) != next(expected):
+                    differing[region.leaf.name] = None
+            report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
+    if differing:
+        raise MismatchError.collect(
+            [
+                MismatchError("what was written differs from the source", tensor=name)
+                for name in differing
+            ],
+            hint="The disk or the memory of this machine may be failing; convert again with"
+            " restart=True (--restart).",
+        )
+
+
+def arrays_of(source: Source) -> dict[str, SourceArray]:
+    """The arrays of a source's tree, by the names that they are read by."""
+    import jax
+
+    found = (leaf for leaf in jax.tree.leaves(source.tree) if isinstance(leaf, SourceArray))
+    return {array.name: array for array in found}
+
+
+def _read_back(
+    finished: Source,
+    arrays: Mapping[str, SourceArray],
+    regions: Sequence[Region],
+    limits: Limits,
+) -> list[np.ndarray]:
+    names = list(dict.fromkeys(region.leaf.name for region in regions))
+    lease = finished.lease(names)
+    if lease is None:
+        return [finished.read(arrays[region.leaf.name], region.box) for region in regions]
+    stored = [Region(_stored(arrays[leaf.name], lease), box) for leaf, box in regions]
+    return read_regions(lease, stored, memory_budget_bytes=limits.block_bytes)
+
+
+def _stored(array: SourceArray, lease: Lease) -> Leaf:
+    """An array with the dtype that it has in the file."""
+    stored = lease.entries[array.name].dtype.numpy
+    return Leaf(array.name, array.shape, stored, array.name)

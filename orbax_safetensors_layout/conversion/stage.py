@@ -1,0 +1,119 @@
+"""Whole arrays of a source, brought to where any region of them can be read, each byte once.
+
+What fits is held in memory; the rest stands in a temporary file beside the target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from orbax_safetensors_layout.conversion.leaves import Lease
+from orbax_safetensors_layout.conversion.source import Source, SourceArray
+from orbax_safetensors_layout.format.dtypes import DType
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.affine import AffineView
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter
+from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.transfer.buffers import Bytes, allocate
+
+
+@contextlib.contextmanager
+def staged(
+    source: Source,
+    arrays: Sequence[SourceArray],
+    spool: str,
+    *,
+    most_bytes: int,
+    block_bytes: int,
+) -> Iterator[Lease]:
+    """Reads arrays as a whole.
+
+    Args:
+        source: The source.
+        arrays: Which.
+        spool: Path of the temporary file.
+        most_bytes: What may be held in memory; more goes to the file.
+        block_bytes: Bytes that are read at once.
+
+    Raises:
+        SafetensorsLayoutError: A read, or a write to the temporary file, failed.
+    """
+    if sum(array.nbytes for array in arrays) <= most_bytes:
+        memory = {array.name: allocate(array.nbytes) for array in arrays}
+        for array in arrays:
+            whole = memory[array.name].view(array.dtype).reshape(array.shape)
+            for box in source.blocks(array, block_bytes):
+                whole[box.slices] = source.read(array, box)
+        entries = {array.name: _entry(array, array.name, 0) for array in arrays}
+        yield Lease(entries, _Memory(memory))
+        return
+    with LocalStorage() as storage:
+        try:
+            yield Lease(_spooled(source, arrays, spool, storage, block_bytes), storage)
+        finally:
+            storage.remove(spool)
+
+
+class _Memory:
+    """Arrays in memory, read as if each were a file."""
+
+    kind = "local"
+
+    def __init__(self, arrays: Mapping[str, Bytes]) -> None:
+        self._arrays = arrays
+
+    def read_into(
+        self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
+    ) -> None:
+        """Copies bytes of an array."""
+        data = self._arrays[file]
+        for buffer in buffers:
+            # numpy's copy lets other threads run; a memoryview's does not.
+            np.frombuffer(buffer, np.uint8)[...] = data[offset : offset + len(buffer)]
+            offset += len(buffer)
+
+    def check_unchanged(self, file: str) -> None:
+        """Nothing else writes to it."""
+
+
+def _entry(array: SourceArray, file: str, start: int) -> TensorEntry:
+    # Also dtypes that files have no code for, one element a whole number of bytes.
+    dtype = DType(array.dtype.name, array.dtype, 8 * array.dtype.itemsize)
+    return TensorEntry(array.name, dtype, array.shape, file, start, start + array.nbytes)
+
+
+def _spooled(
+    source: Source,
+    arrays: Sequence[SourceArray],
+    spool: str,
+    storage: LocalStorage,
+    block_bytes: int,
+) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    at = 0
+    for array in arrays:
+        entries[array.name] = _entry(array, spool, at)
+        at += array.nbytes
+    file = storage.create(spool, at, durable=False)
+    try:
+        for array in arrays:
+            for box in source.blocks(array, block_bytes):
+                _write_box(file, entries[array.name], box, source.read(array, box))
+        file.finish()
+    except BaseException:
+        file.abort()
+        raise
+    return entries
+
+
+def _write_box(file: FileWriter, entry: TensorEntry, box: Box, values: np.ndarray) -> None:
+    view = AffineView.row_major(entry.shape).restrict(box)
+    runs = StridedRuns.of(view, values.itemsize, entry.start)
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    for number, offset in enumerate(runs.offsets().tolist()):
+        file.write_at(offset, [data[number * runs.run_bytes : (number + 1) * runs.run_bytes]])
