@@ -92,8 +92,8 @@ class ReadOptions:
             place or truncated while an array lives (replacing it by rename is safe), and numpy
             arrays are read-only.
         strict: Refuse a checkpoint that has tensors which the abstract tree does not name.
-        progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
-            given a `Progress`.
+        progress: False, True (a bar where stderr is a terminal and the `progress` extra is
+            installed, else lines at intervals), or a callable that is given a `Progress`.
     """
 
     memory_budget_bytes: int = 2 * GIB
@@ -164,8 +164,8 @@ class WriteOptions:
         replicate_below_bytes: In layout `"sharded"` tensors up to this size are written by every
             process that holds them, or a shard of them, so that a restore on the same processes
             opens one file each.
-        progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
-            given a `Progress`.
+        progress: False, True (a bar where stderr is a terminal and the `progress` extra is
+            installed, else lines at intervals), or a callable that is given a `Progress`.
         timeout_seconds: How long a process waits for the others at each step of a save.
     """
 

@@ -1,16 +1,20 @@
 """The command line, as a shell runs it."""
 
+import importlib
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
+from orbax_safetensors_layout.cli.main import VERBS, main
+from orbax_safetensors_layout.cli.verb import UsageError
 
 
 def run(*arguments):
@@ -21,7 +25,7 @@ def run(*arguments):
 def test_consolidate(tmp_path):
     tree = {"a": np.arange(12.0).reshape(3, 4), "b": {"c": np.arange(3)}}
     osl.save(tmp_path / "pieces", tree, options=osl.WriteOptions(layout="sharded"))
-    done = run("consolidate", tmp_path / "pieces", tmp_path / "out", "--max-file-bytes", "30")
+    done = run("consolidate", tmp_path / "pieces", tmp_path / "out", "--max-file-bytes", "30", "-q")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     found = {}
     for file in (tmp_path / "out").glob("model-*.safetensors"):
@@ -29,7 +33,7 @@ def test_consolidate(tmp_path):
     assert_same_bits(found["a"], tree["a"])
     assert_same_bits(found["b.c"], tree["b"]["c"])
     assert (tmp_path / "pieces" / "shard-00001-of-00001.safetensors").exists()
-    done = run("consolidate", tmp_path / "pieces", "--progress")
+    done = run("consolidate", tmp_path / "pieces")
     assert done.returncode == 0
     assert "100%" in done.stderr
     assert_same_bits(osl.load(tmp_path / "pieces")["a"], tree["a"])
@@ -44,7 +48,50 @@ def test_errors_take_one_line(tmp_path):
     assert "Traceback" in run("consolidate", tmp_path / "whole", "--debug").stderr
     assert run("consolidate").returncode == 2
     assert run("nothing").returncode == 2
-    assert "example:" in run("consolidate", "--help").stdout
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([verb.name, "--help"])
+    assert not stopped.value.code
+    shown = capsys.readouterr().out
+    assert "example" in shown
+    for example in verb.examples:
+        assert f"  orbax-safetensors {example}" in shown
+        assert example.split()[0] == verb.name
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (osl.FormatError("bad\nbytes"), 1),
+        (OSError("no disk"), 1),
+        (UsageError("no sense"), 2),
+        (ValueError("no sense"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(monkeypatch, capsys, error, code):
+    def fail(*_, **__):
+        raise error
+
+    module = importlib.import_module("orbax_safetensors_layout.consolidate")
+    monkeypatch.setattr(module, "consolidate", fail)
+    assert main(["consolidate", "here"]) == code
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    if code == 130:
+        assert "interrupted" in err
+        assert "run the same command again" in err
+
+
+def test_a_size_that_is_none_is_named(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["consolidate", "here", "--max-file-bytes", "much"])
+    assert stopped.value.code == 2
+    assert "'much' is no size; write for instance 5GB" in capsys.readouterr().err
 
 
 def test_the_script_is_declared():

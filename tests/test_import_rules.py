@@ -21,6 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(line.split())
     for line in (
         "errors",
+        "units",
         "options",
         "geometry",
         "storage",
@@ -29,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save tree saved_tree structure placements recorded prng wants origins filling",
-        "convert consolidate",
+        "convert consolidate inspection",
         "adapters",
         "cli __main__",
     )
@@ -242,6 +243,16 @@ def test_pure_folder_runs_without_jax_and_orbax(folder):
         "sys.modules['jax'] = sys.modules['jaxlib'] = sys.modules['orbax'] = None\n"
         f"for name in {modules}:\n"
         "    importlib.import_module(name)\n"
+    )
+
+
+def test_the_command_line_starts_without_jax_and_orbax():
+    run_python(
+        "import sys\n"
+        f"from {PACKAGE}.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as error:\n    assert not error.code\n"
+        "heavy = {'jax', 'jaxlib', 'orbax'} & {name.split('.')[0] for name in sys.modules}\n"
+        "assert not heavy, heavy\n"
     )
 
 

@@ -41,13 +41,15 @@ def grouped(file: str, regions: Sequence[Region], profile: StorageProfile) -> It
     """
     pending: list[Region] = []
     first = end = limit = buffers = 0
-    known: dict[int, _Request | None] = {}  # by the RegionRead, which tensors of one shape share
+    known: dict[
+        int, SmallRequest | None
+    ] = {}  # by the RegionRead, which tensors of one shape share
     for region in regions:
         read, start = region.read, region.start
         try:
             request = known[id(read)]
         except KeyError:
-            request = known[id(read)] = _Request.of(read, profile)
+            request = known[id(read)] = SmallRequest.of(read, profile)
         if request is None:
             yield Group(file, (region,))
             continue
@@ -72,7 +74,7 @@ def grouped(file: str, regions: Sequence[Region], profile: StorageProfile) -> It
         yield Group(file, tuple(pending))
 
 
-class _Request(NamedTuple):
+class SmallRequest(NamedTuple):
     """What a small region brings to a group.
 
     Attributes:
@@ -86,7 +88,7 @@ class _Request(NamedTuple):
     buffers: int
 
     @classmethod
-    def of(cls, read: RegionRead, profile: StorageProfile) -> _Request | None:
+    def of(cls, read: RegionRead, profile: StorageProfile) -> SmallRequest | None:
         """None where the region is read by itself."""
         length = read.requests.run_bytes
         padded = length > _MAX_UNPADDED_BYTES and not read.direct and read.blocking.pad_bytes

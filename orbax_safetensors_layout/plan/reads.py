@@ -56,7 +56,7 @@ class ReadPlan:
             number: Number of the leaf.
             layout: One of its tiles.
         """
-        return 0 if self.adopt else _held_bytes(self.leaves[number], layout)
+        return 0 if self.adopt else held_bytes(self.leaves[number], layout)
 
     def cost(self) -> Cost:
         """What the plan costs this process."""
@@ -81,8 +81,7 @@ class ReadPlan:
                 opened.update(tile for tile, region in fresh.items() if region.parts > 1)
                 group_held = sum(self.held_bytes(r.leaf, r.layout) for r in fresh.values())
                 held, most_held = held + group_held, max(most_held, group_held)
-        staging = self.profile.concurrency * self.profile.staging_bytes if staged else 0
-        staging += staging // 8 if padded else 0  # a cache line after each row of 512 bytes or more
+        staging = staging_bytes(self.profile, padded=padded) if staged else 0
         return Cost(
             tensors=len(touched),
             needed_bytes=needed,
@@ -160,7 +159,15 @@ def plan_reads(
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
 
 
-def _held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
+def staging_bytes(profile: StorageProfile, *, padded: bool) -> int:
+    """Host bytes of the staging buffers of all requests in flight."""
+    staging = profile.concurrency * profile.staging_bytes
+    # A cache line after each row of 512 bytes or more.
+    return staging + (staging // 8 if padded else 0)
+
+
+def held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
+    """Host bytes that a tile holds until its arrays are on devices with memory of their own."""
     elements = sum(leaf.local.boxes[number].size for number in layout.tile.members)
     unpacked = elements if leaf.stored.packed else 0
     is_cast = leaf.is_computed or leaf.dtype != leaf.stored.numpy
@@ -189,7 +196,7 @@ def _bundles(
     held = 0
     for _, found in itertools.groupby(regions, key=lambda region: region.tile):
         tile = list(found)
-        more = _held_bytes(leaves[tile[0].leaf], tile[0].layout)
+        more = held_bytes(leaves[tile[0].leaf], tile[0].layout)
         if bundle and held + more > most_bytes:
             yield bundle
             bundle, held = [], 0

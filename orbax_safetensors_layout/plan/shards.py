@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.owners import HeldBoxes
 
@@ -152,34 +153,15 @@ class ProcessShards:
         self, sharding: Sharding, shape: tuple[int, ...], everyone: bool
     ) -> dict[Box, set[int]]:
         assert isinstance(sharding, NamedSharding)
-        sizes = dict(sharding.mesh.shape)
-        devices = math.prod(sizes.values())
-        if devices % self._process_count:
-            raise ValueError(f"{self._process_count} processes do not divide {devices} devices")
-        process = np.arange(devices) // (devices // self._process_count)
-        unravelled = np.unravel_index(np.arange(devices), [*sizes.values()])
-        coordinate = dict(zip(sizes, unravelled, strict=True))
-        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        if len(spec) > len(shape):
-            raise ValueError(f"{sharding.spec} has more dimensions than the shape")
-        cells, counts = [], []
-        for axis, (names, extent) in enumerate(zip(spec, shape, strict=True)):
-            cell, count = np.zeros(devices, np.int64), 1
-            for name in _axis_names(names):
-                cell = cell * sizes[name] + coordinate[name]
-                count *= sizes[name]
-            if extent % count:
-                raise ValueError(f"dimension {axis} of {extent} is not divisible by {count}")
-            cells.append(cell)
-            counts.append(count)
-        parts = np.array([n // c for n, c in zip(shape, counts, strict=True)], np.int64)
-        grid = np.stack(cells, 1) if cells else np.zeros((devices, 0), np.int64)
+        mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
+        found = mesh.cells(tuple(map(_axis_names, sharding.spec)), shape)
+        process = np.arange(mesh.devices) // mesh.devices_per_process
+        grid = found.cells
         wanted = grid if everyone else grid[process == self._process_index]
         owners: dict[Box, set[int]] = {}
         for cell in np.unique(wanted, axis=0):
-            start = cell * parts
-            box = Box(tuple(start.tolist()), tuple((start + parts).tolist()))
-            owners[box] = set(np.unique(process[(grid == cell).all(1)]).tolist())
+            holders = process[(grid == cell).all(1)]
+            owners[found.box(cell.tolist())] = set(np.unique(holders).tolist())
         return owners
 
 

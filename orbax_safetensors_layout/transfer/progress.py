@@ -1,39 +1,101 @@
-"""Progress reports: a callback of the caller's, or a bar on stderr."""
+"""Progress reports: a callback of the caller's, a bar on a terminal, or lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
+import time
 from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
 from orbax_safetensors_layout.options import Progress
+from orbax_safetensors_layout.units import seconds_text, size_text
+
+_LINE_SECONDS = 10.0
 
 
 @contextlib.contextmanager
 def progress_callback(
     progress: bool | Callable[[Progress], None],
 ) -> Iterator[Callable[[Progress], None] | None]:
-    """What to call after each tensor: the caller's function, a bar's, or nothing.
+    """What to call after each tensor: the caller's function, one that reports, or nothing.
 
-    Raises:
-        ImportError: A bar is wanted and tqdm is not installed.
+    True draws a bar where stderr is a terminal and tqdm is installed, and else writes a line to it
+    every ten seconds and one at the end.
     """
     if callable(progress):
         yield progress
-    elif progress:
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError(
-                "progress=True draws a bar with tqdm; install it with"
-                " `pip install orbax-safetensors-layout[progress]`, or pass a function."
-            ) from error
-        with tqdm(unit="B", unit_scale=True, unit_divisor=1024) as bar:
-
-            def update(state: Progress) -> None:
-                bar.total = state.total_bytes
-                bar.set_postfix_str(state.tensor, refresh=False)
-                bar.update(state.done_bytes - bar.n)
-
-            yield update
-    else:
+    elif not progress:
         yield None
+    elif sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+        with _Bar() as bar:
+            yield bar
+    else:
+        lines = ProgressLines(sys.stderr)
+        yield lines
+        lines.close()
+
+
+class _Bar:
+    """A bar with bytes, rate, time left and the current tensor."""
+
+    def __enter__(self) -> _Bar:
+        from tqdm import tqdm
+
+        self._bar: Any = tqdm(unit="B", unit_scale=True, dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def __call__(self, state: Progress) -> None:
+        bar = self._bar
+        if bar.total not in (None, state.total_bytes):  # a next phase
+            bar.reset()
+        bar.total = state.total_bytes
+        bar.set_postfix_str(state.tensor, refresh=False)
+        bar.update(state.done_bytes - bar.n)
+
+
+class ProgressLines:
+    """Lines at intervals, for logs.
+
+    Args:
+        stream: Where to.
+        clock: Seconds that go by.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._begun = self._written = clock()
+        self._state: Progress | None = None
+
+    def __call__(self, state: Progress) -> None:
+        """Takes a report; writes a line if the last one is long ago."""
+        if self._state is not None and state.total_bytes != self._state.total_bytes:
+            self.close()  # a next phase
+            self._begun = self._written = self._clock()
+        self._state = state
+        if self._clock() - self._written >= _LINE_SECONDS:
+            self._written = self._clock()
+            self._write(state)
+
+    def close(self) -> None:
+        """Writes the last line."""
+        if self._state is not None:
+            self._write(self._state)
+
+    def _write(self, state: Progress) -> None:
+        done, total, tensor = state
+        seconds = max(self._clock() - self._begun, 1e-9)
+        share = done / total if total else 1.0
+        rest = f"in {seconds_text(seconds)}"
+        if 0 < done < total:
+            rest = f"{seconds_text(seconds / share - seconds)} left, {tensor}"
+        self._stream.write(
+            f"{share:4.0%}  {size_text(done)} of {size_text(total)},"
+            f" {size_text(done / seconds)}/s, {rest}\n"
+        )
+        self._stream.flush()

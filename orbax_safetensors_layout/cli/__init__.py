@@ -1,0 +1,11 @@
+"""The command line: `orbax-safetensors VERB ...`, also `python -m orbax_safetensors_layout`.
+
+Results go to stdout, everything else to stderr. Exit codes: 0; 1 where something is wrong with a
+checkpoint; 2 for misuse; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from orbax_safetensors_layout.cli.main import main
+
+__all__ = ["main"]

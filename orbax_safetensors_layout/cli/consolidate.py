@@ -1,0 +1,55 @@
+"""`consolidate`: whole tensors of pieces."""
+
+from __future__ import annotations
+
+import argparse
+
+from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.verb import Verb, argument
+from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.units import parse_size
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="the checkpoint")
+    parser.add_argument(
+        "target", nargs="?", help="the folder to write; by default the pieces are replaced"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
+    parser.add_argument(
+        "--max-file-bytes",
+        type=argument(parse_size),
+        default=WriteOptions().max_file_bytes,
+        metavar="SIZE",
+        help="most bytes of tensors in a file, by default 5GB",
+    )
+    parser.add_argument(
+        "--memory-budget-bytes",
+        type=argument(parse_size),
+        metavar="SIZE",
+        help="host memory to use",
+    )
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    from orbax_safetensors_layout.consolidate import consolidate
+
+    options = WriteOptions(
+        max_file_bytes=parsed.max_file_bytes,
+        memory_budget_bytes=parsed.memory_budget_bytes,
+        progress=console.progress,
+    )
+    consolidate(parsed.path, parsed.target, options=options, overwrite=parsed.overwrite)
+    return 0
+
+
+VERB = Verb(
+    name="consolidate",
+    help="make Hugging Face files of a checkpoint that was saved in pieces",
+    description="Makes files that safetensors and transformers open from a checkpoint that was"
+    " saved with WriteOptions(layout='sharded'), streaming, in bounded memory.",
+    examples=("consolidate run/1000/default exported",),
+    add_arguments=_add_arguments,
+    run=_run,
+    resume="The checkpoint is as it was; run the same command again.",
+)

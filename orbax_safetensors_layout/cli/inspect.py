@@ -1,0 +1,160 @@
+"""`inspect`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from orbax_safetensors_layout.cli.console import Console, table
+from orbax_safetensors_layout.cli.families import name_families
+from orbax_safetensors_layout.cli.verb import Verb, add_json
+from orbax_safetensors_layout.inspection import Inspection, TensorFacts, Total, inspect
+from orbax_safetensors_layout.units import count_text, size_text
+
+_SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
+    "name": lambda tensor: tensor.name,
+    "size": lambda tensor: -tensor.nbytes,
+    "file": lambda tensor: tensor.files,
+}
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="a .safetensors file, or a folder of them")
+    parser.add_argument(
+        "--filter",
+        action="append",
+        metavar="GLOB",
+        help="only tensors that match, as 'model.layers.{0..3}.*'; may be given several times",
+    )
+    parser.add_argument("--files", action="store_true", help="a row a file, not a row a tensor")
+    parser.add_argument(
+        "--all", action="store_true", help="a row for every tensor, also for those alike"
+    )
+    parser.add_argument("--sort", choices=[*_SORT_KEYS], help="default: the order of the files")
+    add_json(parser)
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    found = inspect(parsed.path, only=parsed.filter)
+    if parsed.sort:
+        ordered = sorted(found.tensors, key=_SORT_KEYS[parsed.sort])
+        found = found._replace(tensors=tuple(ordered))
+    if parsed.json:
+        console.json(_document(found))
+        return 0
+    rows = _by_file(found) if parsed.files else _by_tensor(found, every=parsed.all)
+    console.result("\n".join([*_head(found), "", rows, "", _totals(found)]))
+    return 0
+
+
+def _head(found: Inspection) -> list[str]:
+    lines = [found.path]
+    if found.model:
+        lines.append(f"model        {found.model}")
+    lines.append(f"layout       {found.layout}, {_number(len(found.files), 'file')}")
+    quantization = found.quantization
+    if quantization is not None:
+        stored = [f"{count:,} x {scheme}" for scheme, count in quantization.weights.items()]
+        said = [f"the configuration says {quantization.method}"] if quantization.method else []
+        lines.append(f"quantised    {'; '.join(stored + said)}")
+    for label, pairs in (("metadata", found.metadata), ("values", found.values)):
+        if pairs:
+            shown = [f"{key}={_short(value)}" for key, value in [*pairs.items()][:10]]
+            more = f", and {len(pairs) - 10:,} more" if len(pairs) > 10 else ""
+            lines.append(f"{label:13}{', '.join(shown)}{more}")
+    return lines
+
+
+def _by_tensor(found: Inspection, *, every: bool) -> str:
+    if every:
+        groups = [(t.name, [t]) for t in found.tensors]
+    else:
+        kinds = [(t.name, (t.dtype, t.shape)) for t in found.tensors]
+        groups = [
+            (family.pattern, [found.tensors[place] for place in family.members])
+            for family in name_families(kinds)
+        ]
+    rows = []
+    for name, tensors in groups:
+        total = Total()
+        for tensor in tensors:
+            total = total.plus(tensor)
+        first = tensors[0]
+        files = sorted({file for tensor in tensors for file in tensor.files})
+        pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
+        where = files[0] if len(files) == 1 else f"{len(files)} files"
+        row = (name, first.dtype, str(list(first.shape)), where + pieces)
+        rows.append([*row, f"{total.tensors:,}", count_text(total.parameters), _size(total)])
+    header = ["tensor", "dtype", "shape", "file", "tensors", "parameters", "bytes"]
+    return table(header, rows, left=4)
+
+
+def _by_file(found: Inspection) -> str:
+    totals = dict.fromkeys(found.files, Total())
+    for tensor in found.tensors:
+        for file in tensor.files[:1] if tensor.pieces == 1 else ():
+            totals[file] = totals[file].plus(tensor)
+    rows = []
+    for file, size in found.files.items():
+        total = totals[file]
+        shown = [f"{total.tensors:,}", count_text(total.parameters)]
+        rows.append([file, size_text(size), *(shown if found.layout == "hf" else ["-", "-"])])
+    return table(["file", "size", "tensors", "parameters"], rows)
+
+
+def _totals(found: Inspection) -> str:
+    rows = [
+        [code, f"{total.tensors:,}", count_text(total.parameters), _size(total)]
+        for code, total in found.by_dtype().items()
+    ]
+    total = found.total
+    rows.append(["all", f"{total.tensors:,}", count_text(total.parameters), _size(total)])
+    return table(["dtype", "tensors", "parameters", "bytes"], rows)
+
+
+def _size(total: Total) -> str:
+    return size_text(total.nbytes)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _document(found: Inspection) -> dict[str, object]:
+    quantization = found.quantization
+    return {
+        "path": found.path,
+        "model": found.model,
+        "layout": found.layout,
+        "quantization": None
+        if quantization is None
+        else {"method": quantization.method, "weights": quantization.weights},
+        "metadata": found.metadata,
+        "values": found.values,
+        "files": found.files,
+        "total": found.total._asdict(),
+        "by_dtype": {code: total._asdict() for code, total in found.by_dtype().items()},
+        "tensors": [tensor._asdict() for tensor in found.tensors],
+    }
+
+
+VERB = Verb(
+    name="inspect",
+    help="what a checkpoint holds",
+    description="Tells the tensors of a checkpoint with their shapes, dtypes, files and"
+    " parameters, what is quantised, metadata and totals. Only headers are read. Tensors that"
+    " differ by numbers alone share a row; its name is a pattern that --filter takes.",
+    examples=(
+        "inspect Llama-3.1-8B --sort size",
+        "inspect run/1000/default --filter 'params.layers.0.*' --all",
+        "inspect DeepSeek-V3 --json | jq .total.parameters",
+    ),
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,76 @@
+"""From the process's arguments to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from orbax_safetensors_layout.cli import consolidate, inspect
+from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.verb import UsageError, Verb
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+
+PROGRAM = "orbax-safetensors"
+
+VERBS: tuple[Verb, ...] = (inspect.VERB, consolidate.VERB)
+
+FINDING, MISUSE, INTERRUPTED, NO_READER = 1, 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb.
+
+    Args:
+        arguments: What stands after the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: the verb's own, 0 or 1; 1 for an error of a checkpoint or the system; 2 for
+        misuse; 130 when interrupted; 141 where whoever read stdout is gone.
+    """
+    parsed = parser().parse_args(arguments)
+    verb: Verb = parsed.verb
+    console = Console(PROGRAM, quiet=parsed.quiet)
+    try:
+        code = verb.run(parsed, console)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        console.error(f"interrupted. {verb.resume}")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+    except (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError) as error:
+        if parsed.debug:
+            raise
+        console.error(" ".join(str(error).split()))
+        return FINDING if isinstance(error, SafetensorsLayoutError | OSError) else MISUSE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all verbs."""
+    made = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Hugging Face safetensors checkpoints for Orbax and JAX.",
+        epilog=f"{PROGRAM} VERB --help says more. Exit codes: 0, 1 where something is wrong with a"
+        " checkpoint, 2 for misuse.",
+    )
+    verbs = made.add_subparsers(required=True, metavar="VERB")
+    for verb in VERBS:
+        lines = "".join(f"\n  {PROGRAM} {example}" for example in verb.examples)
+        one = verbs.add_parser(
+            verb.name,
+            help=verb.help,
+            description=textwrap.fill(verb.description, 79),
+            epilog=f"example{'s' if len(verb.examples) > 1 else ''}:{lines}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(one)
+        one.add_argument("--quiet", "-q", action="store_true", help="no progress and no messages")
+        one.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        one.set_defaults(verb=verb)
+    return made

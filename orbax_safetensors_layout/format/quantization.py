@@ -1,0 +1,157 @@
+"""Quantised weights: which tensors belong together, and how many parameters they stand for.
+
+The names are those that compressed-tensors, GPTQ and AWQ, bitsandbytes, ModelOpt, DeepSeek and
+GPT-OSS write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from orbax_safetensors_layout.format.header import TensorEntry
+
+_FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_DEFAULT_BITS = 4
+
+
+class Scheme(NamedTuple):
+    """One way to store a quantised weight.
+
+    Attributes:
+        name: What it is called.
+        weight: How the name of the tensor with the values ends.
+        dtypes: Dtype codes that it can have.
+        beside: How the names of the tensors beside it end; they hold no parameters of their own.
+            A name that ends in `*` stands for all that begin so.
+        bits: Bits of a value; None where the configuration says.
+    """
+
+    name: str
+    weight: str
+    dtypes: tuple[str, ...]
+    beside: tuple[str, ...]
+    bits: int | None
+
+    def parameters(self, entry: TensorEntry, bits: int) -> int:
+        """How many parameters a tensor with values stands for."""
+        return math.prod(entry.shape) * entry.dtype.bits // (self.bits or bits)
+
+
+# The first name beside the weight has to be there; the first scheme that fits counts.
+_SCHEMES = (
+    Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
+    Scheme("MXFP4", "_blocks", ("U8",), ("_scales",), 4),
+    Scheme(
+        "NVFP4",
+        "weight",
+        ("U8",),
+        ("weight_scale_2", "weight_scale", "input_scale", "k_scale", "v_scale"),
+        4,
+    ),
+    Scheme(
+        "packed integers",
+        "weight_packed",
+        ("I32", "U8"),
+        ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "*_global_scale"),
+        None,
+    ),
+    Scheme(
+        "FP8 or INT8",
+        "weight",
+        (*_FLOAT8, "I8"),
+        ("weight_scale", "weight_zero_point", "input_scale", "k_scale", "v_scale"),
+        8,
+    ),
+    Scheme("GPTQ or AWQ", "qweight", ("I32",), ("qzeros", "scales", "g_idx"), None),
+    Scheme(
+        "bitsandbytes 4 bit",
+        "weight",
+        ("U8",),
+        ("weight.absmax", "weight.quant_map", "weight.nested_*", "weight.quant_state.*"),
+        4,
+    ),
+)
+
+
+class Quantization(NamedTuple):
+    """What is quantised.
+
+    Attributes:
+        method: What the model's configuration says, for instance `fp8`, with its figures; None
+            where it says nothing.
+        weights: Scheme name to how many tensors are stored so.
+        parameters: Parameters of each tensor that is not one parameter an element.
+    """
+
+    method: str | None
+    weights: dict[str, int]
+    parameters: dict[str, int]
+
+
+def find_quantization(
+    entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
+) -> Quantization | None:
+    """What of some tensors is quantised, by their names and dtypes.
+
+    Args:
+        entries: The tensors.
+        config: The model's configuration, empty where there is none.
+
+    Returns:
+        None where nothing is, and the configuration says so, too.
+    """
+    settings = config.get("quantization_config") or config.get("compression_config")
+    settings = settings if isinstance(settings, dict) else {}
+    bits = settings.get("bits", settings.get("w_bit"))
+    bits = bits if isinstance(bits, int) and bits in (2, 3, 4, 8) else _DEFAULT_BITS
+    weights: dict[str, int] = {}
+    parameters: dict[str, int] = {}
+    stems: dict[str, list[Scheme]] = {}
+    for name, entry in entries.items():
+        for scheme in _SCHEMES:
+            stem = name.removesuffix(scheme.weight)
+            is_stored_so = stem != name and entry.dtype.code in scheme.dtypes
+            if is_stored_so and stem + scheme.beside[0] in entries:
+                weights[scheme.name] = weights.get(scheme.name, 0) + 1
+                parameters[name] = scheme.parameters(entry, bits)
+                stems.setdefault(stem, []).append(scheme)
+                break
+    if stems:
+        parameters |= dict.fromkeys(_beside(entries, stems), 0)
+    method = _method(settings)
+    return Quantization(method, weights, parameters) if method or weights else None
+
+
+def _beside(entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[Scheme]]) -> list[str]:
+    """The tensors that stand beside the weights."""
+    endings = {ending for schemes in stems.values() for one in schemes for ending in one.beside}
+    found = []
+    exact = tuple(ending for ending in endings if "*" not in ending)
+    for name in entries:
+        for ending in exact:
+            if name.endswith(ending) and name.removesuffix(ending) in stems:
+                found.append(name)
+                break
+        else:
+            for ending in endings - set(exact):
+                head, _, tail = ending.partition("*")
+                stem = name.partition(head)[0] if head else name.rpartition(".")[0] + "."
+                if stem in stems and name.endswith(tail):
+                    found.append(name)
+                    break
+    return found
+
+
+def _method(settings: Mapping[str, Any]) -> str | None:
+    """What a configuration says, in a few words."""
+    method = settings.get("quant_method") or settings.get("quant_algo")
+    if not isinstance(method, str):
+        return None
+    facts = [
+        f"{key}={settings[key]}"
+        for key in ("fmt", "format", "bits", "group_size", "weight_block_size", "load_in_4bit")
+        if settings.get(key)
+    ]
+    return f"{method} ({', '.join(facts)})" if facts else method

@@ -1,0 +1,96 @@
+"""Devices that one need not have: a mesh's shape, shared out among processes, and who holds what.
+
+Devices are numbered in row-major order of the mesh and divided among the processes in equal blocks,
+as `jax.make_mesh` does where nothing else is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.geometry.box import Box
+
+Spec: TypeAlias = tuple[tuple[str, ...], ...]
+"""For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""
+
+
+class Cells(NamedTuple):
+    """Which part of an array each device holds.
+
+    Attributes:
+        cells: [devices, dimensions] number of the part along each dimension.
+        parts: Extent of a part along each dimension.
+    """
+
+    cells: npt.NDArray[np.int64]
+    parts: tuple[int, ...]
+
+    def box(self, cell: Sequence[int]) -> Box:
+        """The region of a part."""
+        start = tuple(number * extent for number, extent in zip(cell, self.parts, strict=True))
+        return Box(start, tuple(a + n for a, n in zip(start, self.parts, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceGrid:
+    """A mesh of devices.
+
+    Attributes:
+        axes: Name to size of each axis, outermost first.
+        processes: How many processes share the devices.
+
+    Raises:
+        ValueError: The processes do not divide the devices.
+    """
+
+    axes: Mapping[str, int]
+    processes: int
+
+    def __post_init__(self) -> None:
+        if self.devices % self.processes:
+            raise ValueError(f"{self.processes} processes do not divide {self.devices} devices")
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return math.prod(self.axes.values())
+
+    @property
+    def devices_per_process(self) -> int:
+        """How many devices each process has."""
+        return self.devices // self.processes
+
+    def ways(self, names: Sequence[str]) -> int:
+        """Into how many parts some axes split a dimension."""
+        return math.prod(self.axes[name] for name in names)
+
+    def cells(self, spec: Spec, shape: Sequence[int]) -> Cells:
+        """Which part of an array each device holds.
+
+        Args:
+            spec: Its sharding; dimensions that it leaves out are not split.
+            shape: Its shape.
+
+        Raises:
+            ValueError: The spec has more dimensions than the shape, or does not divide it.
+        """
+        if len(spec) > len(shape):
+            raise ValueError(f"{spec} has more dimensions than the shape")
+        numbers = np.unravel_index(np.arange(self.devices), [*self.axes.values()])
+        coordinate = dict(zip(self.axes, numbers, strict=True))
+        cells = np.zeros((self.devices, len(shape)), np.int64)
+        parts = list(shape)
+        for axis, names in enumerate(spec):
+            ways = self.ways(names)
+            if shape[axis] % ways:
+                raise ValueError(f"dimension {axis} of {shape[axis]} is not divisible by {ways}")
+            parts[axis] //= ways
+            for name in names:
+                cells[:, axis] = cells[:, axis] * self.axes[name] + coordinate[name]
+        return Cells(cells, tuple(parts))

@@ -1,0 +1,90 @@
+"""Sizes, counts and times for people, and back."""
+
+from __future__ import annotations
+
+import re
+
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?)(i?)B?(?:/s)?\s*")
+_SECONDS = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs)?\s*")
+_PER_SECOND = {None: 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6}
+
+
+def size_text(count: float) -> str:
+    """A number of bytes, as hard disks and Hugging Face count them.
+
+    Example:
+        >>> size_text(999), size_text(15_200_000), size_text(688_586_727_753)
+        ('999 B', '15.2 MB', '689 GB')
+    """
+    return f"{_scaled(count, ' ')}B"
+
+
+def count_text(count: float) -> str:
+    """A number of parameters or requests.
+
+    Example:
+        >>> count_text(999), count_text(8_030_261_248)
+        ('999', '8.03G')
+    """
+    return _scaled(count, "")
+
+
+def seconds_text(seconds: float) -> str:
+    """A time.
+
+    Example:
+        >>> seconds_text(0.0123), seconds_text(12.34), seconds_text(754)
+        ('12 ms', '12.3 s', '12 min 34 s')
+    """
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `5GB`, `2GiB` or a plain number.
+
+    Example:
+        >>> parse_size("5GB"), parse_size("2 GiB"), parse_size("100")
+        (5000000000, 2147483648, 100)
+
+    Raises:
+        ValueError: It is no size.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no size; write for instance 5GB, 2GiB or 100MB/s")
+    number, prefix, binary = found.groups()
+    scale: int = (1024 if binary else 1000) ** _POWERS.get(prefix.upper(), 0)
+    return round(float(number) * scale)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from `20ms`, `10us` or `0.02`.
+
+    Example:
+        >>> parse_seconds("20ms"), parse_seconds("1e-5")
+        (0.02, 1e-05)
+
+    Raises:
+        ValueError: It is no time.
+    """
+    found = _SECONDS.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no time; write for instance 20ms, 10us or 0.5s")
+    number, unit = found.groups()
+    return float(number) / _PER_SECOND[unit]
+
+
+def _scaled(count: float, separator: str) -> str:
+    value, power = float(count), 0
+    while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
+        value, power = value / 1000, power + 1
+    digits = 0 if power == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{separator}{_DECIMAL[power]}"

@@ -1,0 +1,189 @@
+"""`inspect`: against `safetensors` and files whose contents are known."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cli import run
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli.families import name_families
+from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.format.patterns import compile_pattern
+from orbax_safetensors_layout.inspection import inspect
+
+
+def layers(count=12):
+    rng = np.random.default_rng(0)
+    tensors = {"embed.weight": rng.standard_normal((32, 8)).astype(np.float32)}
+    for n in range(count):
+        tensors[f"layers.{n}.up.weight"] = np.zeros((8, 16), ml_dtypes.bfloat16)
+        tensors[f"layers.{n}.norm.weight"] = np.zeros(8, np.float16)
+    return tensors
+
+
+def test_json_says_what_safetensors_says(tmp_path, capsys):
+    tensors = layers()
+    osl.save(tmp_path, tensors, options=osl.WriteOptions(max_file_bytes=2000))
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_name = {tensor["name"]: tensor for tensor in found["tensors"]}
+    assert set(by_name) == set(tensors)
+    for file in found["files"]:
+        assert found["files"][file] == (tmp_path / file).stat().st_size
+        with safetensors.safe_open(tmp_path / file, "np") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                view = opened.get_slice(name)
+                tensor = by_name.pop(name)
+                assert tensor["files"] == [file]
+                assert (tensor["dtype"], tensor["shape"]) == (view.get_dtype(), view.get_shape())
+                assert tensor["nbytes"] == tensors[name].nbytes
+                assert tensor["parameters"] == tensors[name].size
+    assert not by_name
+    assert found["total"] == {
+        "tensors": len(tensors),
+        "parameters": sum(t.size for t in tensors.values()),
+        "nbytes": sum(t.nbytes for t in tensors.values()),
+    }
+    assert list(found["by_dtype"]) == ["BF16", "F32", "F16"]
+    assert found["metadata"] == {"format": "pt"}
+
+
+def test_rows_join_what_is_alike_and_can_be_filtered(tmp_path, capsys):
+    osl.save(tmp_path, layers())
+    assert main(["inspect", str(tmp_path), "--filter", "layers.*", "--sort", "size"]) == 0
+    out = capsys.readouterr().out
+    assert "layers.{0..11}.up.weight" in out
+    assert "embed" not in out
+    assert out.index("up.weight") < out.index("norm.weight")
+    assert main(["inspect", str(tmp_path), "--filter", "layers.{3..4}.up.*", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert [n for n in range(12) if f"layers.{n}.up.weight" in out] == [3, 4]
+    assert main(["inspect", str(tmp_path), "--files"]) == 0
+    out = capsys.readouterr().out
+    assert "model.safetensors" in out
+    assert "layers" not in out
+
+
+def test_pieces_and_values_are_told(tmp_path, capsys):
+    tree = {"w": np.arange(64.0), "step": 7}
+    osl.save(tmp_path, tree, options=osl.WriteOptions(layout="sharded", metadata={"run": "a"}))
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "sharded, 1 file" in out
+    assert "run=a" in out
+    assert "step=7" in out
+    assert main(["inspect", str(tmp_path), "--files", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["values"] == {"step": 7}
+
+
+QUANTISED = {
+    "block": (
+        {"a.weight": np.zeros((8, 8), ml_dtypes.float8_e4m3fn), "a.weight_scale_inv": (1, 1)},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        64,
+        "fp8 (weight_block_size=[128, 128])",
+    ),
+    "mxfp4": ({"a_blocks": np.zeros((4, 2, 16), np.uint8), "a_scales": (4, 2)}, {}, 256, None),
+    "packed": (
+        {
+            "a.weight_packed": np.zeros((8, 4), np.int32),
+            "a.weight_scale": (8, 1),
+            "a.weight_shape": (2,),
+        },
+        {"quant_method": "compressed-tensors", "bits": 4},
+        256,
+        "compressed-tensors (bits=4)",
+    ),
+    "gptq": (
+        {
+            "a.qweight": np.zeros((2, 8), np.int32),
+            "a.qzeros": (1, 1),
+            "a.scales": (1, 8),
+            "a.g_idx": (16,),
+        },
+        {"quant_method": "gptq", "bits": 8},
+        64,
+        "gptq (bits=8)",
+    ),
+    "bitsandbytes": (
+        {
+            "a.weight": np.zeros((32, 1), np.uint8),
+            "a.weight.absmax": (1,),
+            "a.weight.quant_map": (16,),
+            "a.weight.quant_state.bitsandbytes__nf4": (80,),
+        },
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        64,
+        "bitsandbytes (load_in_4bit=True)",
+    ),
+    "nvfp4": (
+        {
+            "a.weight": np.zeros((8, 4), np.uint8),
+            "a.weight_scale": (8, 1),
+            "a.weight_scale_2": (),
+            "a.input_scale": (),
+        },
+        {},
+        64,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_parameters_of_quantised_weights_are_the_models(tmp_path, kind):
+    tensors, settings, parameters, method = QUANTISED[kind]
+    arrays = {
+        name: np.zeros(value, np.float32) if isinstance(value, tuple) else value
+        for name, value in tensors.items()
+    }
+    arrays["norm.weight"] = np.zeros(5, np.float32)
+    arrays["other_scales"] = np.zeros(3, np.float32)  # of nothing: a tensor like others
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    config = {"architectures": ["Model"], "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = inspect(tmp_path)
+    assert found.total.parameters == parameters + 5 + 3
+    assert sum(found.quantization.weights.values()) == 1
+    assert found.quantization.method == method
+    assert found.model == "Model"
+
+
+def test_plain_weights_are_not_quantised(tmp_path):
+    osl.save(tmp_path, {"a": {"weight": np.zeros(3), "scales": np.zeros(2)}})
+    assert inspect(tmp_path).quantization is None
+
+
+NAMES = st.lists(
+    st.lists(st.sampled_from(["a", "b", "0", "1", "2", "10", "01", "[x]", "w*"]), max_size=4).map(
+        ".".join
+    ),
+    unique=True,
+    max_size=30,
+)
+
+
+@given(NAMES)
+def test_every_pattern_matches_the_names_it_stands_for(names):
+    found = name_families((name, None) for name in names)
+    assert sorted(n for family in found for n in family.members) == list(range(len(names)))
+    for family in found:
+        for member in family.members:
+            if len(family.members) > 1:
+                assert compile_pattern(family.pattern).fullmatch(names[member])
+            else:
+                assert family.pattern == names[member]
+
+
+def test_nothing_there_and_streams(tmp_path):
+    done = run("inspect", tmp_path / "nothing")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("orbax-safetensors: the path does not exist")
+    osl.save(tmp_path / "some", layers())
+    done = run("inspect", tmp_path / "some")
+    assert (done.returncode, done.stderr) == (0, "")
