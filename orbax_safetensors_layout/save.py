@@ -309,7 +309,7 @@ class PreparedSave:
         group.meet("preparing the folder", error)
         self.write(partial, group=group, storage=storage)
         if group.is_leader:
-            publish_folder(partial, target, is_replaced=_is_checkpoint_file)
+            publish_folder(partial, target, is_replaced=is_checkpoint_file)
 
     def write(
         self,
@@ -465,7 +465,8 @@ def _check_target(target: str, overwrite: bool) -> None:
         )
 
 
-def _is_checkpoint_file(name: str) -> bool:
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of this name belongs to a safetensors checkpoint."""
     return name.endswith((SUFFIX, INDEX_SUFFIX)) or name == MANIFEST
 
 

@@ -30,8 +30,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save tree saved_tree structure placements recorded prng wants origins filling",
-        "convert consolidate inspection",
+        "conversion consolidate inspection",
         "adapters",
+        "convert",
         "cli __main__",
     )
 )
@@ -54,9 +55,11 @@ MAY_IMPORT_JAX = (
     "filling",
     "structure",
     "placements",
-    "convert",
+    "conversion.design",
+    "conversion.source",
     "consolidate",
     "adapters",
+    "convert",
 )
 MAY_IMPORT_ORBAX = ("adapters",)
 MAY_IMPORT_PRIVATE_ORBAX = ("adapters._orbax",)

@@ -16,6 +16,7 @@ from orbax_safetensors_layout.conversion.boxes import chunk_blocks
 from orbax_safetensors_layout.conversion.leaves import Lease
 from orbax_safetensors_layout.conversion.source import SourceArray
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.format.nodes import TensorKind
 from orbax_safetensors_layout.geometry.box import Box
 
 
@@ -52,9 +53,9 @@ class OrbaxSource:
         shape, dtype = tuple(leaf.store.shape), np.dtype(leaf.store.dtype.numpy_dtype)
         if leaf.keys is not None:
             impl = str(jax.random.key_impl(leaf.keys))
-            return SourceArray(leaf.name, shape, dtype, "key", impl)
-        kind = "jax" if leaf.typestr == "jax.Array" else "numpy"
-        return SourceArray(leaf.name, shape, dtype, "jax" if kind == "jax" else "numpy")
+            return SourceArray(leaf.name, leaf.name, shape, dtype, "key", impl)
+        kind: TensorKind = "jax" if leaf.typestr == "jax.Array" else "numpy"
+        return SourceArray(leaf.name, leaf.name, shape, dtype, kind)
 
     def identity(self) -> str:
         """Of all files their names, sizes and times."""
@@ -67,19 +68,19 @@ class OrbaxSource:
                 found.append((place, status.st_size, status.st_mtime_ns))
         return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
 
-    def lease(self, names: Sequence[str]) -> Lease | None:
+    def lease(self, arrays: Sequence[SourceArray]) -> Lease | None:
         """None: whole chunks are decoded."""
         return None
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         """Whole chunks."""
-        opened = self._open[array.name]
+        opened = self._open[array.stored]
         return chunk_blocks(array.shape, opened.chunk, array.dtype.itemsize, most_bytes)
 
     def read(self, array: SourceArray, box: Box) -> np.ndarray:
         """One of the blocks."""
         try:
-            values = self._open[array.name].store[box.slices].read().result()
+            values = self._open[array.stored].store[box.slices].read().result()
         except ValueError as error:  # TensorStore's
             raise StorageError(
                 f"reading {list(box.start)} to {list(box.stop)} failed",
@@ -91,7 +92,7 @@ class OrbaxSource:
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:
         """A chunk, decoded."""
-        return math.prod(self._open[array.name].chunk) * array.dtype.itemsize
+        return math.prod(self._open[array.stored].chunk) * array.dtype.itemsize
 
     def close(self) -> None:
         """Lets go of the open arrays."""

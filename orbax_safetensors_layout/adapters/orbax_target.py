@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.adapters.streaming import (
     ArrayFormat,
     Written,
@@ -18,22 +19,29 @@ from orbax_safetensors_layout.adapters.streaming import (
     save_written,
 )
 from orbax_safetensors_layout.conversion.boxes import chunk_blocks
+from orbax_safetensors_layout.conversion.design import TargetArray, Topology, arrays_in
 from orbax_safetensors_layout.conversion.leaves import Leaf, Region
-from orbax_safetensors_layout.conversion.source import SourceArray
+from orbax_safetensors_layout.conversion.run import Limits
+from orbax_safetensors_layout.conversion.source import Source, SourceArray
+from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     StorageError,
     UnsupportedDtypeError,
 )
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping.keys import dotted_name
+from orbax_safetensors_layout.options import ConvertOptions
 
-_WRITTEN, _FINISHED = "written", "finished"
+_WRITTEN = "written"
+_INT64 = range(-(1 << 63), 1 << 63)
 
 
 class OrbaxTarget:
     """A tree that Orbax restores, its arrays in chunks that are shards of a target topology.
 
     Args:
-        tree: The tree: `SourceArray`s for the leaves, keys, numbers and strings.
+        tree: The tree: `TargetArray`s for the leaves, keys, numbers and strings.
         leaves: The arrays that are streamed.
         shards: Of each, by name, the shape of a shard.
         array_format: How Orbax stores arrays.
@@ -65,7 +73,7 @@ class OrbaxTarget:
         self._custom = custom
         self._most_chunk_bytes = most_chunk_bytes
         self._context = context(array_format)
-        self._process = 0
+        self._chunks: dict[object, tuple[int, ...] | None] = {}
         self._refuse_empty()
         self._refuse_dtypes()
 
@@ -77,31 +85,30 @@ class OrbaxTarget:
             )
 
     def _refuse_dtypes(self) -> None:
-        refused = {
-            dtype for dtype in {leaf.dtype for leaf in self.leaves} if not self._holds(dtype)
-        }
-        names = [leaf.name for leaf in self.leaves if leaf.dtype in refused]
-        if names:
+        refused = [leaf for leaf in self.leaves if self._chunk(leaf) is None]
+        if refused:
+            dtypes = sorted({str(leaf.dtype) for leaf in refused})
             raise UnsupportedDtypeError(
-                f"Orbax stores no arrays of dtype {sorted(map(str, refused))}: {names[:10]}",
-                tensor=names[0],
+                f"Orbax stores no arrays of dtype {dtypes}: {[leaf.name for leaf in refused[:10]]}",
+                tensor=refused[0].name,
                 hint="Decode them with a mapping, or leave them out.",
             )
 
-    def _holds(self, dtype: np.dtype) -> bool:
-        leaf = Leaf("probe", (1,), dtype, "")
-        try:
-            spec = self.spec(leaf, "/", 0, (1,)) | {"kvstore": "memory://"}
-            ts.open(ts.Spec(spec), create=True).result()
-        except (ValueError, TypeError):
-            return False
-        return True
+    def _chunk(self, leaf: Leaf) -> tuple[int, ...] | None:
+        """Shape of a chunk, as TensorStore has it; None for a dtype that it does not store."""
+        key = (leaf.shape, self._shards[leaf.name], leaf.dtype)
+        if key not in self._chunks:
+            try:
+                spec = ts.Spec(self.spec(leaf, "/", 0) | {"kvstore": "memory://"})
+                store: Any = ts.open(spec, create=True).result()
+                self._chunks[key] = tuple(store.chunk_layout.read_chunk.shape or ())
+            except (ValueError, TypeError):
+                self._chunks[key] = None
+        return self._chunks[key]
 
-    def spec(
-        self, leaf: Leaf, folder: str, process: int, shard: tuple[int, ...] | None = None
-    ) -> dict[str, Any]:
+    def spec(self, leaf: Leaf, folder: str, process: int) -> dict[str, Any]:
         """TensorStore's specification of a leaf, as Orbax makes it."""
-        shard = self._shards[leaf.name] if shard is None else shard
+        shard = self._shards[leaf.name]
         nbytes = int(np.prod(shard, dtype=np.int64)) * leaf.dtype.itemsize
         return self._format.spec(
             folder,
@@ -116,26 +123,28 @@ class OrbaxTarget:
 
     def regions(self, leaf: Leaf, most_bytes: int) -> list[Region]:
         """Whole chunks."""
-        chunk: Any = ts.Spec(self.spec(leaf, "/", 0)).chunk_layout.write_chunk.shape
+        chunk = self._chunk(leaf)
+        assert chunk is not None
         boxes = chunk_blocks(leaf.shape, chunk, leaf.dtype.itemsize, most_bytes)
         return [Region(leaf, box) for box in boxes]
 
     def describe(self) -> object:
         """What Orbax is told."""
-        return self._format, self._item, self._custom, sorted(self._shards.items()), str(self._tree)
+        leaves, structure = jax.tree.flatten(self._tree)
+        values = [leaf for leaf in leaves if not isinstance(leaf, TargetArray)]
+        shards = sorted(self._shards.items())
+        return self._format, self._item, self._custom, shards, str(structure), values
 
     def open(self, folder: str, process: int) -> OrbaxWriter:
         """Begins, or continues, to write arrays."""
         written = os.path.join(folder, _WRITTEN)
         os.makedirs(written, exist_ok=True)
-        self._process = process
         return OrbaxWriter(self, written, process, self._context)
 
-    def commit(self, folder: str) -> str:
+    def commit(self, folder: str) -> None:
         """Lets Orbax make a checkpoint of what is written."""
-        finished = os.path.join(folder, _FINISHED)
         save_written(
-            finished,
+            os.path.join(folder, FINISHED),
             jax.tree.map(self._saved, self._tree),
             os.path.join(folder, _WRITTEN),
             self._format,
@@ -144,10 +153,9 @@ class OrbaxTarget:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        return finished
 
     def _saved(self, leaf: Any) -> Any:
-        return Written(leaf.name, leaf.dtype) if isinstance(leaf, SourceArray) else leaf
+        return Written(leaf.name, leaf.dtype) if isinstance(leaf, TargetArray) else leaf
 
 
 class OrbaxWriter:
@@ -197,3 +205,74 @@ class OrbaxWriter:
     def close(self) -> None:
         """Lets go of all."""
         self._stores.clear()
+
+
+def orbax_target(
+    tree: Any,
+    source: Source,
+    arrays: Mapping[str, SourceArray],
+    topology: Topology | None,
+    options: ConvertOptions,
+    *,
+    item: str | None,
+) -> OrbaxTarget:
+    """A target in Orbax's own format.
+
+    Args:
+        tree: Its tree.
+        source: The source, for typed PRNG keys and custom metadata.
+        arrays: Its arrays by name.
+        topology: What arrays are cut for; None leaves each in one chunk, as far as memory allows.
+        options: Memory, dtype, format.
+        item: The item's name in a step; None for a checkpoint that is the tree alone.
+
+    Raises:
+        SafetensorsLayoutError: Leaves that Orbax does not hold; names all.
+        MismatchError: Arrays can not be sharded as their rules say; names all.
+    """
+    streamed = [array for array in arrays_in(tree) if array.key_impl is None]
+    whole = {array.name: array.shape for array in streamed}
+    shards = whole if topology is None else {a.name: topology.shard(a) for a in streamed}
+    if topology is not None:
+        topology.raise_misfits()
+    _refuse_values(tree)
+    return OrbaxTarget(
+        jax.tree.map(lambda leaf: _with_keys(leaf, source, arrays), tree),
+        [array.leaf(_dtype(array, options)) for array in streamed],
+        shards,
+        ArrayFormat(
+            use_ocdbt=options.use_ocdbt,
+            use_zarr3=options.use_zarr3,
+            use_compression=options.use_compression,
+        ),
+        item=item,
+        custom=source.custom,
+        most_chunk_bytes=Limits.of(options.memory_budget_bytes).block_bytes,
+    )
+
+
+def _dtype(array: TargetArray, options: ConvertOptions) -> np.dtype:
+    floating = jax.numpy.issubdtype(array.dtype, np.floating)
+    found: np.dtype = options.dtype if options.dtype is not None and floating else array.dtype
+    return found
+
+
+def _refuse_values(tree: Any) -> None:
+    """Refuses numbers that Orbax does not hold, and keys that one process can not save alone."""
+    problems = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, int) and leaf not in _INT64:
+            problems.append(f"{dotted_name(path)} is an integer of more than 64 bits")
+        if isinstance(leaf, TargetArray) and leaf.key_impl and jax.process_count() > 1:
+            problems.append(f"{dotted_name(path)} is typed PRNG keys; convert in one process")
+    if problems:
+        raise SafetensorsLayoutError(f"Orbax can not hold these leaves: {'; '.join(problems)}")
+
+
+def _with_keys(leaf: Any, source: Source, arrays: Mapping[str, SourceArray]) -> Any:
+    """Typed PRNG keys as such: they are few, and Orbax saves them itself."""
+    if not isinstance(leaf, TargetArray) or leaf.key_impl is None:
+        return leaf
+    assert isinstance(leaf.made_of, str)
+    data = source.read(arrays[leaf.made_of], Box.whole(leaf.shape))
+    return prng.wrap(jax.numpy.asarray(data), leaf.key_impl)

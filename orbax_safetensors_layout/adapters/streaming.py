@@ -49,7 +49,7 @@ class OpenArray:
     @property
     def chunk(self) -> tuple[int, ...]:
         """Shape of what is decoded at once."""
-        shape = self.store.chunk_layout.read_chunk.shape
+        shape = self.store.chunk_layout.read_chunk.shape or ()  # None without dimensions
         return tuple(n or extent for n, extent in zip(shape, self.store.shape, strict=True))
 
 
@@ -188,7 +188,8 @@ class ArrayFormat:
             global_shape=shape,
             local_shape=shard,
             dtype=dtype,
-            process_index=process if self.use_ocdbt else None,
+            # A database beside that of what Orbax writes itself; a save merges all.
+            process_index=f"converted{process}" if self.use_ocdbt else None,
             arg=ocp.SaveArgs(chunk_byte_size=most_chunk_bytes),
         )
         return found

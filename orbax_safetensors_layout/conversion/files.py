@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 
 from orbax_safetensors_layout.conversion.boxes import within
 from orbax_safetensors_layout.conversion.leaves import Leaf, Region
+from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.format.dtypes import DTYPES, DType
 from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.layout import (
@@ -30,9 +30,6 @@ from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
 from orbax_safetensors_layout.storage.resumable import ResumableFile
 from orbax_safetensors_layout.transfer.gather import row_blocks
-
-FINISHED = "finished"
-"""The folder that a target's files are made in."""
 
 _SUB_BYTE = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
 
@@ -55,7 +52,7 @@ class FilesTarget:
             empty in layout `hf`.
         processes: How many processes that topology has.
         manifest: What stands beside the files, if anything; its pieces are filled in.
-        copied: More files, by name, that are copied from these paths.
+        documents: More files, by name.
     """
 
     def __init__(
@@ -67,12 +64,11 @@ class FilesTarget:
         written: Sequence[LeafWrite] = (),
         processes: int = 1,
         manifest: Manifest | None = None,
-        copied: Mapping[str, str] | None = None,
+        documents: Mapping[str, bytes] | None = None,
     ) -> None:
         self.leaves = leaves
         self._options = options
-        self._copied = copied or {}
-        self._documents: dict[str, bytes] = {}
+        self._documents: dict[str, bytes] = dict(documents or {})
         self._layouts: dict[str, FileLayout] = {}
         self._places: dict[str, dict[Box, list[_Place]]] = {leaf.name: {} for leaf in leaves}
         self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
@@ -162,7 +158,7 @@ class FilesTarget:
         """Values as they stand in the file."""
         return _encoded(values, self._dtypes[region.leaf.name])
 
-    def commit(self, folder: str) -> str:
+    def commit(self, folder: str) -> None:
         """Writes headers and what stands beside the files."""
         finished = os.path.join(folder, FINISHED)
         for name, layout in self._layouts.items():
@@ -173,15 +169,12 @@ class FilesTarget:
             finally:
                 file.close()
         with storage_errors("can not complete the folder", finished):
-            for name, path in self._copied.items():
-                shutil.copy2(path, os.path.join(finished, name))
             for name, data in self._documents.items():
                 with open(os.path.join(finished, name), "wb") as document:
                     document.write(data)
                     document.flush()
                     os.fsync(document.fileno())
         flush_folder(finished)
-        return finished
 
 
 class FilesWriter:

@@ -88,21 +88,18 @@ def _parts(
     for members in _components(leaves):
         names = list(dict.fromkeys(name for n in members for name in leaves[n].sources))
         together = [region for n in members for region in regions[n]]
-        if names and _is_staged(source, arrays, names, together, len(members)):
-            yield _Part(together, [arrays[name] for name in names])
+        needed = [arrays[name] for name in names]
+        if needed and _is_staged(source, needed, together, len(members)):
+            yield _Part(together, needed)
         else:
             for region in together:
                 yield _Part([region], [])
 
 
 def _is_staged(
-    source: Source,
-    arrays: Mapping[str, SourceArray],
-    names: Sequence[str],
-    regions: Sequence[Region],
-    leaves: int,
+    source: Source, arrays: Sequence[SourceArray], regions: Sequence[Region], leaves: int
 ) -> bool:
-    lease = source.lease(names)
+    lease = source.lease(arrays)
     if lease is None or leaves > 1:
         return True
     if isinstance(regions[0].leaf.made_of, str) and len(regions) == 1:

@@ -26,6 +26,11 @@ class Journal:
         self._folder = folder
         self._head = {"version": _VERSION, "source": source, "arguments": arguments}
 
+    @property
+    def digest(self) -> str:
+        """Equal on processes that convert the same."""
+        return json.dumps(self._head)
+
     def read(self) -> dict[int, list[str]]:
         """The groups that are written, with the digests of their regions.
 

@@ -130,10 +130,11 @@ def _leaf_plan(lease: Lease, region: Region) -> LeafPlan:
     local = LocalBoxes((box,), (False,))
     if not isinstance(leaf.made_of, str):
         return Mapped(leaf.made_of, lease.entries).plan(leaf.name, local, leaf.dtype)
-    plan = Plain(lease.entries[leaf.made_of]).plan(leaf.name, local, leaf.dtype)
+    entry = lease.entries[leaf.made_of]
+    plan = Plain(entry).plan(leaf.name, local, leaf.dtype)
     if lease.pieces is None or plan.read is None:
         return plan
-    found = lease.pieces.find({leaf.made_of: (box,)})[leaf.made_of]
+    found = lease.pieces.find({entry.name: (box,)})[entry.name]
     return plan._replace(read=plan.read._replace(sources=sources_of(found)))
 
 

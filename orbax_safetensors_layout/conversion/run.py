@@ -15,7 +15,7 @@ import numpy as np
 from orbax_safetensors_layout.conversion.groups import Group, shares
 from orbax_safetensors_layout.conversion.journal import Journal
 from orbax_safetensors_layout.conversion.leaves import Leaf, Lease, Region, read_regions
-from orbax_safetensors_layout.conversion.source import Source, SourceArray
+from orbax_safetensors_layout.conversion.source import Source, SourceArray, arrays_of
 from orbax_safetensors_layout.conversion.stage import staged
 from orbax_safetensors_layout.conversion.target import Target, TargetWriter
 from orbax_safetensors_layout.errors import MismatchError
@@ -66,6 +66,7 @@ class Report:
 
 def convert_groups(
     source: Source,
+    arrays: Mapping[str, SourceArray],
     target: Target,
     groups: Sequence[Group],
     folder: str,
@@ -78,6 +79,7 @@ def convert_groups(
 
     Args:
         source: The source.
+        arrays: Its arrays by name.
         target: The target.
         groups: What is left to be done, the same on all processes.
         folder: The conversion's folder.
@@ -97,7 +99,8 @@ def convert_groups(
         for group in mine:
             processes.check(CONVERTING)
             spool = os.path.join(folder, f"spool-{processes.process_index}")
-            digests = _convert(source, group, writer, spool, limits, report)
+            with leased(source, arrays, group, spool, limits) as lease:
+                digests = _convert(lease, group, writer, limits, report)
             writer.flush()
             record.add(group.number, digests)
     finally:
@@ -106,10 +109,9 @@ def convert_groups(
 
 
 def _convert(
-    source: Source,
+    lease: Lease,
     group: Group,
     writer: TargetWriter,
-    spool: str,
     limits: Limits,
     report: Report,
 ) -> list[str]:
@@ -122,7 +124,7 @@ def _convert(
             found.append(digest(value))
         return found
 
-    with leased(source, group, spool, limits) as lease, _Pipeline(take) as pipeline:
+    with _Pipeline(take) as pipeline:
         for regions in batches(group.regions, limits.block_bytes):
             values = read_regions(lease, regions, memory_budget_bytes=limits.block_bytes)
             digests += pipeline.put(regions, values)
@@ -132,7 +134,13 @@ def _convert(
 
 
 @contextlib.contextmanager
-def leased(source: Source, group: Group, spool: str, limits: Limits) -> Iterator[Lease]:
+def leased(
+    source: Source,
+    arrays: Mapping[str, SourceArray],
+    group: Group,
+    spool: str,
+    limits: Limits,
+) -> Iterator[Lease]:
     """What the regions of a group are read from."""
     if group.staged:
         with staged(
@@ -145,9 +153,9 @@ def leased(source: Source, group: Group, spool: str, limits: Limits) -> Iterator
             yield lease
         return
     names = dict.fromkeys(name for region in group.regions for name in region.leaf.sources)
-    lease_or_none = source.lease(list(names))
-    assert lease_or_none is not None
-    yield lease_or_none
+    found = source.lease([arrays[name] for name in names])
+    assert found is not None
+    yield found
 
 
 def batches(regions: Sequence[Region], most_bytes: int) -> Iterator[list[Region]]:
@@ -221,7 +229,7 @@ def verify_groups(
         PeerError: Another process failed.
     """
     differing: dict[str, None] = {}
-    arrays = arrays_of(finished)
+    arrays = arrays_of(finished.tree)
     for group in shares(groups, processes.process_count)[processes.process_index]:
         processes.check(VERIFYING)
         expected = iter(done[group.number])
@@ -242,22 +250,14 @@ def verify_groups(
         )
 
 
-def arrays_of(source: Source) -> dict[str, SourceArray]:
-    """The arrays of a source's tree, by the names that they are read by."""
-    import jax
-
-    found = (leaf for leaf in jax.tree.leaves(source.tree) if isinstance(leaf, SourceArray))
-    return {array.name: array for array in found}
-
-
 def _read_back(
     finished: Source,
     arrays: Mapping[str, SourceArray],
     regions: Sequence[Region],
     limits: Limits,
 ) -> list[np.ndarray]:
-    names = list(dict.fromkeys(region.leaf.name for region in regions))
-    lease = finished.lease(names)
+    names = dict.fromkeys(region.leaf.name for region in regions)
+    lease = finished.lease([arrays[name] for name in names])
     if lease is None:
         return [finished.read(arrays[region.leaf.name], region.box) for region in regions]
     stored = [Region(_stored(arrays[leaf.name], lease), box) for leaf, box in regions]

@@ -7,14 +7,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from orbax_safetensors_layout.conversion.leaves import Leaf, Lease, Region, read_regions
+from orbax_safetensors_layout.errors import MissingTensorError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.manifest import Manifest, TensorLeaf, ValueLeaf
 from orbax_safetensors_layout.format.nodes import TensorKind
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.structure import rebuild
 from orbax_safetensors_layout.transfer.gather import row_blocks
 from orbax_safetensors_layout.wants import Cast
@@ -25,7 +28,8 @@ class SourceArray:
     """An array of a source, as a leaf of its tree.
 
     Attributes:
-        name: Its name in the source.
+        name: Its dotted name in the tree that is converted.
+        stored: Its name in the source.
         shape: Its shape; of typed PRNG keys, their data's.
         dtype: Dtype of its values.
         kind: What it was before it was saved.
@@ -34,6 +38,7 @@ class SourceArray:
     """
 
     name: str
+    stored: str
     shape: tuple[int, ...]
     dtype: np.dtype
     kind: TensorKind = "numpy"
@@ -50,6 +55,42 @@ class SourceArray:
         """The array as it is, as a leaf of a target."""
         cast = Cast.RAW if self.is_raw else Cast.ROUND
         return Leaf(self.name, self.shape, self.dtype, self.name, cast)
+
+
+def rerooted(tree: Any, subtree: str | None) -> Any:
+    """A tree, or a part of it, whose arrays are called by their dotted names in it.
+
+    Args:
+        tree: A source's tree.
+        subtree: Dotted name of the part; None for all.
+
+    Raises:
+        MissingTensorError: There is no such part.
+    """
+    for key in subtree.split(".") if subtree else ():
+        children = dict(enumerate(tree)) if isinstance(tree, list | tuple) else tree
+        named = {str(name): child for name, child in children.items()} if children else {}
+        if key not in named:
+            raise MissingTensorError(
+                "the tree has no such part",
+                tensor=subtree,
+                expected=f"one of {sorted(named)[:20]}",
+                found=key,
+            )
+        tree = named[key]
+
+    def renamed(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, SourceArray):
+            return leaf
+        return dataclasses.replace(leaf, name=dotted_name(path) or leaf.stored)
+
+    return jax.tree_util.tree_map_with_path(renamed, tree)
+
+
+def arrays_of(tree: Any) -> dict[str, SourceArray]:
+    """The arrays of a source's tree by name."""
+    found = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, SourceArray))
+    return {array.name: array for array in found}
 
 
 class Source(Protocol):
@@ -75,7 +116,7 @@ class Source(Protocol):
         """A digest of all that tells this checkpoint from another that stood at the same path."""
         ...
 
-    def lease(self, names: Sequence[str]) -> Lease | None:
+    def lease(self, arrays: Sequence[SourceArray]) -> Lease | None:
         """Arrays of which regions can be read as they stand; None where whole chunks are read."""
         ...
 
@@ -116,7 +157,7 @@ class SafetensorsSource:
         manifest = self._catalog.manifest()
         self.kind = "hf" if self._catalog.pieces is None else "sharded"
         self.is_recorded = manifest is not None and manifest.tree is not None
-        self.metadata = self._catalog.metadata()
+        self.metadata: Mapping[str, str] = self._catalog.metadata()
         self.custom = None if manifest is None else manifest.custom
         self.tree = self._tree(manifest)
 
@@ -133,7 +174,9 @@ class SafetensorsSource:
         stored = entry.dtype.numpy
         dtype = stored if leaf.dtype is None else np.dtype(leaf.dtype)
         raw = stored == np.uint8 and dtype != stored
-        return SourceArray(leaf.tensor, entry.shape, dtype, leaf.kind, leaf.key_impl, raw)
+        return SourceArray(
+            leaf.tensor, leaf.tensor, entry.shape, dtype, leaf.kind, leaf.key_impl, raw
+        )
 
     def identity(self) -> str:
         """Of all files their names, sizes and times, and of all headers what they say."""
@@ -143,22 +186,20 @@ class SafetensorsSource:
             digest.update(repr((file, storage.size(file), storage.modified_seconds(file))).encode())
         return digest.hexdigest()
 
-    def lease(self, names: Sequence[str]) -> Lease:
+    def lease(self, arrays: Sequence[SourceArray]) -> Lease:
         """The files themselves."""
-        entries = {name: self._entries[name] for name in names}
+        entries = {array.name: self._entries[array.stored] for array in arrays}
         return Lease(entries, self._catalog.storage, self._catalog.pieces)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         """Rows, which stand in the file one after the other."""
-        packed = self._entries[array.name].dtype.packed
+        packed = self._entries[array.stored].dtype.packed
         yield from row_blocks(array.shape, 8 * array.dtype.itemsize, most_bytes, 8 if packed else 1)
 
     def read(self, array: SourceArray, box: Box) -> np.ndarray:
         """One of the blocks."""
         region = Region(array.leaf, box)
-        (values,) = read_regions(
-            self.lease([array.name]), [region], memory_budget_bytes=self._budget
-        )
+        (values,) = read_regions(self.lease([array]), [region], memory_budget_bytes=self._budget)
         return values
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:

@@ -9,6 +9,9 @@ import numpy as np
 
 from orbax_safetensors_layout.conversion.leaves import Leaf, Region
 
+FINISHED = "finished"
+"""The folder, in the conversion's own, that becomes the checkpoint."""
+
 
 class Target(Protocol):
     """A checkpoint that is written, in regions, by several processes and over several runs.
@@ -36,14 +39,11 @@ class Target(Protocol):
         """
         ...
 
-    def commit(self, folder: str) -> str:
-        """Completes the checkpoint, when all is written; called by one process.
+    def commit(self, folder: str) -> None:
+        """Completes the checkpoint in `FINISHED`, when all is written; called by one process.
 
         Args:
             folder: As for `open`.
-
-        Returns:
-            The finished checkpoint, in `folder`.
         """
         ...
 

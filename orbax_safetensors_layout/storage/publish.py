@@ -74,15 +74,16 @@ def check_replaceable(folder: str) -> None:
             )
 
 
-def partial_folder(folder: str) -> str:
+def partial_folder(folder: str, purpose: str = "save") -> str:
     """Where what will stand at `folder` is made: beside it, whatever the length of its name.
 
     Args:
         folder: The folder.
+        purpose: What makes it; each has a folder of its own.
     """
     parent, name = os.path.split(folder)
     tag = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return os.path.join(parent, f".{tag}.partial-save")
+    return os.path.join(parent, f".{tag}.partial-{purpose}")
 
 
 @contextlib.contextmanager
