@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -53,9 +53,25 @@ def make_deepseek_index(folder: str | os.PathLike[str], *, files: int = FILES) -
     Returns:
         The tensors, about 92,000, in file order.
     """
+    return make_index(folder, deepseek_tensors(), files=files)
+
+
+def make_index(
+    folder: str | os.PathLike[str], tensors: Iterable[Tensor], *, files: int
+) -> list[Tensor]:
+    """Writes an index and `files` sparse files with real headers and full lengths.
+
+    Args:
+        folder: Where to; it is made if it is missing.
+        tensors: The tensors.
+        files: Over how many files they are spread.
+
+    Returns:
+        The tensors, in file order.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = list(deepseek_tensors())
+    tensors = list(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     groups: list[list[Tensor]] = [[] for _ in range(files)]
     done = 0

@@ -110,7 +110,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()
         names = catalog.names if only is None else catalog.select(only)
-        config = _config(path)
+        config = read_configuration(path)
         quantization = find_quantization(entries, config)
         parameters = {} if quantization is None else quantization.parameters
         folder = os.path.dirname(catalog.path) if catalog.storage.is_file(catalog.path) else None
@@ -154,7 +154,7 @@ def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: s
     )
 
 
-def _config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+def read_configuration(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """The model's configuration; empty where there is none that can be read."""
     try:
         return {} if os.fspath(path).endswith(SUFFIX) else read_config(path)

@@ -35,11 +35,13 @@ def seconds_text(seconds: float) -> str:
     """A time.
 
     Example:
-        >>> seconds_text(0.0123), seconds_text(12.34), seconds_text(754)
-        ('12 ms', '12.3 s', '12 min 34 s')
+        >>> seconds_text(1e-5), seconds_text(0.0123), seconds_text(12.34), seconds_text(754)
+        ('10 us', '12 ms', '12.3 s', '12 min 34 s')
     """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save tree saved_tree structure placements recorded prng wants origins filling",
-        "conversion consolidate inspection",
+        "conversion consolidate inspection forecast forecast_tree",
         "adapters",
         "convert",
         "cli __main__",
@@ -58,6 +58,7 @@ MAY_IMPORT_JAX = (
     "conversion.design",
     "conversion.source",
     "consolidate",
+    "forecast_tree",
     "adapters",
     "convert",
 )
@@ -71,6 +72,7 @@ OUTSIDE = frozenset(sys.stdlib_module_names) | {
     "numpy",
     "tensorstore",
     "tqdm",
+    "matplotlib",
     # the libraries that storage/ is made of
     "fsspec",
     "huggingface_hub",

@@ -54,7 +54,7 @@ class OrbaxSource:
         if leaf.keys is not None:
             impl = str(jax.random.key_impl(leaf.keys))
             return SourceArray(leaf.name, leaf.name, shape, dtype, "key", impl)
-        kind: TensorKind = "jax" if leaf.typestr == "jax.Array" else "numpy"
+        kind: TensorKind = "jax" if leaf.is_jax else "numpy"
         return SourceArray(leaf.name, leaf.name, shape, dtype, kind)
 
     def identity(self) -> str:

@@ -25,6 +25,7 @@ from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.storage.publish import link_tree
 
 _handlers: Any = ocp.type_handlers
+_ArrayHandler: Any = ocp.type_handlers.ArrayHandler
 _NumpyHandler: Any = ocp.type_handlers.NumpyHandler
 _MOST_KEY_BYTES = 1 << 20
 _KEY_WORDS = (2, 4)  # uint32 words of a key: threefry, and rbg
@@ -37,13 +38,13 @@ class OpenArray:
     Attributes:
         name: Orbax's name of it.
         store: The open TensorStore.
-        typestr: Orbax's name of its type.
+        is_jax: Whether it was a `jax.Array`.
         keys: Typed PRNG keys, if it is an array of these.
     """
 
     name: str
     store: Any
-    typestr: str
+    is_jax: bool
     keys: jax.Array | None = None
 
     @property
@@ -66,16 +67,8 @@ class Written:
     dtype: np.dtype
 
 
-class _Opening(_NumpyHandler):
-    """Opens arrays in place of restoring them."""
-
-    def __init__(self, typestr: str) -> None:
-        super().__init__()
-        self._typestr = typestr
-
-    def typestr(self) -> str:
-        """The type whose arrays are opened."""
-        return self._typestr
+class _Opening:
+    """Opens arrays in place of restoring them; for a type handler of Orbax to inherit."""
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> list[OpenArray]:
         """Opens arrays."""
@@ -84,8 +77,17 @@ class _Opening(_NumpyHandler):
     async def _open(self, info: Any) -> OpenArray:
         spec = _handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
         store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
-        keys = await _keys(info) if self._typestr == "jax.Array" and _may_be_keys(store) else None
-        return OpenArray(info.name, store, self._typestr, keys)
+        is_jax = isinstance(self, _ArrayHandler)
+        keys = await _keys(info) if is_jax and _may_be_keys(store) else None
+        return OpenArray(info.name, store, is_jax, keys)
+
+
+class _OpeningJax(_Opening, _ArrayHandler):
+    """Opens what were `jax.Array`s."""
+
+
+class _OpeningNumpy(_Opening, _NumpyHandler):
+    """Opens what were numpy arrays."""
 
 
 def _may_be_keys(store: Any) -> bool:
@@ -111,17 +113,14 @@ def open_tree(folder: str) -> Any:
     Args:
         folder: The item's folder.
     """
-    opening = {kind: _Opening(name) for kind, name in _ARRAYS.items()}
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_registry(opening))
+    opening = _registry({jax.Array: _OpeningJax(), np.ndarray: _OpeningNumpy()})
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=opening)
     return handler.restore(_path(folder), args=ocp.args.PyTreeRestore())
 
 
 def custom_metadata(folder: str) -> Any:
     """The custom metadata of an item that Orbax saved."""
     return ocp.PyTreeCheckpointHandler().metadata(_path(folder)).custom_metadata
-
-
-_ARRAYS = {jax.Array: "jax.Array", np.ndarray: "np.ndarray"}
 
 
 def _registry(handlers: dict[Any, Any]) -> Any:

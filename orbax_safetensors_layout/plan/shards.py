@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.owners import HeldBoxes
 
@@ -47,6 +47,11 @@ def box_of(index: Index, shape: Sequence[int]) -> Box:
         starts.append(start)
         stops.append(stop)
     return Box(tuple(starts), tuple(stops))
+
+
+def spec_of(sharding: NamedSharding) -> Spec:
+    """The mesh axes that split each dimension."""
+    return tuple(map(_axis_names, sharding.spec))
 
 
 class ProcessShards:
@@ -154,7 +159,7 @@ class ProcessShards:
     ) -> dict[Box, set[int]]:
         assert isinstance(sharding, NamedSharding)
         mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
-        found = mesh.cells(tuple(map(_axis_names, sharding.spec)), shape)
+        found = mesh.cells(spec_of(sharding), shape)
         process = np.arange(mesh.devices) // mesh.devices_per_process
         grid = found.cells
         wanted = grid if everyone else grid[process == self._process_index]

@@ -1,0 +1,188 @@
+"""`plan`: what a load or a save costs a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any
+
+from orbax_safetensors_layout.cli.arguments import (
+    family_mapping,
+    mesh_axes,
+    object_of,
+    sharding_rules,
+)
+from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
+from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
+from orbax_safetensors_layout.forecast import Forecast, forecast
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
+from orbax_safetensors_layout.units import parse_seconds, parse_size
+
+_AUTO = ShardingRule(".*", None)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", help="a .safetensors file, or a folder of them")
+    parser.add_argument(
+        "--mesh",
+        type=argument(mesh_axes),
+        metavar="AXES",
+        help="axes of the mesh, outermost first: fsdp=64,tensor=4",
+    )
+    parser.add_argument(
+        "--hosts", type=int, metavar="N", help="processes that share the devices; default 1"
+    )
+    parser.add_argument(
+        "--spec",
+        action="append",
+        metavar="RULE|FILE",
+        help="\"'.*kernel' = fsdp,tensor\": a regular expression of names, and for each dimension"
+        " the axes that split it ('-' for none, '+' between several), or 'replicated', or 'auto':"
+        " the outermost dimension that the most devices divide. May be repeated; the first that"
+        " matches counts. A file has one a line. Default: '.*' = auto",
+    )
+    parser.add_argument(
+        "--family",
+        metavar="NAME[:TARGET]",
+        help="load through a ready mapping of osl.families, as 'llama:maxtext', or"
+        " 'mapping:maxtext' to go by the checkpoint's config.json",
+    )
+    parser.add_argument(
+        "--abstract",
+        metavar="MODULE:FUNCTION",
+        help="load the abstract tree that this function returns; its shardings count where it"
+        " has some",
+    )
+    parser.add_argument("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
+    parser.add_argument(
+        "--bandwidth", type=argument(parse_size), help="of a process, as 500MB/s, 2GiB/s"
+    )
+    parser.add_argument(
+        "--memory-budget-bytes", type=argument(parse_size), metavar="SIZE", help="default 2GiB"
+    )
+    parser.add_argument("--top", type=int, default=5, help="how many costly tensors to name")
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="OPTIONS",
+        help="another plan beside this one: the options that differ, as '--mesh fsdp=256'; a path"
+        " is another layout. May be repeated",
+    )
+    parser.add_argument("--plot", metavar="PNG", help="draw which host reads what (needs [plot])")
+    parser.add_argument(
+        "--plot-files", default="*", metavar="GLOB", help="draw only files of such names"
+    )
+    add_json(parser)
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    variants = [parsed, *(_variant(parsed, text) for text in parsed.compare)]
+    found = [_forecast(variant) for variant in variants]
+    labels = ["this", *parsed.compare]
+    if parsed.json:
+        documents = [forecast_document(one, parsed.top) for one in found]
+        console.json(documents[0] if len(found) == 1 else dict(zip(labels, documents, strict=True)))
+    elif len(found) > 1:
+        console.result(compared(labels, found))
+    else:
+        console.result(forecast_text(found[0], parsed.top))
+    if parsed.plot:
+        from orbax_safetensors_layout.cli.plot import draw
+
+        draw(found[0], parsed.plot, parsed.plot_files)
+        console.message(f"drew {parsed.plot}")
+    misfits = [misfit for one in found for misfit in one.misfits]
+    for misfit in misfits[: parsed.top]:
+        console.message(
+            f"{misfit.name} {list(misfit.shape)} can not be sharded as the rule says:"
+            f" {misfit.reason}"
+        )
+    if misfits:
+        console.message(f"{len(misfits):,} tensors do not fit their rule; a load would refuse them")
+    return 1 if misfits else 0
+
+
+def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
+    """The arguments of a plan that stands beside another."""
+    parser = argparse.ArgumentParser(prog="--compare", argument_default=argparse.SUPPRESS)
+    _add_arguments(parser)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return argparse.Namespace(**{**vars(base), **vars(parser.parse_args(shlex.split(text)))})
+
+
+def _forecast(parsed: argparse.Namespace) -> Forecast:
+    if parsed.path is None:
+        raise UsageError("name the checkpoint: plan PATH --mesh ...")
+    if parsed.family and parsed.abstract:
+        raise UsageError("--family and --abstract exclude each other")
+    options = _options(parsed)
+    rules = sharding_rules(parsed.spec) or (_AUTO,)
+    if not parsed.family and not parsed.abstract and not _is_in_pieces(parsed.path):
+        return forecast(parsed.path, _grid(parsed, parsed.mesh), rules, options=options)
+    from orbax_safetensors_layout.forecast_tree import forecast_tree, mesh_of
+
+    abstract = None if parsed.abstract is None else object_of(parsed.abstract)()
+    mapping = None
+    if parsed.family:
+        mapping = family_mapping(parsed.family, parsed.path)
+    return forecast_tree(
+        parsed.path,
+        _grid(parsed, parsed.mesh or mesh_of(abstract)),
+        rules,
+        mapping=mapping,
+        abstract=abstract,
+        options=options,
+    )
+
+
+def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> DeviceGrid:
+    if axes is None:
+        raise UsageError("name the mesh: --mesh fsdp=64,tensor=4")
+    hosts = 1 if parsed.hosts is None else parsed.hosts
+    if hosts < 1:
+        raise UsageError(f"--hosts {hosts} must be 1 or more")
+    return DeviceGrid(axes, hosts)
+
+
+def _options(parsed: argparse.Namespace) -> ReadOptions:
+    with Catalog.open(parsed.path) as catalog:
+        kind = catalog.storage.kind
+    given: dict[str, Any] = {}
+    if parsed.latency is not None:
+        given["latency_seconds"] = {kind: parsed.latency}
+    if parsed.bandwidth is not None:
+        given["bandwidth_bytes_per_second"] = {kind: float(parsed.bandwidth)}
+    if parsed.memory_budget_bytes is not None:
+        given["memory_budget_bytes"] = parsed.memory_budget_bytes
+    return ReadOptions(**given)
+
+
+def _is_in_pieces(path: str) -> bool:
+    with Catalog.open(path) as catalog:
+        return catalog.pieces is not None
+
+
+VERB = Verb(
+    name="plan",
+    help="what a load will cost every host of a cluster",
+    description="Works out from the headers alone what each host of a cluster reads when a"
+    " checkpoint is loaded onto a mesh: bytes, requests, files, memory and an estimated time;"
+    " which tensors cost most, and what would mend it. It needs neither the devices nor JAX.",
+    examples=(
+        "plan DeepSeek-V3 --mesh fsdp=64,tensor=4 --hosts 64",
+        "plan Llama-3.1-405B --mesh fsdp=64,tensor=4 --hosts 64"
+        " --spec \"'.*(q|k|v|gate|up)_proj.weight' = tensor,fsdp\" --spec \"'.*' = auto\"",
+        "plan Llama-3.1-405B --mesh fsdp=256 --hosts 64 --compare '--mesh fsdp=64,tensor=4'",
+        "plan DeepSeek-V3 --mesh fsdp=1024 --hosts 256 --latency 30ms --bandwidth 1GB/s --plot"
+        " reads.png",
+        "plan Llama-3.1-8B --mesh fsdp=16 --hosts 4 --family llama:maxtext",
+    ),
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,230 @@
+"""Forecasts for people and for programs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from orbax_safetensors_layout.cli.console import table
+from orbax_safetensors_layout.cli.families import name_families
+from orbax_safetensors_layout.forecast import Forecast, LeafCost
+from orbax_safetensors_layout.plan.cost import Cost
+from orbax_safetensors_layout.plan.sharding_rules import spec_text
+from orbax_safetensors_layout.units import count_text, seconds_text, size_text
+
+_FIGURES: tuple[tuple[str, Callable[[Cost], float], Callable[[float], str]], ...] = (
+    ("bytes needed", lambda cost: cost.needed_bytes, size_text),
+    ("bytes read", lambda cost: cost.read_bytes, size_text),
+    ("over-read", lambda cost: cost.over_read, lambda value: f"{value:.2f}x"),
+    ("requests", lambda cost: cost.requests, count_text),
+    ("files opened", lambda cost: cost.files, count_text),
+    ("host memory, at most", lambda cost: cost.peak_host_bytes, size_text),
+)
+_SOME_ROWS = 8  # of rules
+
+
+def forecast_text(found: Forecast, top: int) -> str:
+    """A forecast as a page.
+
+    Args:
+        found: The forecast.
+        top: How many costly tensors to name.
+    """
+    parts = [_head(found), _rules(found), _table(found), _costly(found, top)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def compared(labels: Sequence[str], found: Sequence[Forecast]) -> str:
+    """Forecasts side by side, a host of each: the one that takes longest.
+
+    Args:
+        labels: What each is called.
+        found: The forecasts.
+    """
+    rows = [["devices, hosts", *(f"{one.grid.devices:,}, {one.grid.processes:,}" for one in found)]]
+    for name, of, text in _FIGURES:
+        rows.append([f"{name}, a host", *(text(max(map(of, one.costs))) for one in found)])
+    rows.append(["bytes read, all hosts", *(_all(one, size_text, "read_bytes") for one in found)])
+    rows.append(["requests, all hosts", *(_all(one, count_text, "requests") for one in found)])
+    rows.append(["device memory", *(size_text(one.device_bytes) for one in found)])
+    rows.append(["largest shard", *(size_text(one.largest[1]) for one in found)])
+    rows.append(["estimated time", *(seconds_text(max(one.seconds())) for one in found)])
+    return table(["", *labels], rows)
+
+
+def _all(found: Forecast, text: Callable[[float], str], field: str) -> str:
+    total = sum(getattr(cost, field) for cost in found.costs)
+    return text(total) if found.is_complete else f"~{text(_scaled(found, total))}"
+
+
+def _scaled(found: Forecast, total: float) -> float:
+    return total * found.grid.processes / len(found.processes)
+
+
+def _head(found: Forecast) -> str:
+    grid, profile = found.grid, found.profile
+    axes = ",".join(f"{name}={size}" for name, size in grid.axes.items())
+    lines = [
+        found.path,
+        f"model    {count_text(found.parameters)} parameters, {size_text(found.checkpoint_bytes)}"
+        f" in {found.checkpoint_files:,} files; {found.leaf_count:,} tensors to load",
+        f"cluster  mesh {axes}: {grid.devices:,} devices, {grid.devices_per_process:,} on each of"
+        f" {grid.processes:,} hosts",
+        f"storage  {found.storage}: {seconds_text(profile.latency_seconds)} a request,"
+        f" {profile.concurrency} at once, {size_text(profile.bandwidth_bytes_per_second)}/s a host",
+    ]
+    if not found.is_complete:
+        lines.append(
+            f"planned  {len(found.processes)} of {grid.processes:,} hosts, evenly spread; figures"
+            " of all hosts are scaled up from them"
+        )
+    return "\n".join(lines)
+
+
+def _rules(found: Forecast) -> str:
+    rows = []
+    for rule, leaves in found.rules:
+        text = "no rule matches: replicated" if rule is None else str(rule)
+        rows.append([text, f"{leaves:,}"])
+    shown = rows[:_SOME_ROWS]
+    more = f"\n… and {len(rows) - _SOME_ROWS} more rules" if len(rows) > _SOME_ROWS else ""
+    return table(["sharding rule", "tensors"], shown) + more if rows else ""
+
+
+def _table(found: Forecast) -> str:
+    rows = [
+        [
+            "parameters",
+            *_span(found.process_parameters, count_text),
+            _sum(found, found.process_parameters, count_text),
+        ]
+    ]
+    for name, of, text in _FIGURES:
+        values = [of(cost) for cost in found.costs]
+        total = _sum(found, values, text)
+        if name == "over-read":
+            total = text(sum(found.costs, Cost()).over_read)
+        rows.append([name, *_span(values, text), total])
+    times = found.seconds()
+    rows.append(["estimated time", *_span(times, seconds_text), seconds_text(max(times))])
+    name, nbytes = found.largest
+    return (
+        table(["", "least of a host", "most of a host", "all hosts"], rows)
+        + f"\n\ndevice memory  {size_text(found.device_bytes)} a device;"
+        f" largest shard {size_text(nbytes)}, of {name}"
+    )
+
+
+def _span(values: Sequence[float], text: Callable[[float], str]) -> tuple[str, str]:
+    return text(min(values)), text(max(values))
+
+
+def _sum(found: Forecast, values: Sequence[float], text: Callable[[float], str]) -> str:
+    total = sum(values)
+    return text(total) if found.is_complete else f"~{text(_scaled(found, total))}"
+
+
+def _costly(found: Forecast, top: int) -> str:
+    """The tensors that cost most, those alike together, and what would mend it."""
+    patterns: dict[LeafCost, list[str]] = {}
+    counts: dict[LeafCost, int] = {}
+    for family in name_families((leaf.name, leaf._replace(name="")) for leaf in found.leaf_costs):
+        patterns.setdefault(family.kind, []).append(family.pattern)
+        counts[family.kind] = counts.get(family.kind, 0) + len(family.members)
+
+    def excess(leaf: LeafCost) -> float:
+        return counts[leaf] * leaf.excess_seconds(found.profile)
+
+    lines = []
+    for leaf in sorted(patterns, key=excess, reverse=True)[:top]:
+        advice = _advice(found, leaf)
+        if not advice:
+            continue
+        spec = "" if leaf.spec is None else f" {spec_text(leaf.spec)}"
+        more = len(patterns[leaf]) - 1
+        lines += [
+            patterns[leaf][0] + (f" and {more} more like it" if more else ""),
+            f"  {leaf.dtype} {list(leaf.shape)}{spec}: {counts[leaf]:,} x"
+            f" {size_text(leaf.read_bytes)} read for {size_text(leaf.needed_bytes)} in"
+            f" {count_text(leaf.requests)} requests a host, {seconds_text(excess(leaf))} too many",
+            f"  {advice}",
+        ]
+    return "\n".join(["costliest beyond their bytes", *lines]) if lines else ""
+
+
+def _advice(found: Forecast, leaf: LeafCost) -> str:
+    """What would mend the cost of a leaf."""
+    split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
+    ways = 1 if leaf.spec is None else found.grid.ways([*itertools.chain(*leaf.spec)])
+    inner = bool(split) and max(split) > 0
+    if leaf.read_bytes > 1.5 * leaf.needed_bytes and inner:
+        return (
+            "Rows are too short to read alone, so gaps are read too: split dimension 0 instead,"
+            " or store it in shards of this mesh (layout sharded)."
+        )
+    if leaf.requests > 64 and leaf.read_bytes < leaf.requests * found.profile.request_bytes // 2:
+        each = size_text(leaf.read_bytes / leaf.requests)
+        return (
+            f"Requests of {each}: split an outer dimension, or store it in shards of this mesh"
+            " (layout sharded)."
+        )
+    if ways == 1 and found.grid.processes > 1 and leaf.needed_bytes >= 1 << 20:
+        return "Every host reads all of it: split it over the mesh."
+    return ""
+
+
+def forecast_document(found: Forecast, top: int) -> dict[str, object]:
+    """A forecast as a JSON document; bytes, seconds and counts are plain numbers."""
+    total = sum(found.costs, Cost())
+    times = found.seconds()
+    return {
+        "path": found.path,
+        "mesh": dict(found.grid.axes),
+        "devices": found.grid.devices,
+        "hosts": found.grid.processes,
+        "storage": {
+            "class": found.storage,
+            "latency_seconds": found.profile.latency_seconds,
+            "bandwidth_bytes_per_second": found.profile.bandwidth_bytes_per_second,
+            "concurrency": found.profile.concurrency,
+        },
+        "parameters": found.parameters,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "checkpoint_files": found.checkpoint_files,
+        "tensors": found.leaf_count,
+        "rules": [
+            {"rule": None if rule is None else str(rule), "tensors": leaves}
+            for rule, leaves in found.rules
+        ],
+        "misfits": [misfit._asdict() for misfit in found.misfits],
+        "device_bytes": found.device_bytes,
+        "largest_shard": {"tensor": found.largest[0], "bytes": found.largest[1]},
+        "processes": [
+            {
+                "process": process,
+                "parameters": parameters,
+                **_cost_document(cost),
+                "estimated_seconds": time,
+            }
+            for process, parameters, cost, time in zip(
+                found.processes, found.process_parameters, found.costs, times, strict=True
+            )
+        ],
+        "total": _cost_document(total),
+        "complete": found.is_complete,
+        "estimated_seconds": max(times),
+        "costliest": [
+            {**leaf._asdict(), "excess_seconds": leaf.excess_seconds(found.profile)}
+            for leaf in found.costliest(top)
+        ],
+    }
+
+
+def _cost_document(cost: Cost) -> dict[str, object]:
+    return {
+        "needed_bytes": cost.needed_bytes,
+        "read_bytes": cost.read_bytes,
+        "requests": cost.requests,
+        "files": cost.files,
+        "peak_host_bytes": cost.peak_host_bytes,
+    }

@@ -1,0 +1,229 @@
+"""What a load costs a cluster that one need not have, from headers and sharding rules alone.
+
+No device, no JAX. `forecast_tree` does the same for trees of abstract arrays, and for what is not
+one tensor a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.quantization import find_quantization
+from orbax_safetensors_layout.inspection import read_configuration
+from orbax_safetensors_layout.options import ReadOptions, StorageProfile
+from orbax_safetensors_layout.plan.cost import Cost
+from orbax_safetensors_layout.plan.fleet import Fleet, FleetLeaf, Kind, plan_fleet
+from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
+from orbax_safetensors_layout.plan.sharding_rules import Misfit, ShardingRule, ShardingRules
+
+
+class LeafCost(NamedTuple):
+    """What one leaf costs the process that it costs most, read by itself.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape.
+        dtype: Its dtype's code.
+        spec: Its sharding; None where it is not known as a spec.
+        needed_bytes: Bytes of its shards.
+        read_bytes: Bytes read for them.
+        requests: Ranged reads.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec | None
+    needed_bytes: int
+    read_bytes: int
+    requests: int
+
+    def excess_seconds(self, profile: StorageProfile) -> float:
+        """Time that is spent beyond reading the needed bytes in one go."""
+        cost = Cost(read_bytes=self.read_bytes, requests=self.requests)
+        return seconds(cost, profile) - self.needed_bytes / profile.bandwidth_bytes_per_second
+
+
+class RuleUse(NamedTuple):
+    """How many leaves a rule places; the rule None is for those that none matches."""
+
+    rule: ShardingRule | None
+    leaves: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a load costs.
+
+    Attributes:
+        path: The checkpoint.
+        grid: The devices and processes.
+        profile: The storage's figures.
+        storage: The storage class.
+        parameters: Of the model.
+        checkpoint_bytes: Of all its tensors.
+        checkpoint_files: How many files it has.
+        leaf_count: How many leaves are loaded.
+        processes: The processes that were planned.
+        costs: The cost of each.
+        process_parameters: The parameters that each holds.
+        device_bytes: Bytes of all shards of one device, the most of any.
+        largest: The largest shard of one device: its leaf and its bytes.
+        leaf_costs: The leaves.
+        rules: What the rules were good for.
+        misfits: Leaves that can not be sharded as the rules say.
+        fleet: Where the costs come from, where all processes were planned at once.
+    """
+
+    path: str
+    grid: DeviceGrid
+    profile: StorageProfile
+    storage: str
+    parameters: int
+    checkpoint_bytes: int
+    checkpoint_files: int
+    leaf_count: int
+    processes: tuple[int, ...]
+    costs: tuple[Cost, ...]
+    process_parameters: tuple[int, ...]
+    device_bytes: int
+    largest: tuple[str, int]
+    leaf_costs: tuple[LeafCost, ...]
+    rules: tuple[RuleUse, ...] = ()
+    misfits: tuple[Misfit, ...] = ()
+    fleet: Fleet | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every process was planned."""
+        return len(self.processes) == self.grid.processes
+
+    def seconds(self) -> list[float]:
+        """The estimated time of each process."""
+        return [seconds(cost, self.profile) for cost in self.costs]
+
+    def costliest(self, count: int) -> list[LeafCost]:
+        """The leaves that cost most beyond their bytes, the worst first."""
+        found = [leaf for leaf in self.leaf_costs if leaf.excess_seconds(self.profile) > 0]
+        return sorted(found, key=lambda leaf: -leaf.excess_seconds(self.profile))[:count]
+
+
+def seconds(cost: Cost, profile: StorageProfile) -> float:
+    """An estimate: the requests, some at once, and the bytes at the stated rate of a process."""
+    waiting = cost.requests * profile.latency_seconds / profile.concurrency
+    return waiting + cost.read_bytes / profile.bandwidth_bytes_per_second
+
+
+def forecast(
+    path: str | os.PathLike[str],
+    grid: DeviceGrid,
+    rules: Sequence[ShardingRule],
+    *,
+    options: ReadOptions | None = None,
+) -> Forecast:
+    """What loading every tensor of a checkpoint costs every process.
+
+    Args:
+        path: The checkpoint.
+        grid: The devices and processes.
+        rules: How the tensors are sharded.
+        options: As for `load`; their cost model is the estimate's, too.
+
+    Raises:
+        ValueError: A rule does not fit the mesh.
+        CheckpointNotFoundError: Nothing stands at `path`.
+        FormatError: A file is malformed.
+    """
+    options = options or ReadOptions()
+    placer = ShardingRules(rules, grid)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+        kind, files, place = catalog.storage.kind, len(catalog.files), catalog.path
+    placed = {name: placer.place(name, entry.shape) for name, entry in entries.items()}
+    quantization = find_quantization(entries, read_configuration(path))
+    special = {} if quantization is None else quantization.parameters
+    parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
+    profile = options.profile(kind)
+    fleet = plan_fleet(
+        [FleetLeaf(entry, placed[name].spec) for name, entry in entries.items()],
+        grid,
+        profile=profile,
+        memory_budget_bytes=options.memory_budget_bytes,
+    )
+    used = [placing.rule for placing in placed.values()]
+    numbers = [*range(len(rules)), *([None] if None in used else [])]
+    return Forecast(
+        path=place,
+        grid=grid,
+        profile=profile,
+        storage=kind,
+        parameters=sum(parameters.values()),
+        checkpoint_bytes=sum(entry.nbytes for entry in entries.values()),
+        checkpoint_files=files,
+        leaf_count=len(entries),
+        processes=tuple(range(grid.processes)),
+        costs=tuple(fleet.cost(process) for process in range(grid.processes)),
+        process_parameters=_process_parameters(fleet, parameters),
+        device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in fleet.kinds),
+        largest=_largest(fleet.kinds),
+        leaf_costs=_leaf_costs(fleet),
+        rules=tuple(RuleUse(None if n is None else rules[n], used.count(n)) for n in numbers),
+        misfits=tuple(placing.misfit for placing in placed.values() if placing.misfit),
+        fleet=fleet,
+    )
+
+
+def _shard_bytes(kind: Kind) -> int:
+    return -(-kind.shard_elements * kind.first.entry.dtype.bits // 8)
+
+
+def _largest(kinds: Sequence[Kind]) -> tuple[str, int]:
+    found = max(kinds, key=_shard_bytes, default=None)
+    return ("", 0) if found is None else (found.first.entry.name, _shard_bytes(found))
+
+
+def _process_parameters(fleet: Fleet, parameters: dict[str, int]) -> tuple[int, ...]:
+    totals = [0] * len(fleet.kinds)
+    for leaf, number in zip(fleet.leaves, fleet.kind_of, strict=True):
+        totals[number] += parameters[leaf.entry.name]
+    held = [0] * len(fleet.costs)
+    for kind, total in zip(fleet.kinds, totals, strict=True):
+        size = math.prod(kind.first.entry.shape)
+        for shape in kind.shapes:
+            share = total * shape.elements // size
+            for process in shape.processes.tolist():
+                held[process] += share
+    return tuple(held[number] for number in fleet.distinct.tolist())
+
+
+def _leaf_costs(fleet: Fleet) -> tuple[LeafCost, ...]:
+    worst = []
+    for kind in fleet.kinds:
+        found = [(0, 0, 0)]
+        for shape in kind.shapes:
+            reads = [region.read for region in shape.regions]
+            found.append(
+                (
+                    sum(read.requests.total_bytes for read in reads),
+                    sum(read.storage_requests(fleet.profile) for read in reads),
+                    sum(read.runs.total_bytes for read in reads),
+                )
+            )
+        worst.append(max(found))
+    return tuple(
+        LeafCost(
+            leaf.entry.name,
+            leaf.entry.shape,
+            leaf.entry.dtype.code,
+            leaf.spec,
+            worst[number][2],
+            worst[number][0],
+            worst[number][1],
+        )
+        for leaf, number in zip(fleet.leaves, fleet.kind_of, strict=True)
+    )

@@ -1,0 +1,86 @@
+"""Which part of the files each process reads: a picture of a fleet, in bins."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.plan.fleet import Fleet
+
+
+class Coverage(NamedTuple):
+    """How much of each part of the files each process reads.
+
+    Attributes:
+        share: [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
+        edges: Name and first byte of each file, with all files one after the other.
+        total_bytes: Bytes of all files' tensors.
+    """
+
+    share: npt.NDArray[np.float64]
+    edges: tuple[tuple[str, int], ...]
+    total_bytes: int
+
+
+def coverage(fleet: Fleet, processes: Sequence[int], bins: int, *, files: str = "*") -> Coverage:
+    """What some processes read of a fleet's tensors.
+
+    A region that is read in several runs is spread evenly over its span.
+
+    Args:
+        fleet: The fleet.
+        processes: The processes.
+        bins: Into how many parts of equal size the files, one after the other, are cut.
+        files: Glob pattern of the names of the files that count.
+    """
+    chosen = [
+        (file, tensors)
+        for file, tensors in fleet.files()
+        if fnmatch.fnmatchcase(file.rpartition("/")[2], files)
+    ]
+    distinct, rows = np.unique(fleet.distinct[list(processes)], return_inverse=True)
+    row_of = np.full(len(fleet.costs), -1)
+    row_of[distinct] = np.arange(len(distinct))
+    total = sum(entry.nbytes for _, tensors in chosen for entry, _ in tensors)
+    width = max(total, 1) / bins
+    read = np.zeros((len(distinct), bins))
+    edges = []
+    at = 0
+    for file, tensors in chosen:
+        edges.append((file, at))
+        for entry, kind in tensors:
+            for shape in kind.shapes:
+                row = row_of[shape.processes]
+                mine = np.flatnonzero(row >= 0)
+                for region in shape.regions:
+                    start = at + region.start + shape.shift[mine]
+                    requests = region.read.requests
+                    _spread(read, row[mine], start, requests.stop, requests.total_bytes, width)
+            at += entry.nbytes
+    return Coverage((read / width)[rows.reshape(-1)], tuple(edges), total)
+
+
+def _spread(
+    read: npt.NDArray[np.float64],
+    row: npt.NDArray[np.int64],
+    start: npt.NDArray[np.int64],
+    span: int,
+    nbytes: int,
+    width: float,
+) -> None:
+    """Adds `nbytes` to the bins of `width` bytes that `span` bytes from each `start` on touch."""
+    if not span or not len(row):
+        return
+    first, last = start / width, (start + span) / width
+    most = read.shape[1] - 1
+    low, high = np.minimum(first.astype(int), most), np.minimum(last.astype(int), most)
+    density = nbytes / span * width
+    for step in range(int((high - low).max()) + 1):
+        number = np.minimum(low + step, high)
+        inside = np.minimum(last, number + 1) - np.maximum(first, number)
+        weight = np.where(low + step <= high, np.maximum(inside, 0.0), 0.0)
+        np.add.at(read, (row, number), weight * density)

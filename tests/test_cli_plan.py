@@ -1,0 +1,371 @@
+"""`plan`: figures against counts by brute force, and against what real processes read."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from checkpoints import llama_like, save
+from hypothesis import given
+from hypothesis import strategies as st
+from multiprocess import run_processes
+from test_cli import run
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.forecast import forecast
+from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.plan.coverage import coverage
+from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.plan.sharding_rules import (
+    ShardingRule,
+    ShardingRules,
+    auto_spec,
+    spec_text,
+)
+
+RULES = [
+    "'.*norm.weight' = replicated",
+    "'.*(q|k|v|up|gate)_proj.*' = -,fsdp",
+    "'.*' = fsdp,tensor",
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("plan") / "ckpt", llama_like(), files=3)
+
+
+def planned(capsys, *arguments, code=0):
+    assert main(["plan", *map(str, arguments), "--json", "-q"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def specs(rules=RULES):
+    return [part for rule in rules for part in ("--spec", rule)]
+
+
+def test_needed_bytes_are_those_of_the_shards_counted_one_by_one(path, capsys):
+    found = planned(capsys, path, "--mesh", "fsdp=4,tensor=2", "--hosts", "2", *specs())
+    needed = [0, 0]
+    for name, tensor in llama_like().items():
+        for host in (0, 1):
+            held = np.zeros(tensor.shape, bool)
+            for device in range(host * 4, host * 4 + 4):
+                fsdp, tensor_axis = divmod(device, 2)
+                rows = np.arange(tensor.shape[0])
+                if name.endswith("norm.weight"):
+                    held[...] = True
+                elif any(f"{part}_proj" in name for part in ("q", "k", "v", "up", "gate")):
+                    n = tensor.shape[1] // 4
+                    held[:, fsdp * n : fsdp * n + n] = True
+                else:
+                    n, m = tensor.shape[0] // 4, tensor.shape[1] // 2
+                    block = np.isin(rows, range(fsdp * n, fsdp * n + n))
+                    held[block, tensor_axis * m : tensor_axis * m + m] = True
+            needed[host] += int(held.sum()) * tensor.itemsize
+    assert [one["needed_bytes"] for one in found["processes"]] == needed
+    assert found["total"]["needed_bytes"] == sum(needed)
+    assert found["parameters"] == sum(t.size for t in llama_like().values())
+    assert found["complete"]
+    assert not found["misfits"]
+
+
+LOAD = """
+def main(path, mesh, specs):
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    import orbax_safetensors_layout as osl
+
+
+    names, sizes = zip(*mesh.items())
+    devices = Mesh(np.array(jax.devices()).reshape(sizes), names)
+    read, requests = [], []
+    jax.monitoring.register_scalar_listener(
+        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
+    )
+    tree = {}
+    for name, tensor in osl.metadata(path).items():
+        spec = PartitionSpec(*(tuple(part) or None for part in specs[name]))
+        sharding = NamedSharding(devices, spec)
+        tree[name] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
+    arrays = osl.load(path, tree)
+    needed = 0
+    for array in arrays.values():
+        shards = {str(s.index): s.data.nbytes for s in array.addressable_shards}
+        needed += sum(shards.values())
+    return {"read": read, "needed": needed}
+"""
+
+
+@pytest.mark.parametrize("latency", [None, 0.0])
+def test_eight_real_processes_read_what_was_planned(path, latency):
+    grid = DeviceGrid({"fsdp": 4, "tensor": 4}, 8)
+    rules = [ShardingRule.parse(rule) for rule in RULES]
+    options = ReadOptions() if latency is None else ReadOptions(latency_seconds={"local": latency})
+    found = forecast(path, grid, rules, options=options)
+    placer = ShardingRules(rules, grid)
+    placed = {name: placer.place(name, t.shape).spec for name, t in llama_like().items()}
+    source = LOAD
+    if latency is not None:
+        source = LOAD.replace(
+            "osl.load(path, tree)",
+            "osl.load(path, tree, options=osl.ReadOptions(latency_seconds={'local': 0.0}))",
+        )
+    source = source.replace("    import recording\n", "")
+    results = run_processes(
+        source, processes=8, devices=2, path=str(path), mesh=dict(grid.axes), specs=placed
+    )
+    for cost, result in zip(found.costs, results, strict=True):
+        assert result == {"read": [cost.read_bytes], "needed": cost.needed_bytes}
+
+
+def test_plan_agrees_with_plan_load(path):
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    grid = DeviceGrid({"fsdp": 2, "tensor": 8}, 4)
+    rules = [ShardingRule.parse("'.*' = auto")]
+    found = forecast(path, grid, rules)
+    mesh = AbstractMesh((2, 8), ("fsdp", "tensor"))
+    import jax
+
+    tree = {
+        name: jax.ShapeDtypeStruct(
+            t.shape,
+            t.dtype,
+            sharding=NamedSharding(
+                mesh, PartitionSpec(*(part or None for part in auto_spec(t.shape, grid)))
+            ),
+        )
+        for name, t in osl.metadata(path).items()
+    }
+    for process in range(4):
+        plan = osl.plan_load(path, tree, process_index=process, process_count=4)
+        assert plan.cost() == found.costs[process]
+
+
+def test_runs_without_jax_and_orbax(path):
+    code = (
+        "import sys\n"
+        "sys.modules['jax'] = sys.modules['jaxlib'] = sys.modules['orbax'] = None\n"
+        "from orbax_safetensors_layout.cli.main import main\n"
+        f"assert main(['plan', {str(path)!r}, '--mesh', 'a=4']) == 0\n"
+        f"assert main(['inspect', {str(path)!r}]) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
+    arguments = ["plan", str(path), "--mesh", "x=3", "--spec", ".* = x,-,x+x"]
+    assert main(arguments) == 2
+    assert "names an axis twice" in capsys.readouterr().err
+    assert main(["plan", str(path), "--mesh", "x=3", "--spec", ".*up_proj.* = x"]) == 1
+    out, err = capsys.readouterr()
+    assert "is not divisible by 3" in err
+    assert "tensors do not fit their rule" in err
+    assert "no rule matches: replicated" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "fsdp"], "is no mesh; write for instance fsdp=64,tensor=4"),
+        (["--mesh", "a=2,a=2"], "is no mesh"),
+        (["--mesh", "a=4", "--hosts", "3"], "3 processes do not divide 4 devices"),
+        (["--mesh", "a=4", "--spec", "nothing"], "is no sharding rule"),
+        (["--mesh", "a=4", "--spec", "( = a"], "is malformed"),
+        (["--mesh", "a=4", "--spec", ".* = b"], "names 'b'; the mesh has the axes a"),
+        (["--mesh", "a=4", "--latency", "soon"], "is no time"),
+        (["--mesh", "a=4", "--family", "unknown"], "there is no family 'unknown'"),
+        (["--mesh", "a=4", "--abstract", "nowhere:f"], "No module named 'nowhere'"),
+        ([], "name the mesh"),
+    ],
+)
+def test_misuse_is_told_in_one_line(path, capsys, arguments, message):
+    try:
+        code = main(["plan", str(path), *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_rules_from_a_file_and_costly_tensors(path, tmp_path, capsys):
+    file = tmp_path / "rules.txt"
+    file.write_text("# comment\n\n'.*(up|down)_proj.weight' = -,x\n'.*' = x\n")
+    arguments = ["plan", str(path), "--mesh", "x=8", "--hosts", "8", "--spec", str(file)]
+    assert main([*arguments, "--latency", "1ms", "--bandwidth", "1GB/s"]) == 0
+    out = capsys.readouterr().out
+    assert "'.*(up|down)_proj.weight' = -,x" in out
+    assert "costliest beyond their bytes" in out
+    assert "split dimension 0 instead" in out
+    assert "layers.{0" in out
+
+
+def test_compare_sets_plans_side_by_side(path, capsys):
+    other = "--mesh x=2,y=4 --hosts 2 --spec '.* = y'"
+    arguments = [path, "--mesh", "x=8", "--hosts", "4", "--compare", other]
+    found = planned(capsys, *arguments)
+    assert set(found) == {"this", other}
+    alone = planned(capsys, path, "--mesh", "x=2,y=4", "--hosts", "2", "--spec", ".* = y")
+    assert found[other] == alone
+    assert main(["plan", *map(str, arguments)]) == 0
+    assert other in capsys.readouterr().out
+
+
+def test_pieces_families_and_abstract_trees(tmp_path, capsys, monkeypatch):
+    tensors = {f"layers.{n}.w": np.zeros((16, 8), np.float32) for n in range(3)}
+    osl.save(tmp_path / "pieces", tensors, options=osl.WriteOptions(layout="sharded"))
+    found = planned(capsys, tmp_path / "pieces", "--mesh", "x=4", "--hosts", "4")
+    assert found["total"]["needed_bytes"] == sum(t.nbytes for t in tensors.values())
+    assert found["total"]["read_bytes"] >= found["total"]["needed_bytes"]
+    osl.save(tmp_path / "whole", tensors)
+    (tmp_path / "a_model.py").write_text(
+        textwrap.dedent(
+            """
+            import jax, numpy as np
+            from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+            def tree():
+                mesh = AbstractMesh((4,), ("x",))
+                split = NamedSharding(mesh, P("x"))
+                leaf = jax.ShapeDtypeStruct((16, 8), np.float32)
+                sharded = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=split)
+                return {"layers": [{"w": sharded}, {"w": leaf}]}
+            """
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    found = planned(
+        capsys,
+        "whole",
+        "--abstract",
+        "a_model:tree",
+        "--hosts",
+        "2",
+        "--spec",
+        ".*1.w = replicated",
+    )
+    assert found["mesh"] == {"x": 4}
+    assert found["total"]["needed_bytes"] == 512 + 2 * 512
+    assert found["device_bytes"] == 128 + 512
+
+
+def test_the_costs_of_a_mapping(tmp_path, capsys):
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "head_dim": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "embed_tokens": (128, 64),
+        "norm": (64,),
+        **{
+            f"layers.{n}.{name}": shape
+            for n in range(2)
+            for name, shape in {
+                "self_attn.q_proj": (64, 64),
+                "self_attn.k_proj": (32, 64),
+                "self_attn.v_proj": (32, 64),
+                "self_attn.o_proj": (64, 64),
+                "mlp.gate_proj": (128, 64),
+                "mlp.up_proj": (128, 64),
+                "mlp.down_proj": (64, 128),
+                "input_layernorm": (64,),
+                "post_attention_layernorm": (64,),
+            }.items()
+        },
+    }
+    tensors = {f"model.{n}.weight": np.zeros(s, np.float32) for n, s in shapes.items()}
+    tensors["lm_head.weight"] = np.zeros((128, 64), np.float32)
+    osl.save(tmp_path, tensors)
+    found = planned(
+        capsys, tmp_path, "--mesh", "x=4", "--hosts", "4", "--family", "llama:maxtext",
+        "--spec", "'.*layers.*kernel' = x", "--spec", "'.*' = replicated",
+    )  # fmt: skip
+    kernels = sum(t.nbytes for name, t in tensors.items() if "_proj" in name)
+    rest = sum(t.nbytes for t in tensors.values()) - kernels
+    assert found["total"]["needed_bytes"] == kernels + 4 * rest
+
+
+def test_the_picture(path, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "reads.png"
+    arguments = ["plan", str(path), "--mesh", "x=8", "--hosts", "4", "--plot", str(target)]
+    assert main([*arguments, "--plot-files", "model-00001*"]) == 0
+    assert f"drew {target}" in capsys.readouterr().err
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--plot-files", "nothing"]) == 2
+
+
+def test_the_picture_shows_every_byte_that_is_read(path):
+    grid = DeviceGrid({"x": 4, "y": 2}, 4)
+    rules = [ShardingRule.parse(rule) for rule in ("'.*up_proj.*' = -,x", "'.*' = auto")]
+    found = forecast(path, grid, rules, options=ReadOptions(latency_seconds={"local": 0.0}))
+    seen = coverage(found.fleet, [3, 0], 97)
+    width = seen.total_bytes / 97
+    for row, process in enumerate((3, 0)):
+        assert math.isclose(seen.share[row].sum() * width, found.costs[process].read_bytes)
+    assert seen.share.max() <= 1 + 1e-9
+
+
+def test_a_reader_that_goes_away(path):
+    command = [sys.executable, "-m", "orbax_safetensors_layout", "inspect", str(path), "--json"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_debug_shows_the_traceback(path):
+    done = run("plan", path, "--mesh", "a=4", "--spec", "nothing", "--debug")
+    assert done.returncode == 1  # Python's own
+    assert "Traceback" in done.stderr
+
+
+AXES = {"a": 2, "b": 3, "c": 4}
+
+
+@given(
+    st.text("ab.*()'= ", min_size=1).filter(str.strip),
+    st.lists(st.lists(st.sampled_from(list(AXES)), max_size=2, unique=True), max_size=3),
+)
+def test_rules_are_read_as_they_are_written(pattern, parts):
+    spec = tuple(tuple(part) for part in parts)
+    try:
+        rule = ShardingRule.parse(f"'{pattern}' = {spec_text(spec)}")
+    except ValueError as error:
+        assert "is malformed" in str(error)  # noqa: PT017 - a pattern that is no expression
+        return
+    assert rule.pattern == pattern
+    assert rule.spec == (spec if spec else ())
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 6, 8, 24, 25]), max_size=3))
+def test_auto_splits_over_the_most_devices(shape):
+    grid = DeviceGrid(AXES, 1)
+    spec = auto_spec(shape, grid)
+    grid.cells(spec, shape)  # fits
+    spans = [("a", "b", "c"), ("a", "b"), ("b", "c"), ("a",), ("b",), ("c",)]
+    best = max(
+        (grid.ways(names) for names in spans for n in shape if n % grid.ways(names) == 0),
+        default=1,
+    )
+    assert math.prod(map(grid.ways, spec)) == (best if len(shape) > 1 else 1)
