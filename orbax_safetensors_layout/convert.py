@@ -167,6 +167,7 @@ def convert(
                 planned,
                 folder,
                 options,
+                arguments=(mapping, subtree),
                 reopen=lambda path: open_source(locate(path), options.memory_budget_bytes),
                 is_replaced=_is_replaced(folder),
             )

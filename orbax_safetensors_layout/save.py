@@ -54,6 +54,11 @@ from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteSta
 
 PathLike = str | os.PathLike[str]
 _WRITING, _GATHERING = "writing shards", "putting files together"
+_ALIKE = (
+    "All processes must save the same tree of global arrays; an array that each process made for"
+    " itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give it a sharding"
+    " over all processes."
+)
 _BUDGET_BYTES = 256 * MIB  # of a save that names none: copies from devices, and pieces
 
 
@@ -423,7 +428,7 @@ class PreparedSave:
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"
-        return Agreement(digest.hexdigest(), description)
+        return Agreement(digest.hexdigest(), description, _ALIKE)
 
     def _write_documents(self, storage: Storage, folder: str, more: Mapping[str, bytes]) -> None:
         """The manifest, for several files the index, and what else is given."""

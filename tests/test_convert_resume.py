@@ -53,7 +53,8 @@ def child(source, target, form, kill):
     watched(local.LocalStorage, "read_into", kill, count, lambda self, file, offset, buffers:
             log("read", file, offset, offset + sum(len(b) for b in buffers)))
     watched(orbax_source.OrbaxSource, "read", kill, count,
-            lambda self, array, box: log("read", array.stored, list(box.start), list(box.stop)))
+            lambda self, wanted: [log("read", a.stored, list(b.start), list(b.stop))
+                                  for a, b in wanted])
     watched(resumable.ResumableFile, "write_at", kill, count)
     watched(resumable.ResumableFile, "flush", kill, count)
     watched(orbax_target.OrbaxWriter, "write", kill, count)

@@ -77,18 +77,21 @@ class OrbaxSource:
         opened = self._open[array.stored]
         return chunk_blocks(array.shape, opened.chunk, array.dtype.itemsize, most_bytes)
 
-    def read(self, array: SourceArray, box: Box) -> np.ndarray:
-        """One of the blocks."""
-        try:
-            values = self._open[array.stored].store[box.slices].read().result()
-        except ValueError as error:  # TensorStore's
-            raise StorageError(
-                f"reading {list(box.start)} to {list(box.stop)} failed",
-                file=self.path,
-                tensor=array.name,
-                found=str(error).split("\n")[0],
-            ) from error
-        return np.ascontiguousarray(values).reshape(box.shape)
+    def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
+        """Some of the blocks."""
+        reads = [self._open[array.stored].store[box.slices].read() for array, box in wanted]
+        found = []
+        for (array, box), values in zip(wanted, reads, strict=True):
+            try:
+                found.append(np.ascontiguousarray(values.result()).reshape(box.shape))
+            except ValueError as error:  # TensorStore's
+                raise StorageError(
+                    f"reading {list(box.start)} to {list(box.stop)} failed",
+                    file=self.path,
+                    tensor=array.name,
+                    found=str(error).split("\n")[0],
+                ) from error
+        return found
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:
         """A chunk, decoded."""

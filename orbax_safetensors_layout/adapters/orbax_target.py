@@ -176,11 +176,27 @@ class OrbaxWriter:
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def write(self, region: Region, values: np.ndarray) -> None:
+    def write(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> None:
         """Writes whole chunks, and waits until they are on the disk."""
-        leaf, box = region
+        self._open([region.leaf for region in regions])
+        pairs = zip(regions, values, strict=True)
+        writes = [self._stores[leaf.name][box.slices].write(v) for (leaf, box), v in pairs]
+        for region, written in zip(regions, writes, strict=True):
+            self._wait(written, region.leaf)
+
+    def _open(self, leaves: Sequence[Leaf]) -> None:
+        with self._lock:
+            missing = {leaf.name: leaf for leaf in leaves if leaf.name not in self._stores}
+            opening = {}
+            for name, leaf in missing.items():
+                spec = ts.Spec(self._target.spec(leaf, self._folder, self._process))
+                opening[name] = ts.open(spec, create=True, open=True, context=self._context)
+            for name, store in opening.items():
+                self._stores[name] = self._wait(store, missing[name])
+
+    def _wait(self, done: Any, leaf: Leaf) -> Any:
         try:
-            self._store(leaf)[box.slices].write(values).result()
+            return done.result()
         except ValueError as error:  # TensorStore's
             raise StorageError(
                 "writing chunks failed",
@@ -188,15 +204,6 @@ class OrbaxWriter:
                 tensor=leaf.name,
                 found=str(error).split("\n")[0],
             ) from error
-
-    def _store(self, leaf: Leaf) -> Any:
-        with self._lock:
-            store = self._stores.get(leaf.name)
-            if store is None:
-                spec = ts.Spec(self._target.spec(leaf, self._folder, self._process))
-                store = ts.open(spec, create=True, open=True, context=self._context).result()
-                self._stores[leaf.name] = store
-            return store
 
     def flush(self) -> None:
         """Lets go of the arrays of a group; each write has waited for itself."""
@@ -274,5 +281,5 @@ def _with_keys(leaf: Any, source: Source, arrays: Mapping[str, SourceArray]) -> 
     if not isinstance(leaf, TargetArray) or leaf.key_impl is None:
         return leaf
     assert isinstance(leaf.made_of, str)
-    data = source.read(arrays[leaf.made_of], Box.whole(leaf.shape))
+    (data,) = source.read([(arrays[leaf.made_of], Box.whole(leaf.shape))])
     return prng.wrap(jax.numpy.asarray(data), leaf.key_impl)

@@ -192,11 +192,12 @@ class FilesWriter:
         self._written: set[str] = set()
         self._lock = threading.Lock()
 
-    def write(self, region: Region, values: np.ndarray) -> None:
-        """Writes a region to each of its places."""
-        data = self._target.encoded(region, values)
-        for name, start in self._target.places(region):
-            self._file(name).write_at(start, [data])
+    def write(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> None:
+        """Writes regions, each to all of its places."""
+        for region, value in zip(regions, values, strict=True):
+            data = self._target.encoded(region, value)
+            for name, start in self._target.places(region):
+                self._file(name).write_at(start, [data])
 
     def _file(self, name: str) -> ResumableFile:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,20 @@ class Region(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its values."""
         return self.box.size * self.leaf.dtype.itemsize
+
+
+def batches(regions: Sequence[Region], most_bytes: int) -> Iterator[list[Region]]:
+    """Regions that are read together, up to so many bytes, or one."""
+    batch: list[Region] = []
+    held = 0
+    for region in regions:
+        if batch and held + region.nbytes > most_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(region)
+        held += region.nbytes
+    if batch:
+        yield batch
 
 
 class Lease(NamedTuple):
@@ -136,7 +150,3 @@ def _leaf_plan(lease: Lease, region: Region) -> LeafPlan:
         return plan
     found = lease.pieces.find({entry.name: (box,)})[entry.name]
     return plan._replace(read=plan.read._replace(sources=sources_of(found)))
-
-
-ReadRegions = Callable[[Sequence[Region]], list[np.ndarray]]
-"""What gives the values of regions."""

@@ -42,6 +42,8 @@ class Conversion:
         target: The target.
         folder: Where it goes.
         options: Memory, and what else counts.
+        arguments: What distinguishes this conversion from others of the same source and target, to
+            be compared by `repr`.
         reopen: Opens what was written, to compare it.
         is_replaced: Whether a name in a folder that stands at `folder` goes with what is replaced.
 
@@ -57,6 +59,7 @@ class Conversion:
         folder: str,
         options: ConvertOptions,
         *,
+        arguments: object,
         reopen: Callable[[str], Source],
         is_replaced: Callable[[str], bool],
     ) -> None:
@@ -74,9 +77,9 @@ class Conversion:
         most = self._limits.block_bytes
         regions = [target.regions(leaf, most) for leaf in target.leaves]
         self.groups = make_groups(source, arrays, target.leaves, regions, most)
-        told = repr((target.describe(), self.groups))
-        arguments = hashlib.sha256(told.encode()).hexdigest()
-        self._journal = Journal(self._workspace, source.identity(), arguments)
+        told = repr((arguments, target.describe(), self.groups))
+        digest = hashlib.sha256(told.encode()).hexdigest()
+        self._journal = Journal(self._workspace, source.identity(), digest)
 
     def _check_chunks(self) -> None:
         most = self._options.memory_budget_bytes // _CHUNKS_IN_BUDGET
@@ -105,7 +108,11 @@ class Conversion:
         """
         wait = WriteOptions(timeout_seconds=self._options.timeout_seconds)
         with save_group(self._folder, wait) as group, contextlib.ExitStack() as claim:
-            agreed = Agreement(self._journal.digest, f"{len(self.groups)} groups")
+            agreed = Agreement(
+                self._journal.digest,
+                f"{len(self.groups)} groups",
+                "All processes must convert the same checkpoint with the same arguments.",
+            )
             group.meet("agreeing on what is converted", agree=agreed)
 
             def prepare() -> None:

@@ -14,7 +14,13 @@ import numpy as np
 
 from orbax_safetensors_layout.conversion.groups import Group, shares
 from orbax_safetensors_layout.conversion.journal import Journal
-from orbax_safetensors_layout.conversion.leaves import Leaf, Lease, Region, read_regions
+from orbax_safetensors_layout.conversion.leaves import (
+    Leaf,
+    Lease,
+    Region,
+    batches,
+    read_regions,
+)
 from orbax_safetensors_layout.conversion.source import Source, SourceArray, arrays_of
 from orbax_safetensors_layout.conversion.stage import staged
 from orbax_safetensors_layout.conversion.target import Target, TargetWriter
@@ -118,11 +124,8 @@ def _convert(
     digests: list[str] = []
 
     def take(regions: Sequence[Region], values: Sequence[np.ndarray]) -> list[str]:
-        found = []
-        for region, value in zip(regions, values, strict=True):
-            writer.write(region, value)
-            found.append(digest(value))
-        return found
+        writer.write(regions, values)
+        return [digest(value) for value in values]
 
     with _Pipeline(take) as pipeline:
         for regions in batches(group.regions, limits.block_bytes):
@@ -156,20 +159,6 @@ def leased(
     found = source.lease([arrays[name] for name in names])
     assert found is not None
     yield found
-
-
-def batches(regions: Sequence[Region], most_bytes: int) -> Iterator[list[Region]]:
-    """Regions that are read together, up to so many bytes, or one."""
-    batch: list[Region] = []
-    held = 0
-    for region in regions:
-        if batch and held + region.nbytes > most_bytes:
-            yield batch
-            batch, held = [], 0
-        batch.append(region)
-        held += region.nbytes
-    if batch:
-        yield batch
 
 
 def digest(values: np.ndarray) -> str:
@@ -259,7 +248,7 @@ def _read_back(
     names = dict.fromkeys(region.leaf.name for region in regions)
     lease = finished.lease([arrays[name] for name in names])
     if lease is None:
-        return [finished.read(arrays[region.leaf.name], region.box) for region in regions]
+        return finished.read([(arrays[leaf.name], box) for leaf, box in regions])
     stored = [Region(_stored(arrays[leaf.name], lease), box) for leaf, box in regions]
     return read_regions(lease, stored, memory_budget_bytes=limits.block_bytes)
 

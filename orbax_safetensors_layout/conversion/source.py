@@ -124,8 +124,8 @@ class Source(Protocol):
         """Boxes of an array that together read each byte once."""
         ...
 
-    def read(self, array: SourceArray, box: Box) -> np.ndarray:
-        """One of these boxes."""
+    def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
+        """Some of these boxes, at once."""
         ...
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:
@@ -196,11 +196,11 @@ class SafetensorsSource:
         packed = self._entries[array.stored].dtype.packed
         yield from row_blocks(array.shape, 8 * array.dtype.itemsize, most_bytes, 8 if packed else 1)
 
-    def read(self, array: SourceArray, box: Box) -> np.ndarray:
-        """One of the blocks."""
-        region = Region(array.leaf, box)
-        (values,) = read_regions(self.lease([array]), [region], memory_budget_bytes=self._budget)
-        return values
+    def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
+        """Some of the blocks."""
+        lease = self.lease([array for array, _ in wanted])
+        regions = [Region(array.leaf, box) for array, box in wanted]
+        return read_regions(lease, regions, memory_budget_bytes=self._budget)
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:
         """Nothing but what is asked for."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.leaves import Lease
+from orbax_safetensors_layout.conversion.leaves import Lease, Region, batches
 from orbax_safetensors_layout.conversion.source import Source, SourceArray
 from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
@@ -45,10 +45,9 @@ def staged(
     """
     if sum(array.nbytes for array in arrays) <= most_bytes:
         memory = {array.name: allocate(array.nbytes) for array in arrays}
-        for array in arrays:
+        for array, box, values in _blocks(source, arrays, block_bytes):
             whole = memory[array.name].view(array.dtype).reshape(array.shape)
-            for box in source.blocks(array, block_bytes):
-                whole[box.slices] = source.read(array, box)
+            whole[box.slices] = values
         entries = {array.name: _entry(array, array.name, 0) for array in arrays}
         yield Lease(entries, _Memory(memory))
         return
@@ -57,6 +56,20 @@ def staged(
             yield Lease(_spooled(source, arrays, spool, storage, block_bytes), storage)
         finally:
             storage.remove(spool)
+
+
+def _blocks(
+    source: Source, arrays: Sequence[SourceArray], most_bytes: int
+) -> Iterator[tuple[SourceArray, Box, np.ndarray]]:
+    """All of some arrays, as many blocks at once as fit."""
+    blocks = [
+        Region(array.leaf, box) for array in arrays for box in source.blocks(array, most_bytes)
+    ]
+    by_name = {array.name: array for array in arrays}
+    for batch in batches(blocks, most_bytes):
+        wanted = [(by_name[leaf.name], box) for leaf, box in batch]
+        for (array, box), values in zip(wanted, source.read(wanted), strict=True):
+            yield array, box, values
 
 
 class _Memory:
@@ -101,9 +114,8 @@ def _spooled(
         at += array.nbytes
     file = storage.create(spool, at, durable=False)
     try:
-        for array in arrays:
-            for box in source.blocks(array, block_bytes):
-                _write_box(file, entries[array.name], box, source.read(array, box))
+        for array, box, values in _blocks(source, arrays, block_bytes):
+            _write_box(file, entries[array.name], box, values)
         file.finish()
     except BaseException:
         file.abort()

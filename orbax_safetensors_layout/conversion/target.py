@@ -51,8 +51,8 @@ class Target(Protocol):
 class TargetWriter(Protocol):
     """Writes regions. Safe to use from several threads."""
 
-    def write(self, region: Region, values: np.ndarray) -> None:
-        """Writes the values of a region."""
+    def write(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> None:
+        """Writes the values of some regions."""
         ...
 
     def flush(self) -> None:

@@ -61,10 +61,12 @@ class Agreement(NamedTuple):
     Attributes:
         digest: Equal where they have.
         description: For the error where they have not.
+        hint: What to do then.
     """
 
     digest: str
     description: str
+    hint: str
 
 
 class Group:
@@ -309,11 +311,9 @@ def _disagreement(said: list[dict[str, Any]]) -> dict[str, Any] | None:
         if other.get("agree", [""])[0] != first.get("agree", [""])[0]:
             return {
                 "process": other["process"],
-                "error": f"it has not the same to save: process {first['process']} has"
-                f" {first['agree'][1]}; process {other['process']} has {other['agree'][1]}. All"
-                " processes must save the same tree of global arrays; an array that each process"
-                " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or"
-                " give it a sharding over all processes.",
+                "error": f"it has not the same: process {first['process']} has"
+                f" {first['agree'][1]}; process {other['process']} has {other['agree'][1]}."
+                f" {first['agree'][2]}",
             }
     return None
 
