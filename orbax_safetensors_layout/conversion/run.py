@@ -171,7 +171,7 @@ Take = Callable[[Sequence[Region], Sequence[np.ndarray]], list[str]]
 
 
 class _Pipeline:
-    """Writes a block while the next one is read; gives back digests in their order."""
+    """Takes a block while the next one is read; gives back digests in their order."""
 
     def __init__(self, take: Take) -> None:
         self._take = take
@@ -221,13 +221,16 @@ def verify_groups(
     arrays = arrays_of(finished.tree)
     for group in shares(groups, processes.process_count)[processes.process_index]:
         processes.check(VERIFYING)
-        expected = iter(done[group.number])
-        for regions in batches(group.regions, limits.block_bytes):
-            values = _read_back(finished, arrays, regions, limits)
-            for region, value in zip(regions, values, strict=True):
-                if digest(value) != next(expected):
-                    differing[region.leaf.name] = None
-            report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
+        digests: list[str] = []
+        with _Pipeline(lambda _, values: [digest(value) for value in values]) as pipeline:
+            for regions in batches(group.regions, limits.block_bytes):
+                values = _read_back(finished, arrays, regions, limits)
+                digests += pipeline.put(regions, values)
+                report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
+            digests += pipeline.finish()
+        for region, one, other in zip(group.regions, digests, done[group.number], strict=True):
+            if one != other:
+                differing[region.leaf.name] = None
     if differing:
         raise MismatchError.collect(
             [

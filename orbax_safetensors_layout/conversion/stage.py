@@ -46,8 +46,8 @@ def staged(
     if sum(array.nbytes for array in arrays) <= most_bytes:
         memory = {array.name: allocate(array.nbytes) for array in arrays}
         for array, box, values in _blocks(source, arrays, block_bytes):
-            whole = memory[array.name].view(array.dtype).reshape(array.shape)
-            whole[box.slices] = values
+            bits = f"u{array.dtype.itemsize}"  # numpy knows no fast copy of bfloat16 and its like
+            memory[array.name].view(bits).reshape(array.shape)[box.slices] = values.view(bits)
         entries = {array.name: _entry(array, array.name, 0) for array in arrays}
         yield Lease(entries, _Memory(memory))
         return
