@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from orbax_safetensors_layout.plan.reads import ReadPlan
     from orbax_safetensors_layout.plan.writes import WritePlan
     from orbax_safetensors_layout.save import plan_save, save
+    from orbax_safetensors_layout.verify import Finding, Report, verify
 
 __version__ = "0.1.0.dev0"
 
@@ -117,6 +118,7 @@ _NAMES_BY_MODULE = {
     "plan.reads": ("ReadPlan",),
     "plan.writes": ("WritePlan",),
     "save": ("plan_save", "save"),
+    "verify": ("Finding", "Report", "verify"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -128,6 +130,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "Cost",
     "DtypeMismatchError",
     "Expr",
+    "Finding",
     "FormatError",
     "InvalidHeaderError",
     "InvalidIndexError",
@@ -140,6 +143,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "Progress",
     "ReadOptions",
     "ReadPlan",
+    "Report",
     "SafetensorsCheckpointHandler",
     "SafetensorsHandler",
     "SafetensorsLayout",
@@ -178,6 +182,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "tensor",
     "uninstall",
     "using",
+    "verify",
 ]
 
 

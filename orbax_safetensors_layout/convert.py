@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -158,6 +159,7 @@ def convert(
                 _write_options(options, kind, opened.metadata),
                 topology,
                 is_tree=mapping is None and opened.is_recorded,
+                identity=_digest(opened.identity(), mapping, subtree, options.dtype),
                 documents={} if found is None else companions(found),
             )
         with frozen_heap(len(planned.leaves)):
@@ -176,6 +178,10 @@ def convert(
             )
         nbytes = sum(region.nbytes for one in conversion.groups for region in one.regions)
         return Converted(folder, len(planned.leaves), nbytes, resumed)
+
+
+def _digest(*arguments: object) -> str:
+    return hashlib.sha256(repr(arguments).encode()).hexdigest()
 
 
 def _local_or_url(source: PathLike) -> str:

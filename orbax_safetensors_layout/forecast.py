@@ -15,9 +15,11 @@ from typing import NamedTuple
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.quantization import find_quantization
 from orbax_safetensors_layout.inspection import read_configuration
-from orbax_safetensors_layout.options import ReadOptions, StorageProfile
+from orbax_safetensors_layout.options import ReadOptions, StorageProfile, WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.fleet import Fleet, FleetLeaf, Kind, plan_fleet
+from orbax_safetensors_layout.plan.fleet import Fleet, plan_fleet
+from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind
+from orbax_safetensors_layout.plan.fleet_writes import plan_fleet_writes
 from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
 from orbax_safetensors_layout.plan.sharding_rules import Misfit, ShardingRule, ShardingRules
 
@@ -78,6 +80,7 @@ class Forecast:
         rules: What the rules were good for.
         misfits: Leaves that can not be sharded as the rules say.
         fleet: Where the costs come from, where all processes were planned at once.
+        saves: The layout of the files that are written, where it is a save; None for a load.
     """
 
     path: str
@@ -97,6 +100,7 @@ class Forecast:
     rules: tuple[RuleUse, ...] = ()
     misfits: tuple[Misfit, ...] = ()
     fleet: Fleet | None = None
+    saves: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -116,7 +120,8 @@ class Forecast:
 def seconds(cost: Cost, profile: StorageProfile) -> float:
     """An estimate: the requests, some at once, and the bytes at the stated rate of a process."""
     waiting = cost.requests * profile.latency_seconds / profile.concurrency
-    return waiting + cost.read_bytes / profile.bandwidth_bytes_per_second
+    moved = cost.read_bytes + cost.written_bytes
+    return waiting + moved / profile.bandwidth_bytes_per_second
 
 
 def forecast(
@@ -178,6 +183,22 @@ def forecast(
     )
 
 
+def forecast_save(found: Forecast, options: WriteOptions) -> Forecast:
+    """What saving the tensors of a load again costs, from where they then are.
+
+    Args:
+        found: The load.
+        options: How they are written.
+
+    Raises:
+        ValueError: The load is not of tensors as they stand.
+    """
+    if found.fleet is None:
+        raise ValueError("saves are planned of tensors as they stand, without a mapping or pieces")
+    costs = plan_fleet_writes(found.fleet.leaves, found.grid, options)
+    return dataclasses.replace(found, costs=costs, leaf_costs=(), fleet=None, saves=options.layout)
+
+
 def _shard_bytes(kind: Kind) -> int:
     return -(-kind.shard_elements * kind.first.entry.dtype.bits // 8)
 
@@ -209,7 +230,7 @@ def _leaf_costs(fleet: Fleet) -> tuple[LeafCost, ...]:
             reads = [region.read for region in shape.regions]
             found.append(
                 (
-                    sum(read.requests.total_bytes for read in reads),
+                    sum(read.storage_bytes() for read in reads),
                     sum(read.storage_requests(fleet.profile) for read in reads),
                     sum(read.runs.total_bytes for read in reads),
                 )

@@ -164,6 +164,8 @@ class WriteOptions:
         replicate_below_bytes: In layout `"sharded"` tensors up to this size are written by every
             process that holds them, or a shard of them, so that a restore on the same processes
             opens one file each.
+        digests: Keep a checksum of every file beside them, worked out while they are written, for
+            `verify`.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
         timeout_seconds: How long a process waits for the others at each step of a save.
@@ -177,6 +179,7 @@ class WriteOptions:
     concurrency: int | None = None
     fsync: bool = True
     replicate_below_bytes: int = 64 * KIB
+    digests: bool = False
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 1800.0
 
@@ -188,8 +191,9 @@ class WriteOptions:
         if self.max_file_bytes is None:
             raise ValueError("WriteOptions.max_file_bytes must be a positive integer, got None.")
         _check_counts(self, ("max_file_bytes", "memory_budget_bytes", "concurrency"))
-        if not isinstance(self.fsync, bool):
-            raise ValueError("WriteOptions.fsync must be True or False.")
+        for name in ("fsync", "digests"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"WriteOptions.{name} must be True or False.")
         below: Any = self.replicate_below_bytes
         if type(below) is not int or below < 0:
             raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")

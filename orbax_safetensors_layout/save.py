@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
+import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -17,6 +20,8 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     SafetensorsLayoutError,
 )
+from orbax_safetensors_layout.format.digests import DIGESTS, dump_digests, parse_digests
+from orbax_safetensors_layout.format.headers import read_range
 from orbax_safetensors_layout.format.index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX
 from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
@@ -349,14 +354,15 @@ class PreparedSave:
         progress: Callable[[Progress], None] | None,
         documents: Mapping[str, bytes],
     ) -> WriteStats:
-        options, plan = self._options, self.plan
+        options = self._options
         budget = options.memory_budget_bytes or _BUDGET_BYTES
-        files = FileSet(storage, folder, durable=options.fsync)
+        files = FileSet(storage, folder, durable=options.fsync, digest=options.digests)
         pool = WritePool(options.writers)
         stats = WriteStats()
         error: BaseException | None = None
-        if plan.process_count > 1:
-            group.meet("agreeing on what is saved", agree=self._agreement())
+        agree = self._agreement() if self.plan.process_count > 1 else None
+        save_id = group.meet("agreeing on what is saved", agree=agree, tell=uuid.uuid4().hex)
+        plan = self.plan.stamped(save_id or "")
         try:
             try:
                 if plan.pieces is not None:
@@ -400,7 +406,12 @@ class PreparedSave:
                         check=functools.partial(group.check, _GATHERING),
                     )
                 if group.is_leader:
-                    self._write_documents(storage, folder, documents)
+                    written = self._documents(plan)
+                    files.digests |= {name: zlib.crc32(data) for name, data in written.items()}
+                    self._write_documents(storage, folder, {**documents, **written})
+                elif options.digests:
+                    own = {_own_digests(group.process_index): dump_digests(files.digests)}
+                    self._write_documents(storage, folder, own)
             except BaseException as problem:
                 error = problem
                 pool.stop()
@@ -412,6 +423,8 @@ class PreparedSave:
         try:
             if plan.exchanges and group.is_leader and self._pieces_folder is None:
                 storage.remove(join(folder, PIECES_FOLDER))
+            if options.digests and group.is_leader:
+                self._write_digests(storage, folder, files.digests, plan)
             if options.fsync and group.is_leader:
                 flush_folder(folder)
         except BaseException as problem:
@@ -430,14 +443,20 @@ class PreparedSave:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"
         return Agreement(digest.hexdigest(), description, _ALIKE)
 
-    def _write_documents(self, storage: Storage, folder: str, more: Mapping[str, bytes]) -> None:
-        """The manifest, for several files the index, and what else is given."""
-        documents = dict(more)
+    def _documents(self, plan: WritePlan) -> dict[str, bytes]:
+        """The manifest, and for several files the index."""
+        documents = {}
         if self._manifest is not None:
-            documents[MANIFEST] = self._manifest.to_json()
-        if len(self.plan.files) > 1:
-            files = [(name, tensors) for name, _, tensors in self.plan.files]
+            pieces = None if self._manifest.pieces is None else plan.stored
+            documents[MANIFEST] = dataclasses.replace(self._manifest, pieces=pieces).to_json()
+        if len(plan.files) > 1:
+            files = [(name, tensors) for name, _, tensors in plan.files]
             documents[MAIN_INDEX] = index_bytes(files)
+        return documents
+
+    def _write_documents(
+        self, storage: Storage, folder: str, documents: Mapping[str, bytes]
+    ) -> None:
         for name, data in documents.items():
             file = storage.create(join(folder, name), len(data), durable=self._options.fsync)
             try:
@@ -446,6 +465,23 @@ class PreparedSave:
             except BaseException:
                 file.abort()
                 raise
+
+    def _write_digests(
+        self, storage: Storage, folder: str, digests: Mapping[str, int], plan: WritePlan
+    ) -> None:
+        """The digests of all processes in one file; each but the first has left its own."""
+        found = dict(digests)
+        for process in range(1, plan.process_count):
+            file = join(folder, _own_digests(process))
+            data = read_range(storage, file, 0, storage.size(file))
+            found |= parse_digests(data, file=file)
+            storage.remove(file)
+        kept = {n: value for n, value in found.items() if not n.startswith(f"{PIECES_FOLDER}/")}
+        self._write_documents(storage, folder, {DIGESTS: dump_digests(kept)})
+
+
+def _own_digests(process: int) -> str:
+    return f"{DIGESTS}.{process}"
 
 
 def _remove_quietly(storage: Storage, path: str) -> None:
@@ -472,7 +508,7 @@ def _check_target(target: str, overwrite: bool) -> None:
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of this name belongs to a safetensors checkpoint."""
-    return name.endswith((SUFFIX, INDEX_SUFFIX)) or name == MANIFEST
+    return name.endswith((SUFFIX, INDEX_SUFFIX)) or name in (MANIFEST, DIGESTS)
 
 
 def _record(stats: WriteStats) -> None:

@@ -71,10 +71,10 @@ def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[Leaf
         LeafRead.plain(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
         for name, entry in entries.items()
     ]
-    return _from_pieces(catalog, leaves)
+    return from_pieces(catalog, leaves)
 
 
-def _from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
+def from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
     """The leaves as they are stored, where that is in pieces."""
     if catalog.pieces is None:
         return leaves
@@ -157,7 +157,7 @@ def leaf_plans(
         _raise_all(problems)
     if catalog.pieces is not None:
         catalog.pieces.prefer(shards.process_index)
-        found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
+        found = from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
     return plans, casts
 

@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "a=4", "--spec", "( = a"], "is malformed"),
         (["--mesh", "a=4", "--spec", ".* = b"], "names 'b'; the mesh has the axes a"),
         (["--mesh", "a=4", "--latency", "soon"], "is no time"),
-        (["--mesh", "a=4", "--family", "unknown"], "there is no family 'unknown'"),
+        (["--mesh", "a=4", "--mapping", "unknown"], "there is no family 'unknown'"),
         (["--mesh", "a=4", "--abstract", "nowhere:f"], "No module named 'nowhere'"),
         ([], "name the mesh"),
     ],
@@ -294,7 +294,7 @@ def test_the_costs_of_a_mapping(tmp_path, capsys):
     tensors["lm_head.weight"] = np.zeros((128, 64), np.float32)
     osl.save(tmp_path, tensors)
     found = planned(
-        capsys, tmp_path, "--mesh", "x=4", "--hosts", "4", "--family", "llama:maxtext",
+        capsys, tmp_path, "--mesh", "x=4", "--hosts", "4", "--mapping", "llama:maxtext",
         "--spec", "'.*layers.*kernel' = x", "--spec", "'.*' = replicated",
     )  # fmt: skip
     kernels = sum(t.nbytes for name, t in tensors.items() if "_proj" in name)

@@ -11,12 +11,16 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.options import PROFILES, ReadOptions
-from orbax_safetensors_layout.plan.fleet import FleetLeaf, plan_fleet
+from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.options import PROFILES, ReadOptions, WriteOptions
+from orbax_safetensors_layout.plan.fleet import plan_fleet
+from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf
+from orbax_safetensors_layout.plan.fleet_writes import plan_fleet_writes
 from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.shards import ProcessShards
+from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
 
 CODES = ["F32", "BF16", "U8", "F64", "F4", "F6_E2M3", "F8_E4M3"]
 
@@ -137,3 +141,31 @@ def test_a_large_mesh(process):
         reads.append(LeafRead.plain(entry.name, entry, local, np.dtype(jax.numpy.bfloat16)))
     expected = plan_reads(reads, profile=profile, memory_budget_bytes=2**31, adopt=False).cost()
     assert fleet.cost(process) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from(["hf", "sharded"]), st.sampled_from([1, 300, 10**9]))
+def test_every_process_writes_what_its_own_plan_says(case, layout, max_file_bytes):
+    grid, leaves = case
+    options = WriteOptions(layout=layout, max_file_bytes=max_file_bytes)
+    found = plan_fleet_writes(leaves, grid, options)
+    mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
+    for process in range(grid.processes):
+        shards = ProcessShards(process, grid.processes)
+        held = {}
+        writes = []
+        for entry, spec in leaves:
+            if (entry.shape, spec) not in held:
+                sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
+                held[entry.shape, spec] = shards.held(sharding, entry.shape)
+            tensor = NewTensor(entry.name, entry.dtype, entry.shape)
+            writes.append(LeafWrite(tensor, entry.dtype.numpy, held[entry.shape, spec]))
+        plan = plan_writes(
+            writes, options=options, process_index=process, process_count=grid.processes
+        )
+        cost = plan.cost()
+        header = 0 if plan.pieces is None else len(plan.pieces.layout.header)
+        assert found[process].written_bytes == cost.written_bytes - header
+        assert found[process].read_bytes == cost.read_bytes
+        assert found[process].needed_bytes == cost.needed_bytes
+        assert found[process].files == cost.files

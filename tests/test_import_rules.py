@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "plan",
         "transfer",
         "load save tree saved_tree structure placements recorded prng wants origins filling",
-        "conversion consolidate inspection forecast forecast_tree",
+        "conversion consolidate inspection forecast forecast_tree comparison verify",
         "adapters",
         "convert",
         "cli __main__",
@@ -59,6 +59,7 @@ MAY_IMPORT_JAX = (
     "conversion.source",
     "consolidate",
     "forecast_tree",
+    "comparison",
     "adapters",
     "convert",
 )

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from orbax_safetensors_layout.cli.arguments import (
-    family_mapping,
-    mesh_axes,
-    object_of,
-    sharding_rules,
-)
+from orbax_safetensors_layout.cli.arguments import mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
-from orbax_safetensors_layout.cli.verb import UsageError, Verb, argument
+from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
+from orbax_safetensors_layout.cli.verb import Verb, argument
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.units import parse_size, size_text
 
@@ -56,18 +51,11 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mapping(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--family",
-        metavar="NAME[:TARGET]",
-        help="names and shapes by a ready mapping of osl.families, as llama:maxtext",
-    )
-    parser.add_argument(
-        "--mapping", metavar="MODULE:NAME", help="an osl.Mapping, or a function that returns one"
-    )
+    add_mapping(parser, "names and shapes")
     parser.add_argument(
         "--config",
         metavar="FOLDER",
-        help="of the model's config.json and tokenizer, for --family and to be put beside"
+        help="of the model's config.json and tokenizer, for a ready mapping and to be put beside"
         " safetensors files; default SOURCE if it is of Hugging Face",
     )
     parser.add_argument("--dtype", help="write floating-point arrays in this dtype")
@@ -121,7 +109,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         parsed.source,
         parsed.target,
         format=parsed.format,
-        mapping=_mapping(parsed),
+        mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.config or parsed.source),
         mesh=parsed.mesh,
         spec=sharding_rules(parsed.spec),
         processes=parsed.hosts,
@@ -141,17 +129,6 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _mapping(parsed: argparse.Namespace) -> Any:
-    if parsed.family and parsed.mapping:
-        raise UsageError("--family and --mapping exclude each other")
-    if parsed.family:
-        return family_mapping(parsed.family, parsed.config or parsed.source)
-    if parsed.mapping is None:
-        return None
-    found = object_of(parsed.mapping)
-    return found() if callable(found) else found
-
-
 VERB = Verb(
     name="convert",
     help="make a checkpoint of any kind into one of any other, in bounded memory",
@@ -160,8 +137,8 @@ VERB = Verb(
     " bounded, each byte is read once, and what was interrupted is continued.",
     examples=(
         "convert Llama-3.1-405B llama-orbax --mesh fsdp=16",
-        "convert Llama-3.1-8B llama-maxtext --family llama:maxtext --mesh fsdp=64 --dtype bfloat16",
-        "convert runs/a exported --step 1000 --subtree params --family llama:maxtext"
+        "convert Llama-3.1-8B maxtext --mapping llama:maxtext --mesh fsdp=64 --dtype bfloat16",
+        "convert runs/a exported --step 1000 --subtree params --mapping llama:maxtext"
         " --config Llama-3.1-8B",
         "convert llama-orbax llama-pieces --format sharded --mesh fsdp=64,tensor=4 --hosts 64",
     ),

@@ -6,18 +6,14 @@ import argparse
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.cli.arguments import (
-    family_mapping,
-    mesh_axes,
-    object_of,
-    sharding_rules,
-)
+from orbax_safetensors_layout.cli.arguments import mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
 from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
 from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
-from orbax_safetensors_layout.forecast import Forecast, forecast
+from orbax_safetensors_layout.forecast import Forecast, forecast, forecast_save
 from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
 from orbax_safetensors_layout.units import parse_seconds, parse_size
@@ -45,18 +41,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         " the outermost dimension that the most devices divide. May be repeated; the first that"
         " matches counts. A file has one a line. Default: '.*' = auto",
     )
-    parser.add_argument(
-        "--family",
-        metavar="NAME[:TARGET]",
-        help="load through a ready mapping of osl.families, as 'llama:maxtext', or"
-        " 'mapping:maxtext' to go by the checkpoint's config.json",
-    )
+    add_mapping(parser, "load through this")
     parser.add_argument(
         "--abstract",
         metavar="MODULE:FUNCTION",
         help="load the abstract tree that this function returns; its shardings count where it"
         " has some",
     )
+    parser.add_argument("--concurrency", type=int, metavar="N", help="requests at once")
     parser.add_argument("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
     parser.add_argument(
         "--bandwidth", type=argument(parse_size), help="of a process, as 500MB/s, 2GiB/s"
@@ -73,6 +65,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another plan beside this one: the options that differ, as '--mesh fsdp=256'; a path"
         " is another layout. May be repeated",
     )
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        const="hf",
+        choices=["hf", "sharded"],
+        metavar="LAYOUT",
+        help="plan a save of the same tensors, in layout hf (default) or sharded",
+    )
+    parser.add_argument(
+        "--max-file-bytes",
+        type=argument(parse_size),
+        default=WriteOptions().max_file_bytes,
+        metavar="SIZE",
+        help="of a save: most bytes of tensors in a file, by default 5GB",
+    )
     parser.add_argument("--plot", metavar="PNG", help="draw which host reads what (needs [plot])")
     parser.add_argument(
         "--plot-files", default="*", metavar="GLOB", help="draw only files of such names"
@@ -82,6 +89,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
     variants = [parsed, *(_variant(parsed, text) for text in parsed.compare)]
+    if len({variant.save is None for variant in variants}) > 1:
+        raise UsageError("a load and a save can not be compared")
     found = [_forecast(variant) for variant in variants]
     labels = ["this", *parsed.compare]
     if parsed.json:
@@ -119,18 +128,24 @@ def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
 def _forecast(parsed: argparse.Namespace) -> Forecast:
     if parsed.path is None:
         raise UsageError("name the checkpoint: plan PATH --mesh ...")
-    if parsed.family and parsed.abstract:
-        raise UsageError("--family and --abstract exclude each other")
-    options = _options(parsed)
+    if parsed.mapping and parsed.abstract:
+        raise UsageError("--mapping and --abstract exclude each other")
+    with Catalog.open(parsed.path) as catalog:
+        options = _options(parsed, catalog.storage.kind)
+        in_pieces = catalog.pieces is not None
     rules = sharding_rules(parsed.spec) or (_AUTO,)
-    if not parsed.family and not parsed.abstract and not _is_in_pieces(parsed.path):
-        return forecast(parsed.path, _grid(parsed, parsed.mesh), rules, options=options)
+    if not (parsed.mapping or parsed.abstract or in_pieces):
+        found = forecast(parsed.path, _grid(parsed, parsed.mesh), rules, options=options)
+        if parsed.save is None:
+            return found
+        writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
+        return forecast_save(found, writing)
+    if parsed.save is not None:
+        raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
     from orbax_safetensors_layout.forecast_tree import forecast_tree, mesh_of
 
-    abstract = None if parsed.abstract is None else object_of(parsed.abstract)()
-    mapping = None
-    if parsed.family:
-        mapping = family_mapping(parsed.family, parsed.path)
+    abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
+    mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)
     return forecast_tree(
         parsed.path,
         _grid(parsed, parsed.mesh or mesh_of(abstract)),
@@ -150,10 +165,8 @@ def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> DeviceGrid
     return DeviceGrid(axes, hosts)
 
 
-def _options(parsed: argparse.Namespace) -> ReadOptions:
-    with Catalog.open(parsed.path) as catalog:
-        kind = catalog.storage.kind
-    given: dict[str, Any] = {}
+def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
+    given: dict[str, Any] = {"concurrency": parsed.concurrency}
     if parsed.latency is not None:
         given["latency_seconds"] = {kind: parsed.latency}
     if parsed.bandwidth is not None:
@@ -163,17 +176,13 @@ def _options(parsed: argparse.Namespace) -> ReadOptions:
     return ReadOptions(**given)
 
 
-def _is_in_pieces(path: str) -> bool:
-    with Catalog.open(path) as catalog:
-        return catalog.pieces is not None
-
-
 VERB = Verb(
     name="plan",
-    help="what a load will cost every host of a cluster",
+    help="what a load or a save will cost every host of a cluster",
     description="Works out from the headers alone what each host of a cluster reads when a"
-    " checkpoint is loaded onto a mesh: bytes, requests, files, memory and an estimated time;"
-    " which tensors cost most, and what would mend it. It needs neither the devices nor JAX.",
+    " checkpoint is loaded onto a mesh, or writes in a save: bytes, requests, files, memory and an"
+    " estimated time; which tensors cost most, and what would mend it. It needs neither the"
+    " devices nor, without a mapping or an abstract tree, JAX.",
     examples=(
         "plan DeepSeek-V3 --mesh fsdp=64,tensor=4 --hosts 64",
         "plan Llama-3.1-405B --mesh fsdp=64,tensor=4 --hosts 64"
@@ -182,6 +191,7 @@ VERB = Verb(
         "plan DeepSeek-V3 --mesh fsdp=1024 --hosts 256 --latency 30ms --bandwidth 1GB/s --plot"
         " reads.png",
         "plan Llama-3.1-8B --mesh fsdp=16 --hosts 4 --family llama:maxtext",
+        "plan Llama-3.1-405B --mesh fsdp=256 --hosts 64 --save --compare '--save sharded'",
     ),
     add_arguments=_add_arguments,
     run=_run,

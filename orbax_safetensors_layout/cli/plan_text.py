@@ -12,13 +12,26 @@ from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.sharding_rules import spec_text
 from orbax_safetensors_layout.units import count_text, seconds_text, size_text
 
-_FIGURES: tuple[tuple[str, Callable[[Cost], float], Callable[[float], str]], ...] = (
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+Figure = tuple[str, Callable[[Cost], float], Callable[[float], str]]
+
+_LOAD: tuple[Figure, ...] = (
     ("bytes needed", lambda cost: cost.needed_bytes, size_text),
     ("bytes read", lambda cost: cost.read_bytes, size_text),
-    ("over-read", lambda cost: cost.over_read, lambda value: f"{value:.2f}x"),
+    ("over-read", lambda cost: cost.over_read, _ratio),
     ("requests", lambda cost: cost.requests, count_text),
     ("files opened", lambda cost: cost.files, count_text),
     ("host memory, at most", lambda cost: cost.peak_host_bytes, size_text),
+)
+_SAVE: tuple[Figure, ...] = (
+    ("own bytes", lambda cost: cost.needed_bytes, size_text),
+    ("bytes written", lambda cost: cost.written_bytes, size_text),
+    ("pieces read back", lambda cost: cost.read_bytes, size_text),
+    ("files written", lambda cost: cost.files, count_text),
 )
 _SOME_ROWS = 8  # of rules
 
@@ -35,26 +48,26 @@ def forecast_text(found: Forecast, top: int) -> str:
 
 
 def compared(labels: Sequence[str], found: Sequence[Forecast]) -> str:
-    """Forecasts side by side, a host of each: the one that takes longest.
+    """Forecasts side by side; of the hosts of each, the most that one has.
 
     Args:
         labels: What each is called.
-        found: The forecasts.
+        found: The forecasts, all of loads or all of saves.
     """
     rows = [["devices, hosts", *(f"{one.grid.devices:,}, {one.grid.processes:,}" for one in found)]]
-    for name, of, text in _FIGURES:
+    for name, of, text in _figures(found[0]):
         rows.append([f"{name}, a host", *(text(max(map(of, one.costs))) for one in found)])
-    rows.append(["bytes read, all hosts", *(_all(one, size_text, "read_bytes") for one in found)])
-    rows.append(["requests, all hosts", *(_all(one, count_text, "requests") for one in found)])
+        if text is not _ratio:
+            totals = (_sum(one, [*map(of, one.costs)], text) for one in found)
+            rows.append([f"{name}, all hosts", *totals])
     rows.append(["device memory", *(size_text(one.device_bytes) for one in found)])
     rows.append(["largest shard", *(size_text(one.largest[1]) for one in found)])
     rows.append(["estimated time", *(seconds_text(max(one.seconds())) for one in found)])
     return table(["", *labels], rows)
 
 
-def _all(found: Forecast, text: Callable[[float], str], field: str) -> str:
-    total = sum(getattr(cost, field) for cost in found.costs)
-    return text(total) if found.is_complete else f"~{text(_scaled(found, total))}"
+def _figures(found: Forecast) -> tuple[Figure, ...]:
+    return _LOAD if found.saves is None else _SAVE
 
 
 def _scaled(found: Forecast, total: float) -> float:
@@ -64,10 +77,11 @@ def _scaled(found: Forecast, total: float) -> float:
 def _head(found: Forecast) -> str:
     grid, profile = found.grid, found.profile
     axes = ",".join(f"{name}={size}" for name, size in grid.axes.items())
+    doing = "load" if found.saves is None else f"save in layout {found.saves}"
     lines = [
         found.path,
         f"model    {count_text(found.parameters)} parameters, {size_text(found.checkpoint_bytes)}"
-        f" in {found.checkpoint_files:,} files; {found.leaf_count:,} tensors to load",
+        f" in {found.checkpoint_files:,} files; {found.leaf_count:,} tensors to {doing}",
         f"cluster  mesh {axes}: {grid.devices:,} devices, {grid.devices_per_process:,} on each of"
         f" {grid.processes:,} hosts",
         f"storage  {found.storage}: {seconds_text(profile.latency_seconds)} a request,"
@@ -99,10 +113,10 @@ def _table(found: Forecast) -> str:
             _sum(found, found.process_parameters, count_text),
         ]
     ]
-    for name, of, text in _FIGURES:
+    for name, of, text in _figures(found):
         values = [of(cost) for cost in found.costs]
         total = _sum(found, values, text)
-        if name == "over-read":
+        if text is _ratio:
             total = text(sum(found.costs, Cost()).over_read)
         rows.append([name, *_span(values, text), total])
     times = found.seconds()
@@ -179,6 +193,7 @@ def forecast_document(found: Forecast, top: int) -> dict[str, object]:
     times = found.seconds()
     return {
         "path": found.path,
+        "save": found.saves,
         "mesh": dict(found.grid.axes),
         "devices": found.grid.devices,
         "hosts": found.grid.processes,
@@ -224,6 +239,7 @@ def _cost_document(cost: Cost) -> dict[str, object]:
     return {
         "needed_bytes": cost.needed_bytes,
         "read_bytes": cost.read_bytes,
+        "written_bytes": cost.written_bytes,
         "requests": cost.requests,
         "files": cost.files,
         "peak_host_bytes": cost.peak_host_bytes,

@@ -26,7 +26,7 @@ def draw(found: Forecast, path: str, files: str = "*") -> None:
         ImportError: matplotlib is not installed.
     """
     if found.fleet is None:
-        raise UsageError("--plot draws loads of tensors as they stand, without --family or such")
+        raise UsageError("--plot draws loads of tensors as they stand, without a --mapping or such")
     try:
         from matplotlib import rcParams
         from matplotlib.backends.backend_agg import FigureCanvasAgg

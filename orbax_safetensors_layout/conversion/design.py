@@ -18,6 +18,7 @@ from orbax_safetensors_layout.conversion.source import Source, SourceArray, arra
 from orbax_safetensors_layout.errors import MappingError, MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.format.manifest import Manifest
 from orbax_safetensors_layout.format.nodes import TensorKind
+from orbax_safetensors_layout.format.pieces import NO_SAVE_ID
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.facts import Fact
 from orbax_safetensors_layout.mapping.keys import dotted_name
@@ -202,6 +203,7 @@ def files_target(
     topology: Topology | None,
     *,
     is_tree: bool,
+    identity: str,
     documents: Mapping[str, bytes],
 ) -> FilesTarget:
     """A target of safetensors files.
@@ -212,6 +214,7 @@ def files_target(
         options: Layout, dtype, size of files, metadata.
         topology: What layout `sharded` is cut for; None for whole tensors.
         is_tree: Record the tree beside the files, not just in layout `sharded`.
+        identity: Digest of what is converted, and how.
         documents: Files that are put beside them.
 
     Raises:
@@ -239,6 +242,7 @@ def files_target(
         options,
         written=parsed.leaves,
         processes=processes,
+        save_id=identity[: len(NO_SAVE_ID)],
         manifest=manifest if is_tree or options.layout == "sharded" else None,
         documents=documents,
     )

@@ -23,6 +23,7 @@ from orbax_safetensors_layout.format.layout import (
     split,
 )
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
+from orbax_safetensors_layout.format.pieces import NO_SAVE_ID
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.options import WriteOptions
@@ -51,6 +52,7 @@ class FilesTarget:
         written: How `sharded` tensors are shared out among processes of the target's topology;
             empty in layout `hf`.
         processes: How many processes that topology has.
+        save_id: What tells the files of pieces of this conversion from those of others.
         manifest: What stands beside the files, if anything; its pieces are filled in.
         documents: More files, by name.
     """
@@ -63,11 +65,13 @@ class FilesTarget:
         *,
         written: Sequence[LeafWrite] = (),
         processes: int = 1,
+        save_id: str = NO_SAVE_ID,
         manifest: Manifest | None = None,
         documents: Mapping[str, bytes] | None = None,
     ) -> None:
         self.leaves = leaves
         self._options = options
+        self._save_id = save_id
         self._documents: dict[str, bytes] = dict(documents or {})
         self._layouts: dict[str, FileLayout] = {}
         self._places: dict[str, dict[Box, list[_Place]]] = {leaf.name: {} for leaf in leaves}
@@ -98,7 +102,7 @@ class FilesTarget:
                 options=self._options,
                 process_index=process,
                 process_count=processes,
-            )
+            ).stamped(self._save_id)
             manifest = Manifest(
                 "sharded", manifest.tree, manifest.shardings, manifest.metadata,
                 manifest.custom, plan.stored,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from orbax_safetensors_layout.errors import FormatError
 from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry
+from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID
 
 DATA_ALIGNMENT = 4096
 """Headers are padded with spaces so that the data begins at a multiple of this many bytes: the
@@ -56,6 +57,11 @@ class FileLayout(NamedTuple):
     header: bytes
     tensors: tuple[TensorEntry, ...]
     size: int
+
+    def stamped(self, save_id: str) -> FileLayout:
+        """The layout with the id of a save in the header, where there is a place for one."""
+        place, field = (f'"{SAVE_ID}":"{value}"'.encode() for value in (NO_SAVE_ID, save_id))
+        return self._replace(header=self.header.replace(place, field, 1))
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:

@@ -9,6 +9,7 @@ from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import Header, TensorEntry
 from orbax_safetensors_layout.format.pieces import (
+    SAVE_ID,
     StoredBox,
     StoredPieces,
     piece_file_prefix,
@@ -16,7 +17,26 @@ from orbax_safetensors_layout.format.pieces import (
 )
 from orbax_safetensors_layout.geometry.box import Box
 
+MIXED = "Files of two saves may be mixed in the folder."
+
 Fetch = Callable[[Sequence[str]], Mapping[str, Header]]
+
+
+def check_save(save_id: str, file: str, header: Header) -> None:
+    """Checks that a file of pieces is of the save that its manifest is of.
+
+    Raises:
+        InvalidManifestError: It is of another.
+    """
+    found = header.metadata.get(SAVE_ID)
+    if found != save_id:
+        raise InvalidManifestError(
+            "a file of pieces is of another save than its manifest",
+            file=file,
+            expected=f"save {save_id}",
+            found=f"save {found}" if found else "no save in its header",
+            hint=MIXED,
+        )
 
 
 class PieceCatalog:
@@ -71,6 +91,9 @@ class PieceCatalog:
         chosen = {name: self._choose(name, boxes) for name, boxes in wanted.items()}
         numbers = sorted({stored.file for boxes in chosen.values() for stored in boxes})
         headers = self._fetch([self._files[number] for number in numbers])
+        if self.stored.save_id is not None:
+            for file, header in headers.items():
+                check_save(self.stored.save_id, file, header)
         return {
             name: tuple((stored.box, self._entry(name, stored, headers)) for stored in boxes)
             for name, boxes in chosen.items()
@@ -113,6 +136,6 @@ class PieceCatalog:
                 tensor=piece_name(name, tensor.shape, stored),
                 expected=expected,
                 found=found,
-                hint="Files of two saves may be mixed in the folder.",
+                hint=MIXED,
             )
         return entry

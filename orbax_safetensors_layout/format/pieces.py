@@ -20,6 +20,14 @@ _MAX_CORNERS = 1 << 21
 _ends_like_a_piece = re.compile(r"@(\d+(,\d+)*)?\Z").search
 
 
+SAVE_ID = "orbax_safetensors_layout.save"
+"""Key in the `__metadata__` of a file of pieces: which save it is of. Files of two saves of equal
+shapes differ in nothing else that a header says."""
+
+NO_SAVE_ID = "0" * 32
+"""The id in plans; each save has its own, of the same length."""
+
+
 class StoredBox(NamedTuple):
     """A box of a tensor that stands as one tensor in one file.
 
@@ -63,11 +71,13 @@ class StoredPieces:
             of a class cover the shape exactly; a box that occurs several times is in several files,
             and any of them will do.
         tensors: Tensor name to its dtype, shape and class.
+        save_id: What the files' headers say, too; None of a save that had none.
     """
 
     files: tuple[str, ...]
     classes: tuple[tuple[StoredBox, ...], ...]
     tensors: dict[str, StoredTensor]
+    save_id: str | None = None
 
     def boxes(self, name: str) -> tuple[StoredBox, ...]:
         """The boxes of a tensor."""
@@ -106,7 +116,12 @@ def piece_file_prefix(process: int) -> str:
 
 def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
     """The pieces as a JSON value."""
-    return {"files": pieces.files, "classes": pieces.classes, "tensors": pieces.tensors}
+    document: dict[str, object] = {
+        "files": pieces.files,
+        "classes": pieces.classes,
+        "tensors": pieces.tensors,
+    }
+    return document if pieces.save_id is None else {"save": pieces.save_id, **document}
 
 
 def parse_pieces(raw: object, checks: Checks) -> StoredPieces:
@@ -143,7 +158,8 @@ def parse_pieces(raw: object, checks: Checks) -> StoredPieces:
         if tensor[1:] not in whole:
             _check_cover(name, tensor.shape, classes[tensor.number], checks)
             whole.add(tensor[1:])
-    return StoredPieces(files, classes, tensors)
+    save_id = None if "save" not in fields else checks.text(fields["save"], "save of pieces")
+    return StoredPieces(files, classes, tensors, save_id)
 
 
 def _tensor(name: str, item: object, classes: int, checks: Checks) -> StoredTensor:

@@ -75,10 +75,26 @@ class Blocking(NamedTuple):
 
     def requests(self, axes: Sequence[Axis]) -> int:
         """Ranged reads of all blocks."""
-        count = math.prod(axis.extent for axis in axes[: self.request])
+        return math.prod(axis.extent for axis in axes[: self.request]) * self._blocks(axes)
+
+    def read_bytes(self, axes: Sequence[Axis], itemsize: int) -> int:
+        """Bytes of those reads: gaps between blocks are left out."""
+        blocks = self._blocks(axes)
+        found = blocks * itemsize
         for axis, length in zip(axes[self.request :], self.lengths[self.request :], strict=True):
-            count *= sum(1 for _ in axis.ranges(length))
-        return count
+            ranges = _count(axis, length)
+            # A range of n indices reaches n - 1 strides; each stands in some of the blocks.
+            found += axis.source * (axis.extent - ranges) * (blocks // ranges)
+        return math.prod(axis.extent for axis in axes[: self.request]) * found
+
+    def _blocks(self, axes: Sequence[Axis]) -> int:
+        """Blocks of the axes that share a request."""
+        tail = zip(axes[self.request :], self.lengths[self.request :], strict=True)
+        return math.prod(_count(axis, length) for axis, length in tail)
+
+
+def _count(axis: Axis, length: int) -> int:
+    return sum(1 for _ in axis.ranges(length))
 
 
 class _Shape(NamedTuple):

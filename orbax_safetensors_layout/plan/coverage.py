@@ -58,8 +58,8 @@ def coverage(fleet: Fleet, processes: Sequence[int], bins: int, *, files: str = 
                 mine = np.flatnonzero(row >= 0)
                 for region in shape.regions:
                     start = at + region.start + shape.shift[mine]
-                    requests = region.read.requests
-                    _spread(read, row[mine], start, requests.stop, requests.total_bytes, width)
+                    span, nbytes = region.read.requests.stop, region.read.storage_bytes()
+                    _spread(read, row[mine], start, span, nbytes, width)
             at += entry.nbytes
     return Coverage((read / width)[rows.reshape(-1)], tuple(edges), total)
 

@@ -71,7 +71,7 @@ class ReadPlan:
                 read += max(region.stop for region in regions) - regions[0].start
             else:
                 requests += regions[0].read.storage_requests(self.profile)
-                read += regions[0].read.requests.total_bytes
+                read += regions[0].read.storage_bytes()
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(region.read.runs.total_bytes for region in regions)
@@ -111,7 +111,7 @@ class ReadPlan:
         for _, regions in self.batches:
             for region in regions:
                 needed[region.leaf] += region.read.runs.total_bytes
-                read[region.leaf] += region.read.requests.total_bytes
+                read[region.leaf] += region.read.storage_bytes()
         return [(leaf.name, n, r) for leaf, n, r in zip(self.leaves, needed, read, strict=True)]
 
     def __str__(self) -> str:

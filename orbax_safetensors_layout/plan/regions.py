@@ -89,6 +89,12 @@ class RegionRead:
             return requests.count * -(-requests.run_bytes // profile.request_bytes)
         return self.blocking.requests(self.axes)
 
+    def storage_bytes(self) -> int:
+        """Bytes of those reads."""
+        if self.direct:
+            return self.requests.total_bytes
+        return self.blocking.read_bytes(self.axes, self.itemsize)
+
 
 class Region(NamedTuple):
     """A region at its place.

@@ -22,7 +22,7 @@ from orbax_safetensors_layout.format.manifest import (
     StoredTensor,
     piece_name,
 )
-from orbax_safetensors_layout.format.pieces import piece_file_prefix
+from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID, piece_file_prefix
 from orbax_safetensors_layout.geometry.box import Tile, tile
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
@@ -106,6 +106,16 @@ class WritePlan:
     def exchanges(self) -> bool:
         """Whether files are put together from pieces, by some process."""
         return self.stored is not None and bool(self.files)
+
+    def stamped(self, save_id: str) -> WritePlan:
+        """The plan of one save, whose id stands in files of pieces that are there to stay."""
+        if self.stored is None or self.files:
+            return self
+        pieces = self.pieces
+        if pieces is not None:
+            pieces = pieces._replace(layout=pieces.layout.stamped(save_id))
+        stored = dataclasses.replace(self.stored, save_id=save_id)
+        return dataclasses.replace(self, pieces=pieces, stored=stored)
 
     def writes(self) -> Iterator[FileWrite]:
         """Every file that this process writes."""
@@ -366,7 +376,7 @@ class _Planner:
         )
         if self._index not in file_number:
             return stored, None
-        metadata = {} if folder else self._metadata
+        metadata = {} if folder else {**self._metadata, SAVE_ID: NO_SAVE_ID}
         layout = lay_out(names[self._index], [piece for piece, _, _ in mine.values()], metadata)
         parts = []
         for entry in layout.tensors:

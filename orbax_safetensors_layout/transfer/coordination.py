@@ -119,14 +119,23 @@ class Group:
         return self.process_index == 0
 
     def meet(
-        self, doing: str, error: BaseException | None = None, *, agree: Agreement | None = None
-    ) -> None:
+        self,
+        doing: str,
+        error: BaseException | None = None,
+        *,
+        agree: Agreement | None = None,
+        tell: str | None = None,
+    ) -> str | None:
         """Waits until all processes have come to this step.
 
         Args:
             doing: The step, for errors.
             error: What went wrong on this process, if anything did.
             agree: What all must have alike.
+            tell: What the first process tells the others; theirs does not count.
+
+        Returns:
+            What the first process tells.
 
         Raises:
             PeerError: Something went wrong on another process, at once, with its error's text; or
@@ -136,7 +145,7 @@ class Group:
         if self._store is None or self.process_count == 1 or self._failed:
             if error is not None:
                 raise error
-            return
+            return tell
         step = f"{self._key}/{self._step}"
         self._step += 1
         text = None if error is None else _text(error)
@@ -144,6 +153,8 @@ class Group:
         if agree is not None:
             said["agree"] = list(agree)
         try:
+            if tell is not None and self.is_leader:
+                self._store.set(f"{step}/told", tell)
             self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
             verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
         except BaseException as problem:
@@ -160,6 +171,9 @@ class Group:
             raise self._peer_error(verdict, doing) from error
         if error is not None:
             raise error
+        if tell is None or self.is_leader:
+            return tell
+        return self._store.get(f"{step}/told", self._timeout_seconds)
 
     def check(self, doing: str) -> None:
         """Looks, once a second, whether another process has failed on its way to the next step.

@@ -18,6 +18,7 @@ from orbax_safetensors_layout.options import MIB, Progress
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
 from orbax_safetensors_layout.storage.base import FileWriter, Source, Storage, join
 from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
+from orbax_safetensors_layout.transfer.digesting import DigestingWriter
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
 
 _JOB_BYTES = 8 * MIB
@@ -74,24 +75,34 @@ class FileSet:
 
     Attributes:
         durable: Whether they must survive a crash of the machine.
+        digests: CRC-32 of each file that is complete, by name; empty unless they are wanted.
 
     Args:
         storage: Where they are.
         folder: The checkpoint's folder.
         durable: Whether they must survive a crash of the machine.
+        digest: Whether digests are wanted.
     """
 
-    def __init__(self, storage: Storage, folder: str, *, durable: bool) -> None:
+    def __init__(
+        self, storage: Storage, folder: str, *, durable: bool, digest: bool = False
+    ) -> None:
         self._storage = storage
         self._folder = folder
         self.durable = durable
+        self.digests: dict[str, int] = {}
+        self._digest = digest
         self._open: dict[str, OpenFile] = {}
         self._lock = threading.Lock()
 
     def begin(self, plan: FileWrite) -> OpenFile:
         """Creates a file and writes its header."""
         path = join(self._folder, plan.name)
-        writer = self._storage.create(path, plan.layout.size, durable=self.durable)
+        size = plan.layout.size
+        writer = self._storage.create(path, size, durable=self.durable)
+        if self._digest:
+            keep = functools.partial(self.digests.__setitem__, plan.name)
+            writer = DigestingWriter(writer, size, keep)
         found = OpenFile(plan, writer)
         with self._lock:
             self._open[plan.name] = found

@@ -1,0 +1,67 @@
+"""`verify`: whether a checkpoint is whole."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
+from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
+from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.units import parse_size
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="a .safetensors file, or a folder of them")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="compare with this checkpoint, bit by bit"
+    )
+    add_mapping(parser, "what the tensors of PATH are made of in OTHER")
+    parser.add_argument(
+        "--quick", action="store_true", help="do not hold files against their checksums"
+    )
+    parser.add_argument(
+        "--memory-budget-bytes", type=argument(parse_size), metavar="SIZE", help="default 2GiB"
+    )
+    add_json(parser)
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    from orbax_safetensors_layout.verify import verify
+
+    if parsed.mapping and parsed.against is None:
+        raise UsageError("--mapping says what PATH is made of in --against OTHER")
+    given: dict[str, Any] = {}
+    if parsed.memory_budget_bytes is not None:
+        given["memory_budget_bytes"] = parsed.memory_budget_bytes
+    report = verify(
+        parsed.path,
+        parsed.against,
+        mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.against),
+        digests=not parsed.quick,
+        options=ReadOptions(progress=console.progress, **given),
+    )
+    if parsed.json:
+        console.json({"ok": report.ok, **dataclasses.asdict(report)})
+    else:
+        console.result(str(report))
+    return 0 if report.ok else 1
+
+
+VERB = Verb(
+    name="verify",
+    help="whether a checkpoint is whole, or equal to another",
+    description="Finds all that is wrong with a checkpoint: headers, index, sizes, missing, stray"
+    " and doubly held tensors, pieces, and the checksums that WriteOptions(digests=True) leaves."
+    " With --against it is compared with another bit by bit, however the files of either are cut."
+    " Exit code 1 for a finding.",
+    examples=(
+        "verify Llama-3.1-8B",
+        "verify exported --against run/1000/default",
+        "verify maxtext-model --against Llama-3.1-8B --mapping llama:maxtext",
+    ),
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,118 @@
+"""`orbax_safetensors_layout.digests.json`: a checksum of every file of a checkpoint.
+
+Files are written in ranges, in any order and from several threads, so the checksum must be one that
+those of parts can be joined to: CRC-32, as zlib and gzip have it. It finds damage, not deceit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+from orbax_safetensors_layout.errors import InvalidManifestError
+from orbax_safetensors_layout.format import strict_json
+from orbax_safetensors_layout.format.checks import Checks, brief
+
+DIGESTS = "orbax_safetensors_layout.digests.json"
+MAX_DIGESTS_BYTES = 100_000_000
+
+_VERSION_KEY, _VERSION = "orbax_safetensors_layout_digests", 1
+_ALGORITHM = "crc32"
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31  # the polynomial 1: CRC-32 has its bits in reverse
+_HEX = re.compile(r"[0-9a-f]{8}")
+
+
+def join_crc32(ranges: Iterable[tuple[int, int, int]], size: int) -> int:
+    """The CRC-32 of a file from those of ranges that tile it.
+
+    Args:
+        ranges: (first byte, bytes, CRC-32) of each, in any order.
+        size: Size of the file in bytes.
+
+    Example:
+        >>> import zlib
+        >>> join_crc32([(3, 2, zlib.crc32(b"de")), (0, 3, zlib.crc32(b"abc"))], 5)
+        2235987458
+        >>> zlib.crc32(b"abcde")
+        2235987458
+
+    Raises:
+        ValueError: They do not tile it.
+    """
+    joined = at = 0
+    for start, length, value in sorted(ranges):
+        if start != at:
+            raise ValueError(f"the ranges do not tile the file: one begins at {start}, not {at}")
+        joined = _times(_shift(length), joined) ^ value
+        at += length
+    if at != size:
+        raise ValueError(f"the ranges end at {at} of {size} bytes")
+    return joined
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo CRC-32's, as zlib's `multmodp`."""
+    product, bit = 0, _ONE
+    while bit:
+        if a & bit:
+            product ^= b
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+        bit >>= 1
+    return product
+
+
+@functools.lru_cache(4096)  # nearly all ranges are of few sizes
+def _shift(length: int) -> int:
+    """What a CRC-32 is multiplied with when `length` bytes follow: x to the 8 * length."""
+    power, square, bits = _ONE, _ONE >> 1, 8 * length
+    while bits:
+        if bits & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        bits >>= 1
+    return power
+
+
+def dump_digests(files: Mapping[str, int]) -> bytes:
+    """The file's bytes; the same for the same digests.
+
+    Args:
+        files: File name, relative to the checkpoint's folder, to its CRC-32.
+    """
+    found = {name: f"{files[name]:08x}" for name in sorted(files)}
+    document = {_VERSION_KEY: _VERSION, "algorithm": _ALGORITHM, "files": found}
+    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
+    """File name to CRC-32.
+
+    Args:
+        data: The file's bytes.
+        file: Its path, for errors.
+
+    Raises:
+        InvalidManifestError: It is malformed, or of another version or algorithm.
+    """
+    checks = Checks(file)
+    try:
+        document = dict(strict_json.members(data.decode().lstrip()))
+    except (UnicodeDecodeError, strict_json.JsonError, RecursionError) as error:
+        raise InvalidManifestError(
+            "the digests are not valid JSON", file=file, found=str(error)
+        ) from error
+    said = (document.get(_VERSION_KEY), document.get("algorithm"))
+    if said != (_VERSION, _ALGORITHM):
+        checks.refuse(
+            "digests of another version", expected=f"{(_VERSION, _ALGORITHM)}", found=brief(said)
+        )
+    found = {}
+    for name, value in checks.members(document.get("files"), "files").items():
+        text = checks.text(value, "digest")
+        if not _HEX.fullmatch(text):
+            checks.refuse("malformed digest", expected="8 hexadecimal digits", found=brief(text))
+        found[name] = int(text, 16)
+    return found

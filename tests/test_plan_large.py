@@ -1,0 +1,115 @@
+"""Plans of the largest published models: real headers and holes, on clusters of any size."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recording import RecordingStorage
+
+from orbax_safetensors_layout.forecast import forecast
+from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.options import PROFILES, ReadOptions
+from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
+from orbax_safetensors_layout.plan.reads import plan_reads
+from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
+from orbax_safetensors_layout.transfer.read import read_leaves
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+MOST_BYTES = 500e6
+
+MAKE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import deepseek, llama405b
+make = {"deepseek": deepseek.make_deepseek_index, "llama": llama405b.make_llama_index}
+make[sys.argv[2]](sys.argv[3])
+"""
+PLAN = """
+import json, resource, sys
+from orbax_safetensors_layout.cli import main
+assert main(["plan", *sys.argv[1:], "-q"]) == 0
+print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "jax" in sys.modules]))
+"""
+
+
+def python(code, *arguments):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            python(MAKE, BENCHMARKS, name, made[name])
+        return made[name]
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek", "llama"])
+@pytest.mark.parametrize("hosts", [64, 256, 1024])
+def test_in_little_memory_and_without_jax(model, name, hosts):
+    arguments = ["--mesh", f"fsdp={hosts},tensor=4", "--hosts", hosts]
+    out = python(PLAN, model(name), *arguments)
+    peak, has_jax = json.loads(out.splitlines()[-1])
+    assert peak < MOST_BYTES
+    assert not has_jax
+    assert f"{hosts * 4:,} devices, 4 on each of {hosts:,} hosts" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "process"), [("deepseek", 517), ("llama", 3)])
+def test_the_share_of_one_process_is_what_it_reads(model, name, process):
+    grid = DeviceGrid({"fsdp": 1024, "tensor": 4}, 1024)
+    rules = [ShardingRule.parse("'.*' = auto")]
+    found = forecast(model(name), grid, rules)
+    profile = PROFILES["local"]
+    storage = RecordingStorage()
+    with Catalog.open(model(name), storage=storage) as catalog, storage:
+        leaves = []
+        local = {}
+        for leaf in found.fleet.leaves:
+            entry, spec = leaf
+            if (entry.shape, spec) not in local:
+                local[entry.shape, spec] = boxes_of(grid, spec, entry.shape, process)
+            boxes = local[entry.shape, spec]
+            leaves.append(LeafRead.plain(entry.name, entry, boxes, entry.dtype.numpy))
+        plan = plan_reads(
+            leaves,
+            profile=profile,
+            memory_budget_bytes=ReadOptions().memory_budget_bytes,
+            adopt=False,
+        )
+        assert catalog.files
+        storage.ranges.clear()
+        held = [0]
+
+        def deliver(number, boxes, parts):
+            held[0] += sum(part.nbytes for part in parts)
+
+        read_leaves(plan, storage, deliver=deliver, convert=lambda _, values: values)
+    cost = found.costs[process]
+    assert sum(stop - start for _, start, stop in storage.ranges) == cost.read_bytes
+    assert len(storage.ranges) == cost.requests
+    assert len({file for file, _, _ in storage.ranges}) == cost.files
+    assert held[0] == cost.needed_bytes
+
+
+def boxes_of(grid, spec, shape, process):
+    """The boxes of a process, device by device."""
+    cells = grid.cells(spec, shape)
+    by_device = list(map(tuple, cells.cells.tolist()))
+    mine = sorted(set(by_device[process * 4 : process * 4 + 4]))
+    others = set(by_device[: process * 4]) | set(by_device[process * 4 + 4 :])
+    return LocalBoxes(
+        tuple(cells.box(cell) for cell in mine), tuple(cell in others for cell in mine)
+    )

@@ -1,0 +1,364 @@
+"""`verify`: every kind of damage is found, all of it, and nothing else is."""
+
+import json
+import shutil
+import zlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoints import llama_like, save
+from hypothesis import given
+from hypothesis import strategies as st
+from multiprocess import run_processes
+from test_cli import run
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
+
+DIGESTS = "orbax_safetensors_layout.digests.json"
+MANIFEST = "orbax_safetensors_layout.json"
+
+
+def tensors():
+    rng = np.random.default_rng(3)
+    found = {f"layers.{n}.w": rng.standard_normal((24, 8)).astype(np.float32) for n in range(6)}
+    return found | {
+        "small": np.arange(5, dtype=np.int8),
+        "half": rng.standard_normal(300).astype(ml_dtypes.bfloat16),
+        "none": np.zeros((0, 4), np.float32),
+        "scalar": np.float64(2.5),
+    }
+
+
+def saved(folder, **options):
+    osl.save(folder, tensors(), options=osl.WriteOptions(**{"max_file_bytes": 2000, **options}))
+    return folder
+
+
+def texts(report, kind=None):
+    return [f.text for f in report.findings if f.is_error and kind in (None, f.kind)]
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("digests", [False, True])
+def test_what_is_saved_is_whole(tmp_path, layout, digests):
+    report = osl.verify(saved(tmp_path, layout=layout, digests=digests))
+    assert report.ok
+    assert not report.findings
+    assert report.tensors == len(tensors())
+    assert bool(report.digested_files) == digests
+
+
+def test_published_folders_are_whole(tmp_path):
+    folder = save(tmp_path / "ckpt", llama_like(), files=3)
+    report = osl.verify(folder)
+    assert report.ok
+    assert report.files == 3
+    assert osl.verify(folder / "model-00001-of-00003.safetensors").ok
+
+
+def test_all_findings_are_told_together(tmp_path):
+    folder = saved(tmp_path)
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) >= 3
+    cut = folder / files[0]
+    cut.write_bytes(cut.read_bytes()[:-3])
+    extra = safetensors.numpy.load_file(folder / files[1]) | {"stray": np.zeros(2)}
+    safetensors.numpy.save_file(extra, folder / files[1])
+    lost = next(name for name, file in index["weight_map"].items() if file == files[2])
+    left = safetensors.numpy.load_file(folder / files[2])
+    del left[lost]
+    safetensors.numpy.save_file(left, folder / files[2])
+    (folder / "consolidated.safetensors").write_bytes((folder / files[1]).read_bytes())
+    report = osl.verify(folder)
+    assert not report.ok
+    assert [f for f in texts(report, "header") if "truncated" in f and files[0] in f]
+    assert [f for f in texts(report, "index") if "'stray'" in f and "no file" in f]
+    assert [f for f in texts(report, "index") if f"'{lost}'" in f and "it is not" in f]
+    notes = [f.text for f in report.findings if not f.is_error]
+    assert notes == ["consolidated.safetensors belongs to nothing and is ignored"]
+    assert "finding" in str(report)
+
+
+def test_total_size_and_missing_files(tmp_path):
+    folder = saved(tmp_path)
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    index["metadata"]["total_size"] += 1
+    index_file.write_text(json.dumps(index))
+    (found,) = texts(osl.verify(folder))
+    assert "total_size" in found
+    (folder / sorted(set(index["weight_map"].values()))[0]).unlink()
+    (found,) = [t for t in texts(osl.verify(folder)) if "missing" in t]
+    assert "lists files that are missing" in found
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    safetensors.numpy.save_file({"a": np.zeros(2), "b": np.zeros(1)}, tmp_path / "x.safetensors")
+    safetensors.numpy.save_file({"a": np.ones(2)}, tmp_path / "y.safetensors")
+    (found,) = texts(osl.verify(tmp_path))
+    assert found == "'a' is in both x.safetensors and y.safetensors"
+
+
+def test_the_manifest_is_held_against_the_files(tmp_path):
+    folder = saved(tmp_path, max_file_bytes=10**6)
+    file = folder / "model.safetensors"
+    held = safetensors.numpy.load_file(file)
+    held["new"] = held.pop("small")
+    safetensors.numpy.save_file(held, file)
+    assert sorted(texts(osl.verify(folder), "manifest")) == [
+        "a file holds 'new', which the manifest does not name",
+        "the manifest names 'small', which no file holds",
+    ]
+    (folder / MANIFEST).write_text("{")
+    assert "not valid JSON" in "".join(texts(osl.verify(folder), "manifest"))
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
+    folder = saved(tmp_path, layout=layout, digests=True)
+    said = json.loads((folder / DIGESTS).read_text())["files"]
+    here = {file.name for file in folder.iterdir()} - {DIGESTS}
+    assert set(said) == here
+    for name in here:
+        assert said[name] == f"{zlib.crc32((folder / name).read_bytes()):08x}"
+    victim = sorted(folder.glob("*.safetensors"))[-1]
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 4
+    victim.write_bytes(data)
+    (found,) = texts(osl.verify(folder))
+    assert found.startswith(f"{victim.name} has CRC-32 ")
+    assert osl.verify(folder, digests=False).ok
+    victim.rename(folder / "elsewhere")
+    assert [t for t in texts(osl.verify(folder)) if "there is a checksum of it" in t]
+
+
+def test_an_overwrite_replaces_the_checksums(tmp_path):
+    saved(tmp_path, digests=True)
+    osl.save(tmp_path, {"a": np.zeros(2)}, overwrite=True)
+    assert not (tmp_path / DIGESTS).exists()
+    assert osl.verify(tmp_path).ok
+
+
+SAVE = """
+def main(folder, layout):
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    import orbax_safetensors_layout as osl
+
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("x", "y"))
+    values = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
+    tree = {}
+    for number in range(5):
+        sharding = NamedSharding(mesh, P(None, "x") if number % 2 else P("x"))
+        made = jax.make_array_from_callback(
+            values.shape, sharding, lambda index: values[index] + number
+        )
+        tree[f"w{number}"] = made
+    options = osl.WriteOptions(layout=layout, digests=True, max_file_bytes=11000)
+    osl.save(folder, tree, options=options)
+    return True
+"""
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_several_processes_leave_the_same_checksums(tmp_path, layout):
+    for processes in (1, 4):
+        folder = tmp_path / str(processes)
+        run_processes(
+            SAVE, processes=processes, devices=4 // processes, folder=str(folder), layout=layout
+        )
+        report = osl.verify(folder)
+        assert report.ok, str(report)
+        assert report.digested_files == len(list(folder.iterdir())) - 1
+    report = osl.verify(tmp_path / "1", tmp_path / "4")
+    assert report.ok
+    assert report.compared_tensors == 5
+    if layout == "hf":
+        one, many = tmp_path / "1", tmp_path / "4"
+        differ = [
+            file.name
+            for file in one.iterdir()
+            if file.suffix == ".safetensors"
+            and file.read_bytes() != (many / file.name).read_bytes()
+        ]
+        assert not differ
+
+
+def test_files_of_two_saves_are_not_mixed(tmp_path):
+    for name in ("a", "b"):
+        saved(tmp_path / name, layout="sharded")
+    file = "shard-00001-of-00001.safetensors"
+    shutil.copy(tmp_path / "a" / file, tmp_path / "b" / file)
+    (found,) = texts(osl.verify(tmp_path / "b"))
+    assert "is of another save than its manifest" in found
+    with pytest.raises(osl.InvalidManifestError, match="is of another save than its manifest"):
+        osl.load(tmp_path / "b")
+    with pytest.raises(osl.InvalidManifestError, match="Files of two saves may be mixed"):
+        osl.consolidate(tmp_path / "b")
+    # A checkpoint that was saved before there were ids has none to look at.
+    manifest = tmp_path / "b" / MANIFEST
+    lines = manifest.read_text().splitlines()
+    document = json.loads("\n".join(lines))
+    del document["pieces"]["save"]
+    manifest.write_text(json.dumps(document))
+    assert osl.verify(tmp_path / "b").ok
+    osl.load(tmp_path / "b")
+
+
+def test_pieces_that_are_missing_or_wrong(tmp_path):
+    folder = saved(tmp_path, layout="sharded")
+    file = folder / "shard-00001-of-00001.safetensors"
+    with safetensors.safe_open(file, "np") as opened:
+        metadata = opened.metadata()
+    held = safetensors.numpy.load_file(file)
+    del held["small"]
+    held["half"] = held["half"].astype(np.float32)
+    held["extra"] = np.zeros(1)
+    safetensors.numpy.save_file(held, file, metadata=metadata)
+    found = texts(osl.verify(folder), "pieces")
+    assert len(found) == 3
+    assert any("nothing as 'small'; the manifest says I8 [5]" in text for text in found)
+    assert any("F32 [300] as 'half'; the manifest says BF16 [300]" in text for text in found)
+    assert any("holds 'extra'" in text for text in found)
+
+
+def test_checkpoints_are_compared_however_their_files_are_cut(tmp_path):
+    saved(tmp_path / "a", max_file_bytes=500)
+    saved(tmp_path / "b", max_file_bytes=10**6)
+    saved(tmp_path / "c", layout="sharded")
+    for other in ("b", "c"):
+        for budget in (2**31, 64):
+            options = osl.ReadOptions(memory_budget_bytes=budget)
+            report = osl.verify(tmp_path / "a", tmp_path / other, options=options)
+            assert report.ok, str(report)
+            assert report.compared_tensors == len(tensors())
+            assert report.compared_bytes == sum(np.asarray(t).nbytes for t in tensors().values())
+
+
+@pytest.mark.parametrize("budget", [2**31, 64])
+def test_every_difference_is_told(tmp_path, budget):
+    saved(tmp_path / "a")
+    other = tensors()
+    other["layers.3.w"][7, 2] += 1
+    other["layers.3.w"][23, 7] += 1
+    other["small"] = other["small"].astype(np.int16)
+    other["more"] = other.pop("scalar")
+    other["half"][299] = np.nan
+    osl.save(tmp_path / "b", other)
+    options = osl.ReadOptions(memory_budget_bytes=budget)
+    found = texts(osl.verify(tmp_path / "a", tmp_path / "b", options=options), "value")
+    assert len(found) == 5
+    assert "'more' is in the other checkpoint alone" in found
+    assert "'scalar' is not in the other checkpoint" in found
+    assert "'small' is int8 [5], in the other int16 [5]" in found
+    (place,) = [text for text in found if text.startswith("'layers.3.w' differs")]
+    assert "the first at [7, 2]" in place
+    (place,) = [text for text in found if text.startswith("'half' differs: 1 elements")]
+    assert "the first at [299]" in place
+
+
+def test_not_a_number_equals_itself_bit_by_bit(tmp_path):
+    values = np.array([np.nan, -0.0, np.inf], np.float32)
+    osl.save(tmp_path / "a", {"w": values})
+    osl.save(tmp_path / "b", {"w": values})
+    osl.save(tmp_path / "c", {"w": np.array([np.nan, 0.0, np.inf], np.float32)})
+    assert osl.verify(tmp_path / "a", tmp_path / "b").ok
+    assert not osl.verify(tmp_path / "a", tmp_path / "c").ok
+
+
+def test_values_beside_the_tensors_are_compared(tmp_path):
+    osl.save(tmp_path / "a", {"w": np.zeros(2), "step": 3})
+    osl.save(tmp_path / "b", {"w": np.zeros(2), "step": 4})
+    (found,) = texts(osl.verify(tmp_path / "a", tmp_path / "b"))
+    assert found == "the value 'step' is 3, in the other 4"
+
+
+MAPPING = osl.Mapping(
+    [
+        osl.rule(
+            "stacked",
+            osl.stack(osl.tensor("layers.{i}.w").rearrange("(h d) e -> e h d", d=4), over="i"),
+        ),
+        osl.rule("bias", osl.tensor("half").cast("float32").scale(2.0)),
+    ],
+    ignore=["small", "none", "scalar"],
+)
+
+
+def test_comparison_through_a_mapping(tmp_path):
+    saved(tmp_path / "source")
+    made = osl.load(tmp_path / "source", mapping=MAPPING)
+    osl.save(tmp_path / "model", made)
+    for budget in (2**31, 1000):
+        options = osl.ReadOptions(memory_budget_bytes=budget)
+        report = osl.verify(
+            tmp_path / "model", tmp_path / "source", mapping=MAPPING, options=options
+        )
+        assert report.ok, str(report)
+        assert report.compared_tensors == 2
+    wrong = {name: np.array(value) for name, value in made.items()}
+    wrong["stacked"][4, 1, 2, 3] += 1
+    osl.save(tmp_path / "wrong", wrong)
+    (found,) = texts(osl.verify(tmp_path / "wrong", tmp_path / "source", mapping=MAPPING))
+    assert "'stacked' differs: 1 elements, the first at [4, 1, 2, 3]" in found
+
+
+def test_packed_elements_are_compared(tmp_path):
+    values = np.arange(96, dtype=np.uint8).reshape(4, 24) % 16
+    tree = {"w": values.astype(ml_dtypes.float4_e2m1fn)}
+    osl.save(tmp_path / "a", tree)
+    osl.save(tmp_path / "b", tree)
+    for budget in (2**31, 40):
+        options = osl.ReadOptions(memory_budget_bytes=budget)
+        report = osl.verify(tmp_path / "a", tmp_path / "b", options=options)
+        assert report.ok, str(report)
+
+
+def test_the_command_line(tmp_path):
+    saved(tmp_path / "a", digests=True)
+    saved(tmp_path / "b")
+    done = run("verify", tmp_path / "a", "--against", tmp_path / "b", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "whole" in done.stdout
+    other = tensors()
+    other["small"][0] = 9
+    osl.save(tmp_path / "b", other, overwrite=True)
+    done = run("verify", tmp_path / "a", "--against", tmp_path / "b", "--json")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert not found["ok"]
+    assert found["findings"][0]["kind"] == "value"
+    assert "100%" in done.stderr
+    assert run("verify", tmp_path / "nothing").returncode == 1
+    assert run("verify", tmp_path / "a", "--mapping", "llama").returncode == 2
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.randoms(use_true_random=False))
+def test_checksums_of_ranges_join_to_that_of_the_whole(parts, random):
+    ranges, at = [], 0
+    for part in parts:
+        if part:
+            ranges.append((at, len(part), zlib.crc32(part)))
+        at += len(part)
+    random.shuffle(ranges)
+    whole = b"".join(parts)
+    assert join_crc32(ranges, len(whole)) == zlib.crc32(whole)
+    if ranges:
+        with pytest.raises(ValueError, match=r"tile|end at"):
+            join_crc32(ranges[1:], len(whole))
+
+
+def test_digests_are_read_as_they_are_written():
+    found = {"b": 1, "a": 2**32 - 1}
+    assert parse_digests(dump_digests(found), file="x") == found
+    for bad in (b"", b"[]", b"{", b'{"orbax_safetensors_layout_digests": 2}', b"\xff"):
+        with pytest.raises(osl.InvalidManifestError):
+            parse_digests(bad, file="x")
+    bad = dump_digests(found).replace(b"00000001", b"1")
+    with pytest.raises(osl.InvalidManifestError, match="malformed digest"):
+        parse_digests(bad, file="x")
