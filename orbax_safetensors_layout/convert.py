@@ -25,7 +25,7 @@ from orbax_safetensors_layout.conversion.design import (
     plain_tree,
 )
 from orbax_safetensors_layout.conversion.pipeline import Conversion
-from orbax_safetensors_layout.conversion.source import arrays_of, rerooted
+from orbax_safetensors_layout.conversion.source import Source, arrays_of, rerooted
 from orbax_safetensors_layout.conversion.target import Target
 from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
@@ -133,26 +133,24 @@ def convert(
     """
     options = options or ConvertOptions()
     location = locate(_local_or_url(source), step=step, item=item)
-    wanted = _target_path(target)
     with contextlib.closing(open_source(location, options.memory_budget_bytes)) as opened:
         kind = format or ("orbax" if opened.kind == "hf" else "hf")
-        step_name = _step_name(location) if step is not None and kind == "orbax" else None
-        folder = wanted if step_name is None else os.path.join(wanted, step_name)
+        kept = _step_of(location) if step is not None and kind == "orbax" else None
+        folder = _target_path(target)
+        folder = folder if kept is None else os.path.join(folder, kept)
         _check_apart(location.path, folder)
         tree = rerooted(opened.tree, subtree)
-        if mapping is None:
-            made = plain_tree(tree)
-        else:
+        arrays = arrays_of(tree)
+        made = plain_tree(tree)
+        if mapping is not None:
             backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
             made = mapped_tree(tree, mapping, inverse=backwards)
         topology = _topology(mesh, spec, processes)
+        planned: Target
         if kind == "orbax":
-            saved_item = None if step_name is None else location.item or "default"
-            planned: Target = orbax_target(
-                made, opened, arrays_of(tree), topology, options, item=saved_item
-            )
+            saved_item = None if kept is None else location.item or "default"
+            planned = orbax_target(made, opened, arrays, topology, options, item=saved_item)
         else:
-            found = config if config is not None else location.path if opened.kind == "hf" else None
             planned = files_target(
                 made,
                 opened,
@@ -160,12 +158,12 @@ def convert(
                 topology,
                 is_tree=mapping is None and opened.is_recorded,
                 identity=_digest(opened.identity(), mapping, subtree, options.dtype),
-                documents={} if found is None else companions(found),
+                documents=_documents(opened, config),
             )
         with frozen_heap(len(planned.leaves)):
             conversion = Conversion(
                 opened,
-                arrays_of(tree),
+                arrays,
                 planned,
                 folder,
                 options,
@@ -176,8 +174,14 @@ def convert(
             resumed = conversion.run(
                 lambda: _check_target(folder, kind, overwrite), restart=restart
             )
-        nbytes = sum(region.nbytes for one in conversion.groups for region in one.regions)
-        return Converted(folder, len(planned.leaves), nbytes, resumed)
+        return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
+
+
+def _documents(source: Source, config: PathLike | None) -> dict[str, bytes]:
+    """What is put beside safetensors files."""
+    if config is not None:
+        return companions(config)
+    return companions(source.path) if source.kind == "hf" else {}
 
 
 def _digest(*arguments: object) -> str:
@@ -201,7 +205,7 @@ def _target_path(target: PathLike) -> str:
     return os.path.realpath(path)
 
 
-def _step_name(location: Location) -> str:
+def _step_of(location: Location) -> str:
     """What the folder of the source's step is called."""
     step = location.path if location.item is None else os.path.dirname(location.path)
     return os.path.basename(step)

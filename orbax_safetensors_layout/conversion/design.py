@@ -15,7 +15,12 @@ from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.conversion.files import FilesTarget, values_dtype
 from orbax_safetensors_layout.conversion.leaves import Leaf
 from orbax_safetensors_layout.conversion.source import Source, SourceArray, arrays_of
-from orbax_safetensors_layout.errors import MappingError, MismatchError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    MappingError,
+    MismatchError,
+    SafetensorsLayoutError,
+    UnsupportedDtypeError,
+)
 from orbax_safetensors_layout.format.manifest import Manifest
 from orbax_safetensors_layout.format.nodes import TensorKind
 from orbax_safetensors_layout.format.pieces import NO_SAVE_ID
@@ -56,7 +61,19 @@ class TargetArray:
     key_impl: str | None = None
 
     def leaf(self, dtype: np.dtype) -> Leaf:
-        """The array as a leaf whose values have some dtype."""
+        """The array as a leaf whose values have some dtype.
+
+        Raises:
+            UnsupportedDtypeError: The source has it as bytes, and another dtype is wanted.
+        """
+        if self.cast is Cast.RAW and dtype != self.dtype:
+            raise UnsupportedDtypeError(
+                "elements that share bytes are not cast while they are stored one a byte",
+                tensor=self.name,
+                expected=self.dtype,
+                found=dtype,
+                hint="Leave out dtype, or consolidate the checkpoint first.",
+            )
         return Leaf(self.name, self.shape, dtype, self.made_of, self.cast)
 
     def stand_in(self, sharding: Any) -> Any:

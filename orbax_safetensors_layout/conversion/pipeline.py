@@ -35,6 +35,7 @@ class Conversion:
 
     Attributes:
         groups: What it is made of.
+        nbytes: Bytes of all values.
 
     Args:
         source: The source.
@@ -77,6 +78,7 @@ class Conversion:
         most = self._limits.block_bytes
         regions = [target.regions(leaf, most) for leaf in target.leaves]
         self.groups = make_groups(source, arrays, target.leaves, regions, most)
+        self.nbytes = sum(group.nbytes for group in self.groups)
         told = repr((arguments, target.describe(), self.groups))
         digest = hashlib.sha256(told.encode()).hexdigest()
         self._journal = Journal(self._workspace, source.identity(), digest)
@@ -109,7 +111,7 @@ class Conversion:
         wait = WriteOptions(timeout_seconds=self._options.timeout_seconds)
         with save_group(self._folder, wait) as group, contextlib.ExitStack() as claim:
             agreed = Agreement(
-                self._journal.digest,
+                f"{self._journal.digest} {self._options.verify} {restart}",
                 f"{len(self.groups)} groups",
                 "All processes must convert the same checkpoint with the same arguments.",
             )
@@ -128,7 +130,7 @@ class Conversion:
             if self._options.verify:
                 _together(group, "verifying what was written", lambda: self._verify(group))
             _together(group, "publishing the checkpoint", self._publish, leader_only=True)
-        return sum(one.nbytes for one in self.groups) - sum(one.nbytes for one in left)
+        return self.nbytes - sum(group.nbytes for group in left)
 
     def _prepare(self, check: Callable[[], None], restart: bool) -> None:
         restore_folder(self._folder, self._workspace)
