@@ -353,6 +353,46 @@ def test_arrays_larger_than_the_budget_pass_through_a_file(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["back", "columns", "hf", "orbax"]
 
 
+def stacked_columns():
+    """Layers as one array, transposed, that is cut across the rows of every tensor."""
+    layers = osl.stack(osl.tensor("layers.{i}.w").transpose(), over="i", axis=1)
+    return osl.Mapping([osl.rule("layers", layers)]), ["'layers' = fsdp"]
+
+
+@pytest.mark.parametrize("budget", [256 << 10, 2 << 20, 8 << 20])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_cut_across_the_rows_of_the_source_each_byte_is_read_once(tmp_path, budget, mapped):
+    weights = {f"layers.{n}.w": random_tensor((256, 512), np.float32, n) for n in range(3)}
+    save(tmp_path / "hf", weights)
+    mapping, spec = stacked_columns() if mapped else (None, ["'.*' = -,fsdp"])
+    with recording() as storage:
+        osl.convert(
+            tmp_path / "hf",
+            tmp_path / "orbax",
+            mapping=mapping,
+            mesh={"fsdp": 64},
+            spec=spec,
+            options=osl.ConvertOptions(memory_budget_bytes=budget),
+        )
+    read = sum(stop - start for _, start, stop in storage.tensor_ranges())
+    total = sum(value.nbytes for value in weights.values())
+    assert total <= read <= 1.05 * total
+    found = plainly(tmp_path / "orbax")
+    if mapped:
+        expected = np.stack([weights[f"layers.{n}.w"].T for n in range(3)], 1)
+        assert_same_bits(found["layers"], expected)
+    else:
+        assert bits(found) == bits(weights)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "orbax"]
+    osl.convert(
+        tmp_path / "orbax",
+        tmp_path / "back",
+        mapping=mapping,
+        options=osl.ConvertOptions(memory_budget_bytes=budget),
+    )
+    assert bits(osl.load(tmp_path / "back")) == bits(weights)
+
+
 def test_chunks_larger_than_memory_are_refused(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "stock", {"big": random_tensor((512, 1024), np.float32)})

@@ -37,6 +37,30 @@ def chunk_blocks(
         yield Box(start, tuple(min(at + step, n) for at, step, n in ends))
 
 
+def cut(
+    shape: Sequence[int], itemsize: int, most_bytes: int, order: Sequence[int]
+) -> Iterator[Box]:
+    """Boxes that cover an array, cut along the first axes of an order, as far as it takes.
+
+    Args:
+        shape: The array's shape.
+        itemsize: Bytes of an element.
+        most_bytes: The largest box.
+        order: The axes.
+
+    Example:
+        >>> [box.shape for box in cut((2, 4, 4), 1, 8, (0, 2))]
+        [(1, 4, 2), (1, 4, 2), (1, 4, 2), (1, 4, 2)]
+    """
+    block = list(shape)
+    for axis in order:
+        parts = -(-math.prod(block) * itemsize // most_bytes)
+        block[axis] = max(1, block[axis] // max(1, parts))
+    for start in itertools.product(*map(range, [0] * len(shape), shape, block)):
+        ends = zip(start, block, shape, strict=True)
+        yield Box(start, tuple(min(at + step, n) for at, step, n in ends))
+
+
 def within(box: Box, start: Sequence[int]) -> Box:
     """A box that is given relative to a place."""
     return Box(

@@ -18,11 +18,13 @@ class Group(NamedTuple):
         number: Its number.
         regions: The regions, in the order in which they are written.
         staged: The arrays that are read as a whole first; none where regions are read directly.
+        is_assembled: Whether the regions, of one leaf, are taken out of it when it is whole.
     """
 
     number: int
     regions: tuple[Region, ...]
     staged: tuple[SourceArray, ...]
+    is_assembled: bool
 
     @property
     def nbytes(self) -> int:
@@ -35,6 +37,7 @@ class _Part(NamedTuple):
 
     regions: list[Region]
     staged: list[SourceArray]
+    is_assembled: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -65,18 +68,21 @@ def make_groups(
         if parts:
             found = tuple(region for part in parts for region in part.regions)
             staged = tuple(array for part in parts for array in part.staged)
-            groups.append(Group(len(groups), found, staged))
+            groups.append(Group(len(groups), found, staged, parts[0].is_assembled))
             parts.clear()
 
     for part in _parts(source, arrays, leaves, regions):
-        held = sum(other.nbytes for other in parts)
-        if parts and (
-            held + part.nbytes > most_bytes or bool(parts[0].staged) != bool(part.staged)
-        ):
+        is_full = sum(other.nbytes for other in parts) + part.nbytes > most_bytes
+        if parts and (is_full or not _goes_with(parts[0], part)):
             close()
         parts.append(part)
     close()
     return groups
+
+
+def _goes_with(one: _Part, other: _Part) -> bool:
+    alike = bool(one.staged) == bool(other.staged)
+    return alike and not one.is_assembled and not other.is_assembled
 
 
 def _parts(
@@ -91,6 +97,8 @@ def _parts(
         needed = [arrays[name] for name in names]
         if needed and _is_staged(source, needed, together, len(members)):
             yield _Part(together, needed)
+        elif needed and len(together) > 1 and _is_over_read(source, needed, together):
+            yield _Part(together, [], is_assembled=True)
         else:
             for region in together:
                 yield _Part([region], [])
@@ -99,13 +107,16 @@ def _parts(
 def _is_staged(
     source: Source, arrays: Sequence[SourceArray], regions: Sequence[Region], leaves: int
 ) -> bool:
+    """Whether arrays have to be read as a whole: in chunks, for several leaves, or from pieces."""
     lease = source.lease(arrays)
     if lease is None or leaves > 1:
         return True
-    if isinstance(regions[0].leaf.made_of, str) and len(regions) == 1:
-        return False
-    if lease.pieces is not None and not isinstance(regions[0].leaf.made_of, str):
-        return True
+    return lease.pieces is not None and not isinstance(regions[0].leaf.made_of, str)
+
+
+def _is_over_read(source: Source, arrays: Sequence[SourceArray], regions: Sequence[Region]) -> bool:
+    lease = source.lease(arrays)
+    assert lease is not None
     stored = sum(entry.stop - entry.start for entry in lease.entries.values())
     return bytes_to_read(lease, regions) > _MOST_OVER_READ * stored
 

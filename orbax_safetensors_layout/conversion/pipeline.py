@@ -79,9 +79,10 @@ class Conversion:
         regions = [target.regions(leaf, most) for leaf in target.leaves]
         self.groups = make_groups(source, arrays, target.leaves, regions, most)
         self.nbytes = sum(group.nbytes for group in self.groups)
-        told = repr((arguments, target.describe(), self.groups))
-        digest = hashlib.sha256(told.encode()).hexdigest()
-        self._journal = Journal(self._workspace, source.identity(), digest)
+        digest = hashlib.sha256(repr((arguments, target.describe())).encode())
+        for group in self.groups:
+            digest.update(repr(group).encode())
+        self._journal = Journal(self._workspace, source.identity(), digest.hexdigest())
 
     def _check_chunks(self) -> None:
         most = self._options.memory_budget_bytes // _CHUNKS_IN_BUDGET

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from orbax_safetensors_layout.conversion.assembly import assembled
 from orbax_safetensors_layout.conversion.groups import Group, shares
 from orbax_safetensors_layout.conversion.journal import Journal
 from orbax_safetensors_layout.conversion.leaves import (
@@ -105,8 +106,8 @@ def convert_groups(
         for group in mine:
             processes.check(CONVERTING)
             spool = os.path.join(folder, f"spool-{processes.process_index}")
-            with leased(source, arrays, group, spool, limits) as lease:
-                digests = _convert(lease, group, writer, limits, report)
+            with _blocks(source, arrays, group, spool, limits) as blocks:
+                digests = _convert(blocks, writer, report)
             writer.flush()
             record.add(group.number, digests)
     finally:
@@ -114,13 +115,11 @@ def convert_groups(
         writer.close()
 
 
-def _convert(
-    lease: Lease,
-    group: Group,
-    writer: TargetWriter,
-    limits: Limits,
-    report: Report,
-) -> list[str]:
+Blocks = Iterator[tuple[list[Region], list[np.ndarray]]]
+"""Regions and their values, what is in memory at once."""
+
+
+def _convert(blocks: Blocks, writer: TargetWriter, report: Report) -> list[str]:
     digests: list[str] = []
 
     def take(regions: Sequence[Region], values: Sequence[np.ndarray]) -> list[str]:
@@ -128,8 +127,7 @@ def _convert(
         return [digest(value) for value in values]
 
     with _Pipeline(take) as pipeline:
-        for regions in batches(group.regions, limits.block_bytes):
-            values = read_regions(lease, regions, memory_budget_bytes=limits.block_bytes)
+        for regions, values in blocks:
             digests += pipeline.put(regions, values)
             report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
         digests += pipeline.finish()
@@ -137,28 +135,36 @@ def _convert(
 
 
 @contextlib.contextmanager
-def leased(
+def _blocks(
     source: Source,
     arrays: Mapping[str, SourceArray],
     group: Group,
     spool: str,
     limits: Limits,
-) -> Iterator[Lease]:
-    """What the regions of a group are read from."""
+) -> Iterator[Blocks]:
+    """The regions of a group, read so that no byte of the source is read twice."""
+    block_bytes, most_bytes = limits
     if group.staged:
         with staged(
-            source,
-            group.staged,
-            spool,
-            most_bytes=limits.staged_bytes,
-            block_bytes=limits.block_bytes,
+            source, group.staged, spool, most_bytes=most_bytes, block_bytes=block_bytes
         ) as lease:
-            yield lease
+            yield _read(lease, group, block_bytes)
         return
     names = dict.fromkeys(name for region in group.regions for name in region.leaf.sources)
     found = source.lease([arrays[name] for name in names])
     assert found is not None
-    yield found
+    if not group.is_assembled:
+        yield _read(found, group, block_bytes)
+        return
+    with assembled(
+        found, group.regions, spool, most_bytes=most_bytes, block_bytes=block_bytes
+    ) as blocks:
+        yield blocks
+
+
+def _read(lease: Lease, group: Group, block_bytes: int) -> Blocks:
+    for regions in batches(group.regions, block_bytes):
+        yield regions, read_regions(lease, regions, memory_budget_bytes=block_bytes)
 
 
 def digest(values: np.ndarray) -> str:

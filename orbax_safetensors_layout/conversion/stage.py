@@ -115,7 +115,7 @@ def _spooled(
     file = storage.create(spool, at, durable=False)
     try:
         for array, box, values in _blocks(source, arrays, block_bytes):
-            _write_box(file, entries[array.name], box, values)
+            write_box(file, array.shape, entries[array.name].start, box, values)
         file.finish()
     except BaseException:
         file.abort()
@@ -123,9 +123,20 @@ def _spooled(
     return entries
 
 
-def _write_box(file: FileWriter, entry: TensorEntry, box: Box, values: np.ndarray) -> None:
-    view = AffineView.row_major(entry.shape).restrict(box)
-    runs = StridedRuns.of(view, values.itemsize, entry.start)
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+def write_box(
+    file: FileWriter, shape: Sequence[int], start: int, box: Box, values: np.ndarray
+) -> None:
+    """Writes a box of a row-major array to a file.
+
+    Args:
+        file: The file.
+        shape: The array's shape.
+        start: Its first byte in the file.
+        box: The box.
+        values: Its values, contiguous.
+    """
+    view = AffineView.row_major(shape).restrict(box)
+    runs = StridedRuns.of(view, values.itemsize, start)
+    data = values.reshape(-1).view(np.uint8)
     for number, offset in enumerate(runs.offsets().tolist()):
         file.write_at(offset, [data[number * runs.run_bytes : (number + 1) * runs.run_bytes]])
