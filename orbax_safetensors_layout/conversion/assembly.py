@@ -21,6 +21,7 @@ from orbax_safetensors_layout.conversion.leaves import (
     Leaf,
     Lease,
     Region,
+    batches,
     bytes_to_read,
     read_regions,
 )
@@ -40,30 +41,42 @@ def assembled(
     most_bytes: int,
     block_bytes: int,
 ) -> Iterator[Iterator[tuple[list[Region], list[np.ndarray]]]]:
-    """The regions of one leaf with their values, in their order.
+    """The regions of some leaves with their values, in their order.
 
     Args:
-        lease: What the leaf is made of.
-        regions: The regions; together they are the leaf.
+        lease: What the leaves are made of.
+        regions: The regions, leaf by leaf; together they are the leaves.
         spool: Path of the temporary file.
-        most_bytes: What may be held in memory; a larger leaf goes through the file.
+        most_bytes: What may be held in memory. A larger leaf is alone, and goes through the file.
         block_bytes: Bytes that are read at once.
 
     Raises:
         SafetensorsLayoutError: A read, or a write to the temporary file, failed.
     """
-    leaf = regions[0].leaf
-    whole = Region(leaf, Box.whole(leaf.shape))
-    if whole.nbytes <= most_bytes:
-        (values,) = read_regions(lease, [whole], memory_budget_bytes=block_bytes)
-        yield (([region], [_part(values, region.box)]) for region in regions)
+    found = [
+        list(one) for _, one in itertools.groupby(regions, key=lambda region: region.leaf.name)
+    ]
+    wholes = [Region(one[0].leaf, Box.whole(one[0].leaf.shape)) for one in found]
+    if max(whole.nbytes for whole in wholes) <= most_bytes:
+        yield _from_memory(lease, found, wholes, block_bytes)
         return
+    (regions,) = found
     with LocalStorage() as storage:
         try:
             _write(lease, regions, spool, storage, block_bytes)
             yield _read(regions, spool, storage)
         finally:
             storage.remove(spool)
+
+
+def _from_memory(
+    lease: Lease, regions: Sequence[list[Region]], wholes: Sequence[Region], block_bytes: int
+) -> Iterator[tuple[list[Region], list[np.ndarray]]]:
+    in_order = iter(regions)
+    for batch in batches(wholes, block_bytes):
+        for values in read_regions(lease, batch, memory_budget_bytes=block_bytes):
+            for some in batches(next(in_order), block_bytes):
+                yield some, [_part(values, region.box) for region in some]
 
 
 def _write(

@@ -18,7 +18,7 @@ class Group(NamedTuple):
         number: Its number.
         regions: The regions, in the order in which they are written.
         staged: The arrays that are read as a whole first; none where regions are read directly.
-        is_assembled: Whether the regions, of one leaf, are taken out of it when it is whole.
+        is_assembled: Whether the regions are taken out of their leaves when these are whole.
     """
 
     number: int
@@ -40,7 +40,13 @@ class _Part(NamedTuple):
     is_assembled: bool = False
 
     @property
+    def kind(self) -> tuple[bool, bool]:
+        """What parts of one group have alike."""
+        return bool(self.staged), self.is_assembled
+
+    @property
     def nbytes(self) -> int:
+        """What is in memory at once, unless it is more than that has room for."""
         staged = sum(array.nbytes for array in self.staged)
         return max(staged, sum(region.nbytes for region in self.regions))
 
@@ -63,6 +69,7 @@ def make_groups(
     """
     groups: list[Group] = []
     parts: list[_Part] = []
+    held = 0
 
     def close() -> None:
         if parts:
@@ -72,17 +79,14 @@ def make_groups(
             parts.clear()
 
     for part in _parts(source, arrays, leaves, regions):
-        is_full = sum(other.nbytes for other in parts) + part.nbytes > most_bytes
-        if parts and (is_full or not _goes_with(parts[0], part)):
+        nbytes = part.nbytes
+        if parts and (held + nbytes > most_bytes or parts[0].kind != part.kind):
             close()
+            held = 0
         parts.append(part)
+        held += nbytes
     close()
     return groups
-
-
-def _goes_with(one: _Part, other: _Part) -> bool:
-    alike = bool(one.staged) == bool(other.staged)
-    return alike and not one.is_assembled and not other.is_assembled
 
 
 def _parts(
@@ -91,13 +95,14 @@ def _parts(
     leaves: Sequence[Leaf],
     regions: Sequence[Sequence[Region]],
 ) -> Iterator[_Part]:
+    over_read: dict[object, bool] = {}  # leaves that are alike are read alike
     for members in _components(leaves):
         names = list(dict.fromkeys(name for n in members for name in leaves[n].sources))
         together = [region for n in members for region in regions[n]]
         needed = [arrays[name] for name in names]
         if needed and _is_staged(source, needed, together, len(members)):
             yield _Part(together, needed)
-        elif needed and len(together) > 1 and _is_over_read(source, needed, together):
+        elif needed and len(together) > 1 and _is_over_read(source, needed, together, over_read):
             yield _Part(together, [], is_assembled=True)
         else:
             for region in together:
@@ -114,11 +119,23 @@ def _is_staged(
     return lease.pieces is not None and not isinstance(regions[0].leaf.made_of, str)
 
 
-def _is_over_read(source: Source, arrays: Sequence[SourceArray], regions: Sequence[Region]) -> bool:
+def _is_over_read(
+    source: Source,
+    arrays: Sequence[SourceArray],
+    regions: Sequence[Region],
+    known: dict[object, bool],
+) -> bool:
     lease = source.lease(arrays)
     assert lease is not None
-    stored = sum(entry.stop - entry.start for entry in lease.entries.values())
-    return bytes_to_read(lease, regions) > _MOST_OVER_READ * stored
+    leaf = regions[0].leaf
+    key: object = leaf.name
+    if isinstance(leaf.made_of, str) and lease.pieces is None:
+        entry = lease.entries[leaf.made_of]
+        key = entry.shape, entry.dtype.code, tuple(region.box for region in regions)
+    if key not in known:
+        stored = sum(entry.stop - entry.start for entry in lease.entries.values())
+        known[key] = bytes_to_read(lease, regions) > _MOST_OVER_READ * stored
+    return known[key]
 
 
 def _components(leaves: Sequence[Leaf]) -> list[list[int]]:

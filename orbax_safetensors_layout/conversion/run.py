@@ -157,7 +157,11 @@ def _blocks(
         yield _read(found, group, block_bytes)
         return
     with assembled(
-        found, group.regions, spool, most_bytes=most_bytes, block_bytes=block_bytes
+        found,
+        group.regions,
+        spool,
+        most_bytes=most_bytes // 2,  # what is decoded or cast is there twice for a while
+        block_bytes=block_bytes,
     ) as blocks:
         yield blocks
 
