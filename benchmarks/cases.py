@@ -120,6 +120,21 @@ def _moe(scale: float) -> Iterator[Tensor]:
             yield Tensor(one + "up_proj.weight", (inter, hidden), "BF16")
 
 
+def _experts(scale: float) -> Iterator[Tensor]:
+    """Layers with a tensor per expert, as Mixtral and Qwen 3 have them."""
+    hidden, inter = _scaled(2048, scale), _scaled(1408, scale)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for name in ("q", "k", "v", "o"):
+            yield Tensor(f"{prefix}self_attn.{name}_proj.weight", (hidden, hidden), "BF16")
+        yield Tensor(prefix + "mlp.gate.weight", (64, hidden), "BF16")
+        for expert in range(64):
+            one = f"{prefix}mlp.experts.{expert}."
+            yield Tensor(one + "down_proj.weight", (hidden, inter), "BF16")
+            yield Tensor(one + "gate_proj.weight", (inter, hidden), "BF16")
+            yield Tensor(one + "up_proj.weight", (inter, hidden), "BF16")
+
+
 def _many(count: int, shape: tuple[int, ...], scale: float) -> Iterator[Tensor]:
     for number in range(max(8, round(count * scale))):
         yield Tensor(f"blocks.{number // 10}.part_{number % 10}.weight", shape, "F32")
@@ -130,6 +145,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "llama": Case("4 layers of Llama/Mistral-7B shapes", lambda s: _llama(4, 32768, s)),
         "mini": Case("the same with 1 layer, for replication", lambda s: _llama(1, 11264, s)),
         "moe": Case("64 experts, per expert and stacked", _moe),
+        "experts": Case("2 layers of 64 experts, a tensor each", _experts),
         "small": Case("5,000 tensors of 64 KiB", lambda s: _many(5_000, (128, 128), s)),
         "tiny": Case("60,000 tensors of 512 bytes", lambda s: _many(60_000, (8, 16), s)),
         "aligned": Case(

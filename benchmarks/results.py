@@ -45,6 +45,36 @@ class SaveRow(NamedTuple):
         return ":".join(self)
 
 
+class MappingRow(NamedTuple):
+    """What is loaded through a mapping.
+
+    Attributes:
+        case: A key of `mapping_contenders.MODELS`.
+        split: A key of `mapping_contenders.SPLITS`.
+    """
+
+    case: str
+    split: str
+
+    def __str__(self) -> str:
+        return ":".join(self)
+
+
+class RemoteRow(NamedTuple):
+    """What is loaded over HTTP.
+
+    Attributes:
+        case: A key of `cases.CASES`.
+        split: A key of `contenders.SPLITS`, or "dim1-of-8".
+    """
+
+    case: str
+    split: str
+
+    def __str__(self) -> str:
+        return ":".join(self)
+
+
 @dataclasses.dataclass(slots=True)
 class Cell:
     """All runs of one contender on one row.
@@ -90,7 +120,7 @@ class Report:
     Attributes:
         machine: Names and values that describe machine and versions.
         scale: The size of the cases, 1.0 for the real one.
-        rows: The contenders' cells of every `Row` or `SaveRow`.
+        rows: The contenders' cells of every `Row`, `SaveRow`, `MappingRow` or `RemoteRow`.
     """
 
     machine: Mapping[str, str]
@@ -120,8 +150,10 @@ class Report:
         return report
 
 
-def ratio(cells: Mapping[str, Cell], slow: str, fast: str) -> float | None:
+def ratio(
+    cells: Mapping[str, Cell], slow: str, fast: str, key: str = "wall_seconds"
+) -> float | None:
     """How many times longer one contender takes than another."""
-    above = cells[slow].seconds if slow in cells else None
-    below = cells[fast].seconds if fast in cells else None
+    above = cells[slow].median(key) if slow in cells else None
+    below = cells[fast].median(key) if fast in cells else None
     return above / below if above and below else None

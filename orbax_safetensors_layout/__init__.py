@@ -63,13 +63,15 @@ if TYPE_CHECKING:
         ConvertOptions,
         Progress,
         ReadOptions,
+        RetryPolicy,
         WriteOptions,
     )
     from orbax_safetensors_layout.plan.cost import Cost
     from orbax_safetensors_layout.plan.reads import ReadPlan
     from orbax_safetensors_layout.plan.writes import WritePlan
+    from orbax_safetensors_layout.report import Finding, Report
     from orbax_safetensors_layout.save import plan_save, save
-    from orbax_safetensors_layout.verify import Finding, Report, verify
+    from orbax_safetensors_layout.verify import verify
 
 __version__ = "0.1.0.dev0"
 
@@ -113,12 +115,13 @@ _NAMES_BY_MODULE = {
     "mapping.joins": ("concat", "stack"),
     "mapping.quantized": ("dequantize_block", "dequantize_int4", "dequantize_mxfp4"),
     "mapping.rules": ("Mapping", "rule"),
-    "options": ("ConvertOptions", "Progress", "ReadOptions", "WriteOptions"),
+    "options": ("ConvertOptions", "Progress", "ReadOptions", "RetryPolicy", "WriteOptions"),
     "plan.cost": ("Cost",),
     "plan.reads": ("ReadPlan",),
     "plan.writes": ("WritePlan",),
+    "report": ("Finding", "Report"),
     "save": ("plan_save", "save"),
-    "verify": ("Finding", "Report", "verify"),
+    "verify": ("verify",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -144,6 +147,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "ReadOptions",
     "ReadPlan",
     "Report",
+    "RetryPolicy",
     "SafetensorsCheckpointHandler",
     "SafetensorsHandler",
     "SafetensorsLayout",

@@ -14,13 +14,13 @@ from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
-from orbax_safetensors_layout.origins import LeafPlan, Mapped, Origin, Plain, bind
+from orbax_safetensors_layout.origins import Mapped, Origin, Plain, bind
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.transfer.gather import row_blocks
 from orbax_safetensors_layout.transfer.read import read_leaves
 from orbax_safetensors_layout.tree import Want
-from orbax_safetensors_layout.wants import Cast, from_pieces
+from orbax_safetensors_layout.wants import Fidelity, WantedLeaf, planned_leaves
 
 _BLOCK_BYTES = 32 * MIB
 _BLOCKS_IN_BUDGET = 4  # one of either side, and as much to read it with
@@ -155,13 +155,22 @@ class Values:
 
     def read(self, blocks: Sequence[Block]) -> list[np.ndarray]:
         """The values of some blocks, in their order."""
-        wants, plans = [], []
-        for name, box in blocks:
+        leaves = []
+        for number, (name, box) in enumerate(blocks):
             origin = self.origins[name]
             local = LocalBoxes((box,), (False,))
-            plans.append(self._stored(origin.plan(name, local, origin.dtype)))
-            wants.append(Want(name, None, None, origin.dtype, None, None))
-        filling = Filling(wants, plans, [Cast.ROUND] * len(wants))
+            want = Want(name, None, None, origin.dtype, None, None)
+            leaves.append(
+                WantedLeaf(number, want, name, origin, origin.dtype, Fidelity.ROUND, local)
+            )
+        values: dict[int, np.ndarray] = {}
+
+        def take(leaf: WantedLeaf, _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+            (values[leaf.number],) = parts
+
+        filling = Filling(
+            planned_leaves(self._catalog, [(leaf, leaf.local) for leaf in leaves]), take
+        )
         reads = plan_reads(
             filling.reads,
             profile=self._options.profile(self._catalog.storage.kind),
@@ -170,13 +179,7 @@ class Values:
         )
         filling.begin()
         read_leaves(reads, self._catalog.storage, deliver=filling.deliver, convert=filling.convert)
-        return [np.asarray(value) for value in filling.values()]
-
-    def _stored(self, plan: LeafPlan) -> LeafPlan:
-        if plan.read is None:
-            return plan
-        (read,) = from_pieces(self._catalog, [plan.read])
-        return plan._replace(read=read)
+        return [values[number] for number in range(len(blocks))]
 
 
 def _names(here: Values, there: Values) -> Iterator[str]:

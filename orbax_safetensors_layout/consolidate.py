@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import os
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format.catalog import Catalog
@@ -21,6 +21,7 @@ from orbax_safetensors_layout.format.pieces import StoredPieces
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import plan_consolidation
+from orbax_safetensors_layout.publishing import publication_of, publish
 from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.host import HostValues
@@ -66,7 +67,7 @@ def consolidate(
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     options = options or WriteOptions()
-    with Catalog.open(path) as catalog:
+    with Catalog.open(path, retries=options.retries) as catalog:
         manifest = catalog.manifest()
         if manifest is None or manifest.pieces is None or catalog.pieces is None:
             raise SafetensorsLayoutError(
@@ -91,8 +92,11 @@ def consolidate(
     whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
     prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces_folder=folder)
     target, overwrite = (path, True) if target is None else (target, overwrite)
-    with save_group(os.path.realpath(open_storage(target)[1]), options) as group:
-        prepared.publish(target, group=group, overwrite=overwrite)
+    storage, target = open_storage(target, retries=options.retries)
+    publication = publication_of(storage, target, overwrite=overwrite)
+    with storage, save_group(publication.target, options) as group:
+        write = functools.partial(prepared.write, group=group, storage=storage)
+        publish(publication, write, group=group, storage=storage, overwrite=overwrite)
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, str]:

@@ -32,7 +32,7 @@ from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
 from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
-from orbax_safetensors_layout.save import is_checkpoint_file
+from orbax_safetensors_layout.publishing import appearance_rank
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
@@ -261,4 +261,5 @@ def _check_target(folder: str, kind: Format, overwrite: bool) -> None:
 
 def _is_replaced(folder: str) -> Callable[[str], bool]:
     """Which files of what stands at the target go with it."""
-    return (lambda name: True) if is_orbaxs(folder) else is_checkpoint_file
+    is_whole = is_orbaxs(folder)
+    return lambda name: is_whole or appearance_rank(name) is not None

@@ -14,7 +14,7 @@
     │   └── UnexpectedTensorError          the tree lacks a tensor of the checkpoint
     ├── MappingError(ValueError)           a mapping is malformed, or does not fit
     ├── StorageError(OSError)              a read or write failed
-    ├── PeerError(RuntimeError)            another process of the same save failed
+    ├── PeerError(RuntimeError)            another process of the same save or load failed
     ├── CheckpointExistsError(FileExistsError)
     └── CheckpointNotFoundError(FileNotFoundError)
 

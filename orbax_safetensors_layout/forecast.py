@@ -6,11 +6,12 @@ one tensor a leaf.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
 
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.quantization import find_quantization
@@ -21,7 +22,43 @@ from orbax_safetensors_layout.plan.fleet import Fleet, plan_fleet
 from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind
 from orbax_safetensors_layout.plan.fleet_writes import plan_fleet_writes
 from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
-from orbax_safetensors_layout.plan.sharding_rules import Misfit, ShardingRule, ShardingRules
+from orbax_safetensors_layout.plan.sharding_rules import Misfit, Placed, ShardingRule, ShardingRules
+
+_NETWORK_BYTES_PER_SECOND = 25e9 / 8
+
+
+class HostRate(NamedTuple):
+    """What a time is estimated from.
+
+    Attributes:
+        request_seconds: Time of one request, without its bytes, and some are made at once.
+        bytes_per_second: What a host reads or writes with all its streams.
+    """
+
+    request_seconds: float
+    bytes_per_second: float
+
+    @classmethod
+    def of(cls, profile: StorageProfile, kind: str, bytes_per_second: float | None) -> Self:
+        """The rate of a storage class.
+
+        Args:
+            profile: Its figures.
+            kind: The class.
+            bytes_per_second: What a host reaches. None takes one stream's rate for local files,
+                whose streams share a disk, and else all streams' as far as a network of 25 Gbit/s
+                carries them.
+        """
+        if bytes_per_second is None:
+            stream = profile.bandwidth_bytes_per_second
+            many = min(stream * profile.concurrency, _NETWORK_BYTES_PER_SECOND)
+            bytes_per_second = stream if kind == "local" else many
+        return cls(profile.latency_seconds / profile.concurrency, bytes_per_second)
+
+    def seconds(self, cost: Cost) -> float:
+        """An estimate of the time that a cost takes."""
+        moved = cost.read_bytes + cost.written_bytes
+        return cost.requests * self.request_seconds + moved / self.bytes_per_second
 
 
 class LeafCost(NamedTuple):
@@ -45,10 +82,10 @@ class LeafCost(NamedTuple):
     read_bytes: int
     requests: int
 
-    def excess_seconds(self, profile: StorageProfile) -> float:
+    def excess_seconds(self, rate: HostRate) -> float:
         """Time that is spent beyond reading the needed bytes in one go."""
         cost = Cost(read_bytes=self.read_bytes, requests=self.requests)
-        return seconds(cost, profile) - self.needed_bytes / profile.bandwidth_bytes_per_second
+        return rate.seconds(cost) - self.needed_bytes / rate.bytes_per_second
 
 
 class RuleUse(NamedTuple):
@@ -56,6 +93,13 @@ class RuleUse(NamedTuple):
 
     rule: ShardingRule | None
     leaves: int
+
+    @classmethod
+    def tally(cls, rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> tuple[Self, ...]:
+        """The use of all rules."""
+        uses = collections.Counter(placing.rule for placing in placed)
+        numbers = [*range(len(rules)), *([None] if None in uses else [])]
+        return tuple(cls(None if n is None else rules[n], uses[n]) for n in numbers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +110,7 @@ class Forecast:
         path: The checkpoint.
         grid: The devices and processes.
         profile: The storage's figures.
+        rate: What times are estimated from.
         storage: The storage class.
         parameters: Of the model.
         checkpoint_bytes: Of all its tensors.
@@ -86,6 +131,7 @@ class Forecast:
     path: str
     grid: DeviceGrid
     profile: StorageProfile
+    rate: HostRate
     storage: str
     parameters: int
     checkpoint_bytes: int
@@ -109,19 +155,12 @@ class Forecast:
 
     def seconds(self) -> list[float]:
         """The estimated time of each process."""
-        return [seconds(cost, self.profile) for cost in self.costs]
+        return [self.rate.seconds(cost) for cost in self.costs]
 
     def costliest(self, count: int) -> list[LeafCost]:
         """The leaves that cost most beyond their bytes, the worst first."""
-        found = [leaf for leaf in self.leaf_costs if leaf.excess_seconds(self.profile) > 0]
-        return sorted(found, key=lambda leaf: -leaf.excess_seconds(self.profile))[:count]
-
-
-def seconds(cost: Cost, profile: StorageProfile) -> float:
-    """An estimate: the requests, some at once, and the bytes at the stated rate of a process."""
-    waiting = cost.requests * profile.latency_seconds / profile.concurrency
-    moved = cost.read_bytes + cost.written_bytes
-    return waiting + moved / profile.bandwidth_bytes_per_second
+        found = [leaf for leaf in self.leaf_costs if leaf.excess_seconds(self.rate) > 0]
+        return sorted(found, key=lambda leaf: -leaf.excess_seconds(self.rate))[:count]
 
 
 def forecast(
@@ -130,6 +169,7 @@ def forecast(
     rules: Sequence[ShardingRule],
     *,
     options: ReadOptions | None = None,
+    host_bandwidth: float | None = None,
 ) -> Forecast:
     """What loading every tensor of a checkpoint costs every process.
 
@@ -138,6 +178,7 @@ def forecast(
         grid: The devices and processes.
         rules: How the tensors are sharded.
         options: As for `load`; their cost model is the estimate's, too.
+        host_bandwidth: Bytes per second that a host reaches; see `HostRate.of`.
 
     Raises:
         ValueError: A rule does not fit the mesh.
@@ -160,12 +201,11 @@ def forecast(
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
     )
-    used = [placing.rule for placing in placed.values()]
-    numbers = [*range(len(rules)), *([None] if None in used else [])]
     return Forecast(
         path=place,
         grid=grid,
         profile=profile,
+        rate=HostRate.of(profile, kind, host_bandwidth),
         storage=kind,
         parameters=sum(parameters.values()),
         checkpoint_bytes=sum(entry.nbytes for entry in entries.values()),
@@ -177,7 +217,7 @@ def forecast(
         device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in fleet.kinds),
         largest=_largest(fleet.kinds),
         leaf_costs=_leaf_costs(fleet),
-        rules=tuple(RuleUse(None if n is None else rules[n], used.count(n)) for n in numbers),
+        rules=RuleUse.tally(rules, placed.values()),
         misfits=tuple(placing.misfit for placing in placed.values() if placing.misfit),
         fleet=fleet,
     )
@@ -227,14 +267,9 @@ def _leaf_costs(fleet: Fleet) -> tuple[LeafCost, ...]:
     for kind in fleet.kinds:
         found = [(0, 0, 0)]
         for shape in kind.shapes:
-            reads = [region.read for region in shape.regions]
-            found.append(
-                (
-                    sum(read.storage_bytes() for read in reads),
-                    sum(read.storage_requests(fleet.profile) for read in reads),
-                    sum(read.runs.total_bytes for read in reads),
-                )
-            )
+            costs = [fetch.cost(fleet.profile) for fetch in shape.fetches]
+            needed = sum(r.read.runs.total_bytes for f in shape.fetches for r in f.regions)
+            found.append((sum(n for n, _ in costs), sum(n for _, n in costs), needed))
         worst.append(max(found))
     return tuple(
         LeafCost(

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.forecast import Forecast, LeafCost, RuleUse
+from orbax_safetensors_layout.forecast import Forecast, HostRate, LeafCost, RuleUse
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.load import metadata, plan_load
 from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
@@ -46,6 +46,12 @@ class _Leaf(NamedTuple):
     spec: Spec
     placed: Placed | None
 
+    def shard_bytes(self, grid: DeviceGrid) -> int:
+        """Bytes of one device's shard."""
+        elements = math.prod(self.struct.shape) // math.prod(map(grid.ways, self.spec))
+        nbytes: int = elements * np.dtype(self.struct.dtype).itemsize
+        return nbytes
+
 
 def forecast_tree(
     path: PathLike,
@@ -55,6 +61,7 @@ def forecast_tree(
     mapping: Mapping | None = None,
     abstract: Any = None,
     options: ReadOptions | None = None,
+    host_bandwidth: float | None = None,
     most_processes: int = 16,
 ) -> Forecast:
     """What loading a tree costs.
@@ -66,6 +73,7 @@ def forecast_tree(
         mapping: As for `load`.
         abstract: The tree; None takes all that the mapping makes, or all tensors.
         options: As for `load`.
+        host_bandwidth: Bytes per second that a host reaches; see `HostRate.of`.
         most_processes: Of more processes, this many are planned.
 
     Raises:
@@ -82,9 +90,8 @@ def forecast_tree(
     leaves, tree = _placed(abstract, ShardingRules(rules, grid), grid)
     count = min(grid.processes, most_processes)
     processes = tuple(number * grid.processes // count for number in range(count))
-    plans = []
-    for process in processes:
-        plan = plan_load(
+    plans = [
+        plan_load(
             path,
             tree,
             mapping=mapping,
@@ -92,36 +99,31 @@ def forecast_tree(
             process_index=process,
             process_count=grid.processes,
         )
-        plans.append(plan)
+        for process in processes
+    ]
     with Catalog.open(path) as catalog:
-        entries = catalog.all_entries().values()
+        nbytes = sum(entry.nbytes for entry in catalog.all_entries().values())
         storage, place, files = catalog.storage.kind, catalog.path, len(catalog.files)
-    shard_bytes = {
-        leaf.name: math.prod(leaf.struct.shape)
-        // grid.ways([name for names in leaf.spec for name in names])
-        * np.dtype(leaf.struct.dtype).itemsize
-        for leaf in leaves
-    }
-    largest = max(shard_bytes, key=shard_bytes.__getitem__, default="")
-    used = [leaf.placed.rule for leaf in leaves if leaf.placed is not None]
-    numbers = [*range(len(rules)), *([None] if None in used else [])]
+    shards = [(leaf.name, leaf.shard_bytes(grid)) for leaf in leaves]
+    placed = [leaf.placed for leaf in leaves if leaf.placed is not None]
     return Forecast(
         path=place,
         grid=grid,
         profile=options.profile(storage),
+        rate=HostRate.of(options.profile(storage), storage, host_bandwidth),
         storage=storage,
         parameters=sum(math.prod(leaf.struct.shape) for leaf in leaves),
-        checkpoint_bytes=sum(entry.nbytes for entry in entries),
+        checkpoint_bytes=nbytes,
         checkpoint_files=files,
         leaf_count=len(leaves),
         processes=processes,
         costs=tuple(plan.cost() for plan in plans),
         process_parameters=tuple(map(_parameters, plans)),
-        device_bytes=sum(shard_bytes.values()),
-        largest=(largest, shard_bytes.get(largest, 0)),
+        device_bytes=sum(size for _, size in shards),
+        largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
         leaf_costs=_leaf_costs(plans, {leaf.name: leaf.spec for leaf in leaves}),
-        rules=tuple(RuleUse(None if n is None else rules[n], used.count(n)) for n in numbers),
-        misfits=tuple(leaf.placed.misfit for leaf in leaves if leaf.placed and leaf.placed.misfit),
+        rules=RuleUse.tally(rules, placed),
+        misfits=tuple(placing.misfit for placing in placed if placing.misfit),
     )
 
 

@@ -15,18 +15,27 @@ from absl import logging
 
 from orbax_safetensors_layout.filling import Filling
 from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.leaf_values import LeafValues
 from orbax_safetensors_layout.mapping.rules import Mapping
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.origins import Mapped, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.recorded import Recorded
+from orbax_safetensors_layout.sharing import (
+    LOADING,
+    Exchange,
+    agreement,
+    load_group,
+    steps_of,
+)
+from orbax_safetensors_layout.transfer.coordination import Group
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
-from orbax_safetensors_layout.transfer.progress import progress_callback
+from orbax_safetensors_layout.transfer.progress import consecutive, progress_callback
 from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
 from orbax_safetensors_layout.tree import HostLeaf, WantedTree
-from orbax_safetensors_layout.wants import adopts, host_leaves, leaf_plans
+from orbax_safetensors_layout.wants import adopts, host_leaves, wanted_leaves
 
 PathLike = str | os.PathLike[str]
 
@@ -58,12 +67,13 @@ def load(
 ) -> Any:
     """Loads a safetensors checkpoint; each process reads the bytes of its own shards.
 
-    There is no communication between processes, no collective and no XLA compilation. Leaves are
-    matched to tensors by their dotted key paths, so a nested tree and the flat dict of its dotted
-    names load the same tensors.
+    There is no communication between processes, no collective and no XLA compilation, unless
+    `ReadOptions(replicated="read_once")` asks for it. Leaves are matched to tensors by their dotted
+    key paths, so a nested tree and the flat dict of its dotted names load the same tensors.
 
     Args:
-        path: A `.safetensors` file, or a folder of them with or without an index file.
+        path: A `.safetensors` file, or a folder of them with or without an index file; also as a
+            `gs://`, `s3://` or `az://` URL.
         abstract: The tree that is wanted; see `orbax_safetensors_layout.tree.WantedTree`. Where
             a leaf's dtype is not the file's, values are cast; a cast to integers that do not
             hold the values, or of a 64-bit value that JAX can not hold because x64 is off, is an
@@ -85,6 +95,7 @@ def load(
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
             shape or dtype; all problems of one kind are reported together.
         StorageError: A read failed.
+        PeerError: With `"read_once"`: another process failed.
 
     Example:
         >>> import tempfile, numpy as np, safetensors.numpy
@@ -97,13 +108,18 @@ def load(
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
+    with (
+        load_group(path, options) as group,
+        Catalog.open(path, retries=options.retries) as catalog,
+        frozen_heap(len(catalog.names)),
+        _explicit_transfer(),
+    ):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
             values, stats = _read_host(catalog, only, options)
         else:
-            values, stats = _read_tree(catalog, recorded, tree, mapping, options)
+            values, stats = _read_tree(catalog, recorded, tree, mapping, options, group)
     _record(stats)
     return values
 
@@ -166,13 +182,13 @@ def plan_load(
         ValueError: There is no process of that index.
     """
     options = options or ReadOptions()
-    with Catalog.open(path) as catalog, frozen_heap(len(catalog.names)):
+    with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
-            return _plan(catalog, host_leaves(catalog, only), options, adopt=True)
+            return _plans(catalog, [host_leaves(catalog, only)], options, adopt=True)[0]
         shards = ProcessShards(process_index, process_count)
-        plans, casts = leaf_plans(
+        leaves = wanted_leaves(
             catalog,
             recorded,
             tree,
@@ -181,9 +197,10 @@ def plan_load(
             strict=options.strict,
             devices=False,
         )
-        wants = [want for want in tree.wants if want is not None]
-        reads = Filling(wants, plans, casts).reads
-        return _plan(catalog, reads, options, adopt=adopts(wants))
+        nowhere = LeafValues(leaves).take
+        steps = steps_of(catalog, leaves, shards, options)
+        reads = [Filling(step.leaves, nowhere).reads for step in steps]
+        return ReadPlan.joined(_plans(catalog, reads, options, adopt=adopts(tree.wants)))
 
 
 def _read_host(
@@ -192,7 +209,9 @@ def _read_host(
     """Whole tensors as a flat dict of numpy arrays."""
     leaves = host_leaves(catalog, only)
     taker = _HostArrays(leaves)
-    stats = _read(_plan(catalog, leaves, options, adopt=True), catalog, options, taker)
+    (plan,) = _plans(catalog, [leaves], options, adopt=True)
+    with progress_callback(options.progress) as progress:
+        stats = _read(plan, catalog, options, taker, progress)
     return {leaf.name: taker.values[number] for number, leaf in enumerate(leaves)}, stats
 
 
@@ -236,23 +255,37 @@ def _read_tree(
     tree: WantedTree,
     mapping: Mapping | None,
     options: ReadOptions,
+    group: Group,
 ) -> tuple[Any, ReadStats]:
     """The wanted tree with its leaves filled."""
-    plans, casts = leaf_plans(
+    shards = ProcessShards()
+    leaves = wanted_leaves(
         catalog,
         recorded,
         tree,
-        ProcessShards(),
+        shards,
         mapping=mapping,
         strict=options.strict,
         devices=True,
     )
-    wants = [want for want in tree.wants if want is not None]
-    filling = Filling(wants, plans, casts)
-    plan = _plan(catalog, filling.reads, options, adopt=adopts(wants))
-    filling.begin()
-    stats = _read(plan, catalog, options, filling)
-    filled = filling.values()
+    values = LeafValues(leaves)
+    exchange = Exchange(leaves, values, group)
+    steps = steps_of(catalog, leaves, shards, options)
+    fillings = [Filling(step.leaves, exchange.taker(step)) for step in steps]
+    reads = [filling.reads for filling in fillings]
+    plans = _plans(catalog, reads, options, adopt=adopts(tree.wants))
+    group.meet("planning the load", agree=agreement(steps, leaves))
+    stats = ReadStats()
+    with progress_callback(options.progress) as progress:
+        reports = consecutive(progress, [plan.needed_bytes for plan in plans])
+        for plan, filling, report in zip(plans, fillings, reports, strict=True):
+            with group.together(LOADING):
+                exchange.launch()  # what all have read in the step before
+                filling.begin()
+                stats += _read(plan, catalog, options, filling, report)
+        with group.together(LOADING):
+            exchange.finish()
+    filled = values.values()
     return tree.build(
         [
             leaf if want is None else next(filled)
@@ -261,15 +294,21 @@ def _read_tree(
     ), stats
 
 
-def _plan(
-    catalog: Catalog, leaves: Sequence[LeafRead], options: ReadOptions, *, adopt: bool
-) -> ReadPlan:
-    return plan_reads(
-        leaves,
-        profile=options.profile(catalog.storage.kind),
-        memory_budget_bytes=options.memory_budget_bytes,
-        adopt=adopt,
-    )
+def _plans(
+    catalog: Catalog, steps: Sequence[Sequence[LeafRead]], options: ReadOptions, *, adopt: bool
+) -> list[ReadPlan]:
+    """Plans of reads that are made one step after the other."""
+    total_bytes = sum(leaf.needed_bytes for leaves in steps for leaf in leaves)
+    return [
+        plan_reads(
+            leaves,
+            profile=options.profile(catalog.storage.kind, total_bytes),
+            memory_budget_bytes=options.memory_budget_bytes,
+            adopt=adopt,
+            joins_gaps=options.replicated == "each",
+        )
+        for leaves in steps
+    ]
 
 
 class _Taker(Protocol):
@@ -286,16 +325,21 @@ class _Taker(Protocol):
         ...
 
 
-def _read(plan: ReadPlan, catalog: Catalog, options: ReadOptions, taker: _Taker) -> ReadStats:
-    with _explicit_transfer(), progress_callback(options.progress) as progress:
-        return read_leaves(
-            plan,
-            catalog.storage,
-            deliver=taker.deliver,
-            convert=taker.convert,
-            mmap=options.mmap,
-            progress=progress,
-        )
+def _read(
+    plan: ReadPlan,
+    catalog: Catalog,
+    options: ReadOptions,
+    taker: _Taker,
+    progress: Callable[[Progress], None] | None,
+) -> ReadStats:
+    return read_leaves(
+        plan,
+        catalog.storage,
+        deliver=taker.deliver,
+        convert=taker.convert,
+        mmap=options.mmap,
+        progress=progress,
+    )
 
 
 def _explicit_transfer() -> contextlib.AbstractContextManager[None]:

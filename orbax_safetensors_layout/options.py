@@ -16,6 +16,8 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
+_LEAST_REQUEST_BYTES = 1 * MIB  # ever shorter requests would only cost time of the interpreter
+
 
 class Progress(NamedTuple):
     """What a progress callback is told after each tensor.
@@ -59,6 +61,46 @@ class StorageProfile:
         """The largest gap, in bytes, that is cheaper to read than to skip."""
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
 
+    def within(self, budget_bytes: int) -> StorageProfile:
+        """The profile with so few requests at once that staging them takes a quarter of a budget.
+
+        Args:
+            budget_bytes: Host memory.
+        """
+        most = max(1, budget_bytes // (4 * self.staging_bytes))
+        return dataclasses.replace(self, concurrency=min(self.concurrency, most))
+
+    def balanced_request_bytes(self, total_bytes: int) -> int:
+        """The length of requests that loses least time, where streams are what limits a load.
+
+        Of requests of `n` bytes, latency takes the share `gap / n` of the time, `gap` being
+        `max_gap_bytes`; at the end streams idle for half a request, the share
+        `n * concurrency / (2 * total_bytes)`. The sum is least at this length.
+
+        Args:
+            total_bytes: What is to be read.
+        """
+        each = total_bytes / self.concurrency
+        return max(_LEAST_REQUEST_BYTES, int(math.sqrt(2 * self.max_gap_bytes * each)))
+
+
+_WEB = StorageProfile(
+    latency_seconds=0.03,
+    bandwidth_bytes_per_second=50 * MIB,
+    request_bytes=32 * MIB,
+    staging_bytes=16 * MIB,
+    concurrency=32,
+)
+
+# One stream brings 85 to 90 MB/s from S3, after 0.1 to 0.2 s for a small object (Amazon's "Best
+# practices design patterns: optimizing Amazon S3 performance"), so about 32 fill 25 Gbit/s.
+_OBJECT_STORE = StorageProfile(
+    latency_seconds=0.05,
+    bandwidth_bytes_per_second=85e6,
+    request_bytes=16 * MIB,
+    staging_bytes=8 * MIB,
+    concurrency=32,
+)
 
 PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
     {
@@ -71,8 +113,53 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
             # Copies out of the page cache need a thread a core, disks a few requests in flight.
             concurrency=min(32, max(4, 2 * (os.cpu_count() or 1))),
         ),
+        # docs/storage.md says where these come from: the clouds' own guides.
+        "gs": _OBJECT_STORE,
+        "s3": _OBJECT_STORE,
+        "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
+        # A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream.
+        "hf": _WEB,
+        "https": _WEB,
     }
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long a request to a remote storage is tried again when it fails in passing.
+
+    In passing means: time-out, connection reset, HTTP status 408, 429 or 5xx, a body that ends too
+    soon. Pauses grow from `base_seconds`, doubling, up to `max_seconds`, and are longer where the
+    server asks for it (`Retry-After`).
+
+    Attributes:
+        attempts: The most tries of one request, the first included; 1 never tries again.
+        total_seconds: After this time, counted from the first try, no other is begun.
+        attempt_seconds: How long one try may take.
+        base_seconds: The longest first pause.
+        max_seconds: The longest pause.
+        jitter: Which share of a pause is random, 0 to 1, so that many hosts do not come back at
+            the same moment.
+    """
+
+    attempts: int = 10
+    total_seconds: float = 180.0
+    attempt_seconds: float = 60.0
+    base_seconds: float = 0.1
+    max_seconds: float = 15.0
+    jitter: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.attempts is None:
+            raise ValueError("RetryPolicy.attempts must be a positive integer, got None.")
+        _check_counts(self, ("attempts",))
+        for name in ("total_seconds", "attempt_seconds", "base_seconds", "max_seconds"):
+            seconds: Any = getattr(self, name)
+            is_number = type(seconds) in (int, float) and 0 <= seconds < math.inf
+            if not is_number or (name == "attempt_seconds" and not seconds):
+                raise ValueError(f"RetryPolicy.{name} is {seconds!r}; a number of seconds.")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"RetryPolicy.jitter is {self.jitter!r}; a number from 0 to 1.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +174,13 @@ class ReadOptions:
         request_bytes: Largest single request; `None` takes the storage class's default.
         latency_seconds: Per storage class (`{"local": 1e-5}`), instead of the default.
         bandwidth_bytes_per_second: Per storage class, instead of the default.
+        replicated: What becomes of bytes that several processes need, because a tensor is
+            replicated or partly so. `"each"`: each process reads them; there is no communication.
+            `"read_once"`: one process reads them, and gathers among the devices spread them; all
+            processes must load the same tree with the same options. What is read before it is
+            spread takes at most a quarter of `memory_budget_bytes` on a host, what is being spread
+            as much on a device, or two of the largest shards.
+        timeout_seconds: With `"read_once"`: how long a process waits for the others at each step.
         mmap: Let arrays on the CPU backend adopt the mapped pages of local files where the data is
             64-byte aligned, instead of reading them. The file must then not be overwritten in
             place or truncated while an array lives (replacing it by rename is safe), and numpy
@@ -94,6 +188,7 @@ class ReadOptions:
         strict: Refuse a checkpoint that has tensors which the abstract tree does not name.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
+        retries: How long requests to a remote storage are tried.
     """
 
     memory_budget_bytes: int = 2 * GIB
@@ -101,12 +196,20 @@ class ReadOptions:
     request_bytes: int | None = None
     latency_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bandwidth_bytes_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    replicated: Literal["each", "read_once"] = "each"
+    timeout_seconds: float = 1800.0
     mmap: bool = False
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False
+    retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
         _check_counts(self, ("memory_budget_bytes", "concurrency", "request_bytes"))
+        if self.replicated not in ("each", "read_once"):
+            raise ValueError(
+                f'ReadOptions.replicated is {self.replicated!r}; it must be "each" or "read_once".'
+            )
+        _check_timeout(self)
         for name in ("mmap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
@@ -124,20 +227,31 @@ class ReadOptions:
             if not 0 < rate < math.inf:
                 raise ValueError(f"ReadOptions.bandwidth_bytes_per_second[{kind!r}] is {rate}.")
 
-    def profile(self, kind: str) -> StorageProfile:
-        """The cost model of a storage class with this object's overrides applied."""
+    def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
+        """The cost model of a storage class with this object's overrides applied.
+
+        Args:
+            kind: The storage class.
+            total_bytes: What is to be read, for requests that are not too long for it.
+        """
         base = PROFILES[kind]
-        request_bytes = self.request_bytes
-        if request_bytes is None:  # a small budget does not make ever smaller requests
-            request_bytes = min(base.request_bytes, max(self.memory_budget_bytes, 64 * KIB))
-        return StorageProfile(
+        profile = dataclasses.replace(
+            base,
             latency_seconds=self.latency_seconds.get(kind, base.latency_seconds),
             bandwidth_bytes_per_second=self.bandwidth_bytes_per_second.get(
                 kind, base.bandwidth_bytes_per_second
             ),
+            concurrency=self.concurrency or base.concurrency,
+        )
+        request_bytes = self.request_bytes
+        if request_bytes is None:  # a small budget does not make ever smaller requests
+            request_bytes = min(base.request_bytes, max(self.memory_budget_bytes, 64 * KIB))
+            if total_bytes is not None:
+                request_bytes = min(request_bytes, profile.balanced_request_bytes(total_bytes))
+        return dataclasses.replace(
+            profile,
             request_bytes=request_bytes,
             staging_bytes=min(base.staging_bytes, request_bytes),
-            concurrency=self.concurrency or base.concurrency,
         )
 
 
@@ -169,6 +283,7 @@ class WriteOptions:
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
         timeout_seconds: How long a process waits for the others at each step of a save.
+        retries: How long requests to a remote storage are tried.
     """
 
     layout: Literal["hf", "sharded"] = "hf"
@@ -182,6 +297,7 @@ class WriteOptions:
     digests: bool = False
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 1800.0
+    retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
         if self.layout not in ("hf", "sharded"):
@@ -197,9 +313,7 @@ class WriteOptions:
         below: Any = self.replicate_below_bytes
         if type(below) is not int or below < 0:
             raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
-        seconds: Any = self.timeout_seconds
-        if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
-            raise ValueError(f"WriteOptions.timeout_seconds is {seconds!r}; a positive number.")
+        _check_timeout(self)
         if not (isinstance(self.progress, bool) or callable(self.progress)):
             raise ValueError(f"WriteOptions.progress is {self.progress!r}; a bool or a function.")
         if self.dtype is not None:
@@ -279,6 +393,13 @@ def _check_metadata(metadata: Any) -> None:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"WriteOptions.metadata: {text!r} is no text.") from error
+
+
+def _check_timeout(options: ReadOptions | WriteOptions) -> None:
+    seconds: Any = options.timeout_seconds
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.timeout_seconds is {seconds!r}; a positive number.")
 
 
 def _check_counts(options: object, names: tuple[str, ...]) -> None:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import operator
+import sys
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Dict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
+from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, tile
+from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.mapping.binding import BoundMapping
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.facts import Facts
-from orbax_safetensors_layout.mapping.pieces import AffinePiece, Piece, affine_pieces
+from orbax_safetensors_layout.mapping.functions import Whole
+from orbax_safetensors_layout.mapping.pieces import (
+    AffinePiece,
+    ComputedPiece,
+    FillPiece,
+    Piece,
+    affine_pieces,
+)
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.mapping.values import ValueOp
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, LocalBoxes, Source
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 
@@ -39,27 +52,15 @@ class ComposedBox(NamedTuple):
 
 
 class LeafPlan(NamedTuple):
-    """How one leaf is read.
+    """How some boxes of a leaf are read.
 
     Attributes:
-        name: The leaf's name.
-        shape: Its shape.
-        file: The file, or one of those, that it comes from.
-        values: Dtype of the values before they are cast.
-        dtype: Dtype that the leaf will have.
-        local: The boxes this process needs of it.
-        read: Its read, where one is enough.
+        read: Their read, where one is enough.
         ops: Operations on the values of `read`.
-        composed: Its boxes, where several arrays make one.
+        composed: The boxes, where several arrays make one.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    file: str | None
-    values: np.dtype
-    dtype: np.dtype
-    local: LocalBoxes
-    read: LeafRead | None = None
+    read: LeafRead | None
     ops: tuple[ValueOp, ...] = ()
     composed: tuple[ComposedBox, ...] = ()
 
@@ -84,10 +85,18 @@ class Plain(NamedTuple):
         """Its file."""
         return self.entry.file
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where it begins."""
+        return self.entry.file, self.entry.start
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many elements lie between neighbours along each dimension of a box."""
+        return row_major_strides(self.shape)
+
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from it."""
-        read = LeafRead.plain(self.entry.name, self.entry, local, dtype)
-        return LeafPlan(name, self.shape, self.file, self.dtype, dtype, local, read)
+        return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
 
 class Mapped(NamedTuple):
@@ -117,23 +126,52 @@ class Mapped(NamedTuple):
         sources = self.bound.sources()
         return self.entries[sources[0]].file if sources else None
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where the first tensor that it takes begins."""
+        sources = self.bound.sources()
+        return min((self.entries[name].file, self.entries[name].start) for name in sources)
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many elements lie between neighbours along each dimension of a box.
+
+        Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
+        far away. None where nothing is read, or any part of the box takes all of the tensors.
+        """
+        pieces = self.bound.pull_back(box, refined=True)
+        if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
+            return None
+        for piece in pieces:
+            if isinstance(piece, AffinePiece) and not _is_refined([piece]):
+                return tuple(
+                    abs(stride) if extent == whole else sys.maxsize
+                    for stride, extent, whole in zip(
+                        piece.view.strides, piece.box.shape, box.shape, strict=True
+                    )
+                )
+        return row_major_strides(self.shape) if self.bound.sources() else None
+
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from its tensors.
 
-        Where all of it are elements of tensors, with the same operations on their values, they
-        are read straight into the leaf's shards.
+        Where all of it are elements of tensors, with the same operations on their values, or one
+        value, they are read straight into the leaf's shards.
         """
-        plan = LeafPlan(name, self.shape, self.file, self.dtype, dtype, local)
         pieces = self._pieces([found.box for found in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
-        kinds = {(self.entries[piece.source].dtype.code, piece.ops) for piece in affine}
-        if len(affine) == len(pieces) and len(kinds) == 1 and not _is_refined(affine):
+        fills = [Fill(*piece) for piece in pieces if isinstance(piece, FillPiece)]
+        kinds = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
+        is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
+        if is_whole and len(kinds) == 1 and (not fills or self._fillable(dtype, *kinds)):
             ops = affine[0].ops
             read = self._read(name, self.shape, affine, local, dtype)
-            return plan._replace(read=read._replace(is_computed=bool(ops)), ops=ops)
-        return plan._replace(
-            composed=tuple(self._compose(name, n, box) for n, box in enumerate(local.boxes))
-        )
+            return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
+        boxes = enumerate(local.boxes)
+        return LeafPlan(None, composed=tuple(self._compose(name, n, box) for n, box in boxes))
+
+    def _fillable(self, dtype: np.dtype, kind: tuple[DType, tuple[ValueOp, ...]]) -> bool:
+        """Whether values can be put beside those that are read: of whole bytes, and not cast."""
+        return not kind[0].packed and dtype == self.dtype
 
     def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
         """The pieces of some boxes; refined ones where the others would be many times as many.
@@ -154,7 +192,8 @@ class Mapped(NamedTuple):
         local: LocalBoxes,
         dtype: np.dtype,
     ) -> LeafRead:
-        sources = tuple(Source(self.entries[p.source], p.box, p.view) for p in pieces)
+        nested = [part for piece in pieces for part in _nested(piece)]
+        sources = tuple(Source(self.entries[p.source], p.box, p.view) for p in nested)
         stored = sources[0].entry.dtype
         if len(pieces) == 1 and pieces[0].view.shape == self.entries[pieces[0].source].shape:
             plain = LeafRead.plain(name, sources[0].entry, local, dtype)
@@ -179,6 +218,28 @@ def _is_refined(pieces: Sequence[Piece]) -> bool:
     return any(isinstance(p, AffinePiece) and p.view.shape != p.box.shape for p in pieces)
 
 
+def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
+    """A piece as such whose dimensions nest, so that each is runs of bytes.
+
+    Those of `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` do not: both walk backwards by one.
+    """
+    box, view = piece.box, piece.view
+    try:
+        StridedRuns.of(view, 1)
+    except ValueError:
+        axis = min((n, a) for a, n in enumerate(view.shape) if n > 1 and view.strides[a])[1]
+        start = (0,) * len(view.shape)
+        for index in range(view.shape[axis]):
+            low = (*start[:axis], index, *start[axis + 1 :])
+            high = (*view.shape[:axis], index + 1, *view.shape[axis + 1 :])
+            moved = Box(
+                tuple(map(operator.add, box.start, low)), tuple(map(operator.add, box.start, high))
+            )
+            yield from _nested(piece._replace(box=moved, view=view.restrict(Box(low, high))))
+    else:
+        yield piece
+
+
 Origin = Plain | Mapped
 
 
@@ -198,4 +259,33 @@ def bind(
     """
     entries = catalog.entries(mapping.needs(catalog.names, leaves))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
-    return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+    if catalog.pieces is None:
+        return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+    stored = _StoredEntries(entries, catalog.pieces)
+    return mapping.bind(Facts(shapes, catalog.names, stored.pieces), leaves), stored
+
+
+class _StoredEntries(dict[str, TensorEntry]):
+    """Tensors that are stored in pieces, and each piece, found in its file when it is asked for.
+
+    Args:
+        entries: The tensors, as if they stood in one place.
+        catalog: Where their pieces are.
+
+    Attributes:
+        pieces: Of each tensor the boxes that it is stored in, with a name for each.
+    """
+
+    def __init__(self, entries: Dict[str, TensorEntry], catalog: PieceCatalog) -> None:
+        super().__init__(entries)
+        self._catalog = catalog
+        self.pieces = {name: [(b, f"{name} {b}") for b in catalog.boxes(name)] for name in entries}
+        self._places = {
+            place: (name, box) for name, some in self.pieces.items() for box, place in some
+        }
+
+    def __missing__(self, place: str) -> TensorEntry:
+        name, box = self._places[place]
+        ((_, entry),) = self._catalog.find({name: (box,)})[name]
+        self[place] = entry
+        return entry

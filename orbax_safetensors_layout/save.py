@@ -9,24 +9,19 @@ import hashlib
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.errors import (
-    CheckpointExistsError,
-    MappingError,
-    SafetensorsLayoutError,
-)
+from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.digests import DIGESTS, dump_digests, parse_digests
 from orbax_safetensors_layout.format.headers import read_range
-from orbax_safetensors_layout.format.index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX
+from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
-from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, WriteOptions
 from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
@@ -37,16 +32,9 @@ from orbax_safetensors_layout.plan.writes import (
     plan_mapped_writes,
     plan_writes,
 )
+from orbax_safetensors_layout.publishing import publication_of, publish
 from orbax_safetensors_layout.saved_tree import SavedTree
 from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.storage.local_write import flush_folder
-from orbax_safetensors_layout.storage.publish import (
-    check_replaceable,
-    claimed,
-    partial_folder,
-    publish_folder,
-    restore_folder,
-)
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer._jax import DistributedStore
 from orbax_safetensors_layout.transfer.coordination import Agreement, Group
@@ -59,11 +47,6 @@ from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteSta
 
 PathLike = str | os.PathLike[str]
 _WRITING, _GATHERING = "writing shards", "putting files together"
-_ALIKE = (
-    "All processes must save the same tree of global arrays; an array that each process made for"
-    " itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give it a sharding"
-    " over all processes."
-)
 _BUDGET_BYTES = 256 * MIB  # of a save that names none: copies from devices, and pieces
 
 
@@ -77,12 +60,13 @@ def save(
 ) -> None:
     """Saves a tree as safetensors; each process writes its share and nothing is gathered.
 
-    Every process of the program calls this with the same path on a file system that all share.
-    Files appear at `path` all at once when they are complete.
+    Every process of the program calls this with the same path on a file system that all share, or
+    in a bucket. On a file system the files appear at `path` all at once when they are complete; in
+    a bucket in an order in which no part of them passes for a checkpoint (docs/storage.md).
 
     Args:
-        path: A folder; it need not exist. Files in it that belong to no safetensors checkpoint
-            (`config.json`, a tokenizer) stay.
+        path: A folder, or the URL of one; it need not exist. Files in it that belong to no
+            safetensors checkpoint (`config.json`, a tokenizer) stay.
         tree: Any pytree of `jax.Array`s (plain, or of typed PRNG keys), numpy arrays and scalars,
             and Python numbers, booleans and strings. A tensor is called by its dotted key path;
             a flat dict of Hugging Face names gives the files of Hugging Face.
@@ -107,9 +91,12 @@ def save(
     """
     with frozen_heap(len(jax.tree.leaves(tree))):
         options = options or WriteOptions()
-        with save_group(os.path.realpath(open_storage(path)[1]), options) as group:
+        storage, target = open_storage(path, retries=options.retries)
+        publication = publication_of(storage, target, overwrite=overwrite)
+        with storage, save_group(publication.target, options) as group:
             prepared = PreparedSave.of(tree, options, mapping=mapping)
-            prepared.publish(path, group=group, overwrite=overwrite)
+            write = functools.partial(prepared.write, group=group, storage=storage)
+            publish(publication, write, group=group, storage=storage, overwrite=overwrite)
 
 
 def plan_save(
@@ -277,50 +264,6 @@ class PreparedSave:
         """
         return self._values.wait_captured(timeout_seconds)
 
-    def publish(self, path: PathLike, *, group: Group, overwrite: bool) -> None:
-        """Writes everything beside `path`, and puts it there when it is complete; see `save`."""
-        storage, target = open_storage(path)
-        target = os.path.realpath(target)
-        with storage:
-            partial = partial_folder(target)
-            error: BaseException | None = None
-            claim = contextlib.ExitStack()
-            try:
-                self._publish(partial, target, group, storage, overwrite, claim)
-            except BaseException as problem:
-                error = problem
-                group.leave()
-                if group.is_leader:
-                    group.await_others()
-            claim.close()
-            group.meet("publishing the checkpoint", error)
-
-    def _publish(
-        self,
-        partial: str,
-        target: str,
-        group: Group,
-        storage: Storage,
-        overwrite: bool,
-        claim: contextlib.ExitStack,
-    ) -> None:
-        error: BaseException | None = None
-        try:
-            if group.is_leader:
-                claim.enter_context(claimed(f"{partial}.lock"))
-                claim.callback(_remove_quietly, storage, partial)
-                restore_folder(target, partial)
-                _check_target(target, overwrite)
-                check_replaceable(target)
-                storage.remove(partial)
-                storage.make_folder(partial)
-        except BaseException as problem:
-            error = problem
-        group.meet("preparing the folder", error)
-        self.write(partial, group=group, storage=storage)
-        if group.is_leader:
-            publish_folder(partial, target, is_replaced=is_checkpoint_file)
-
     def write(
         self,
         folder: str,
@@ -355,82 +298,118 @@ class PreparedSave:
         documents: Mapping[str, bytes],
     ) -> WriteStats:
         options = self._options
-        budget = options.memory_budget_bytes or _BUDGET_BYTES
         files = FileSet(storage, folder, durable=options.fsync, digest=options.digests)
-        pool = WritePool(options.writers)
+        pool = WritePool(self._options.writers, storage.interrupt)
+        step = functools.partial(_step, group, storage, pool)
         stats = WriteStats()
-        error: BaseException | None = None
         agree = self._agreement() if self.plan.process_count > 1 else None
-        save_id = group.meet("agreeing on what is saved", agree=agree, tell=uuid.uuid4().hex)
-        plan = self.plan.stamped(save_id or "")
+        save_id = uuid.uuid4().hex
         try:
-            try:
-                if plan.pieces is not None:
-                    storage.make_folder(os.path.dirname(join(folder, plan.pieces.name)))
-                stats += write_parts(
-                    [*plan.writes()],
-                    plan.leaves,
-                    self._values,
-                    files,
-                    pool,
-                    memory_budget_bytes=budget,
-                    progress=progress,
-                    check=functools.partial(group.check, _WRITING),
-                )
-            except BaseException as problem:
-                error = problem
-                pool.stop()
-            group.meet(_WRITING, error)
-            try:
-                pieces = self._pieces_folder or folder
-                if self._scattered is not None:
-                    stats += scatter(
-                        plan,
-                        self._scattered.parts,
-                        files,
-                        pool,
-                        self._values,
-                        storage,
-                        pieces,
-                        memory_budget_bytes=budget,
-                    )
-                elif plan.exchanges:
-                    stats += gather(
-                        plan,
-                        files,
-                        pool,
-                        storage,
-                        pieces,
-                        memory_budget_bytes=budget,
-                        progress=progress,
-                        check=functools.partial(group.check, _GATHERING),
-                    )
+            with step("agreeing on what is saved", agree, save_id) as told:
+                # Where files appear one by one this comes first, and the index last; see
+                # `publishing.appearance_rank`.
                 if group.is_leader:
-                    written = self._documents(plan)
-                    files.digests |= {name: zlib.crc32(data) for name, data in written.items()}
-                    self._write_documents(storage, folder, {**documents, **written})
-                elif options.digests:
+                    manifest = self._manifest_file(save_id)
+                    self._write_documents(storage, folder, {**manifest, **documents})
+                    files.digests |= {name: zlib.crc32(data) for name, data in manifest.items()}
+            self.plan = self.plan.stamped(told[0])
+            with step(_WRITING):
+                stats += self._write_shards(folder, group, storage, files, pool, progress)
+            with step(_GATHERING):
+                stats += self._put_together(folder, group, storage, files, pool, progress)
+                if options.digests and not group.is_leader:
+                    storage.make_folder(join(folder, PIECES_FOLDER))
                     own = {_own_digests(group.process_index): dump_digests(files.digests)}
                     self._write_documents(storage, folder, own)
-            except BaseException as problem:
-                error = problem
-                pool.stop()
-            group.meet(_GATHERING, error)
         finally:
             pool.stop()
             files.abort()
             self._values.release()
-        try:
-            if plan.exchanges and group.is_leader and self._pieces_folder is None:
-                storage.remove(join(folder, PIECES_FOLDER))
-            if options.digests and group.is_leader:
-                self._write_digests(storage, folder, files.digests, plan)
-            if options.fsync and group.is_leader:
-                flush_folder(folder)
-        except BaseException as problem:
-            error = problem
-        group.meet("completing the folder", error)
+        with step("completing the folder"):
+            if group.is_leader:
+                self._complete(folder, storage, files.digests)
         return stats
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self._options.memory_budget_bytes or _BUDGET_BYTES
+
+    def _write_shards(
+        self,
+        folder: str,
+        group: Group,
+        storage: Storage,
+        files: FileSet,
+        pool: WritePool,
+        progress: Callable[[Progress], None] | None,
+    ) -> WriteStats:
+        """Writes what comes from this process's own shards."""
+        if self.plan.pieces is not None:
+            storage.make_folder(os.path.dirname(join(folder, self.plan.pieces.name)))
+        return write_parts(
+            [*self.plan.writes()],
+            self.plan.leaves,
+            self._values,
+            files,
+            pool,
+            memory_budget_bytes=self._budget_bytes,
+            progress=progress,
+            check=functools.partial(group.check, _WRITING),
+        )
+
+    def _put_together(
+        self,
+        folder: str,
+        group: Group,
+        storage: Storage,
+        files: FileSet,
+        pool: WritePool,
+        progress: Callable[[Progress], None] | None,
+    ) -> WriteStats:
+        """Completes the files that need what other processes have written, or a mapping."""
+        pieces = self._pieces_folder or folder
+        if self._scattered is not None:
+            return scatter(
+                self.plan,
+                self._scattered.parts,
+                files,
+                pool,
+                self._values,
+                storage,
+                pieces,
+                memory_budget_bytes=self._budget_bytes,
+                progress=progress,
+                check=functools.partial(group.check, _GATHERING),
+            )
+        if not self.plan.exchanges:
+            return WriteStats()
+        return gather(
+            self.plan,
+            files,
+            pool,
+            storage,
+            pieces,
+            memory_budget_bytes=self._budget_bytes,
+            progress=progress,
+            check=functools.partial(group.check, _GATHERING),
+        )
+
+    def _complete(self, folder: str, storage: Storage, digests: Mapping[str, int]) -> None:
+        """Writes what makes many files one checkpoint, and removes what was only needed before."""
+        documents = {}
+        if len(self.plan.files) > 1:
+            files = [(name, tensors) for name, _, tensors in self.plan.files]
+            documents[MAIN_INDEX] = index_bytes(files)
+        if self._options.digests:
+            found = {name: zlib.crc32(data) for name, data in documents.items()}
+            found |= {**digests, **self._others_digests(storage, folder)}
+            documents[DIGESTS] = dump_digests(found)
+        self._write_documents(storage, folder, documents)
+        own_pieces = self.plan.exchanges and self._pieces_folder is None
+        if own_pieces or (self._options.digests and self.plan.process_count > 1):
+            storage.remove(join(folder, PIECES_FOLDER))
+        if self._options.fsync:
+            storage.flush_folder(folder)
 
     def _agreement(self) -> Agreement:
         plan = self.plan
@@ -441,18 +420,31 @@ class PreparedSave:
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"
-        return Agreement(digest.hexdigest(), description, _ALIKE)
+        return Agreement(
+            digest.hexdigest(),
+            description,
+            "All processes must save the same tree of global arrays; an array that each process"
+            " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give"
+            " it a sharding over all processes.",
+        )
 
-    def _documents(self, plan: WritePlan) -> dict[str, bytes]:
-        """The manifest, and for several files the index."""
-        documents = {}
-        if self._manifest is not None:
-            pieces = None if self._manifest.pieces is None else plan.stored
-            documents[MANIFEST] = dataclasses.replace(self._manifest, pieces=pieces).to_json()
-        if len(plan.files) > 1:
-            files = [(name, tensors) for name, _, tensors in plan.files]
-            documents[MAIN_INDEX] = index_bytes(files)
-        return documents
+    def _manifest_file(self, save_id: str) -> dict[str, bytes]:
+        manifest = self._manifest
+        if manifest is None:
+            return {}
+        if manifest.pieces is not None:
+            stored = self.plan.stamped(save_id).stored
+            manifest = dataclasses.replace(manifest, pieces=stored)
+        return {MANIFEST: manifest.to_json()}
+
+    def _others_digests(self, storage: Storage, folder: str) -> dict[str, int]:
+        """What the other processes have left, each of its own files."""
+        found: dict[str, int] = {}
+        for process in range(1, self.plan.process_count):
+            file = join(folder, _own_digests(process))
+            data = read_range(storage, file, 0, storage.size(file))
+            found |= parse_digests(data, file=file)
+        return found
 
     def _write_documents(
         self, storage: Storage, folder: str, documents: Mapping[str, bytes]
@@ -466,49 +458,33 @@ class PreparedSave:
                 file.abort()
                 raise
 
-    def _write_digests(
-        self, storage: Storage, folder: str, digests: Mapping[str, int], plan: WritePlan
-    ) -> None:
-        """The digests of all processes in one file; each but the first has left its own."""
-        found = dict(digests)
-        for process in range(1, plan.process_count):
-            file = join(folder, _own_digests(process))
-            data = read_range(storage, file, 0, storage.size(file))
-            found |= parse_digests(data, file=file)
-            storage.remove(file)
-        kept = {n: value for n, value in found.items() if not n.startswith(f"{PIECES_FOLDER}/")}
-        self._write_documents(storage, folder, {DIGESTS: dump_digests(kept)})
-
 
 def _own_digests(process: int) -> str:
-    return f"{DIGESTS}.{process}"
+    return f"{PIECES_FOLDER}/{DIGESTS}.{process}"
 
 
-def _remove_quietly(storage: Storage, path: str) -> None:
-    with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
-        storage.remove(path)
+@contextlib.contextmanager
+def _step(
+    group: Group,
+    storage: Storage,
+    pool: WritePool,
+    doing: str,
+    agree: Agreement | None = None,
+    tell: str = "",
+) -> Iterator[list[str]]:
+    """A step of a save: all processes wait for each other after it, and fail together.
 
-
-def _check_target(target: str, overwrite: bool) -> None:
-    if target.endswith(SUFFIX):
-        raise SafetensorsLayoutError(
-            "a checkpoint is saved as a folder",
-            file=target,
-            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
-        )
-    if os.path.exists(target) and not os.path.isdir(target):
-        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
-    if is_safetensors_checkpoint(target) and not overwrite:
-        raise CheckpointExistsError(
-            "a safetensors checkpoint stands there already",
-            file=target,
-            hint="Pass overwrite=True to replace it.",
-        )
-
-
-def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of this name belongs to a safetensors checkpoint."""
-    return name.endswith((SUFFIX, INDEX_SUFFIX)) or name in (MANIFEST, DIGESTS)
+    What the first process tells is in the list that the step yields, when it is over.
+    """
+    error: BaseException | None = None
+    told: list[str] = []
+    try:
+        yield told
+    except BaseException as problem:
+        error = problem
+        storage.interrupt()
+        pool.stop()
+    told.append(group.meet(doing, error, agree=agree, tell=tell))
 
 
 def _record(stats: WriteStats) -> None:

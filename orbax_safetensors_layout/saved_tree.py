@@ -27,6 +27,7 @@ from orbax_safetensors_layout.format.nodes import (
     ValueLeaf,
 )
 from orbax_safetensors_layout.format.shardings import ShardingRecord
+from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.placements import ShardingTable
@@ -34,9 +35,6 @@ from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import LeafWrite
 from orbax_safetensors_layout.structure import describe
 
-_NARROW_INTEGERS = {  # one element a byte in memory; the format has no code for them
-    "int1": "I8", "int2": "I8", "int4": "I8", "uint1": "U8", "uint2": "U8", "uint4": "U8",
-}  # fmt: skip
 _RESERVED = "__metadata__"
 
 
@@ -87,16 +85,25 @@ class SavedTree(NamedTuple):
         return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
 
     def check_concrete(self) -> None:
-        """Refuses abstract arrays: a plan can be made of them, but nothing written.
+        """Refuses abstract and deleted arrays: a plan can be made of them, but nothing written.
 
         Raises:
-            UnsupportedDtypeError: Leaves have no values; names all.
+            UnsupportedDtypeError: Leaves are abstract; names all.
+            SafetensorsLayoutError: Leaves were deleted; names all.
         """
-        abstract = [
-            leaf.tensor.name
-            for leaf, value in zip(self.leaves, self.values, strict=True)
-            if not isinstance(value, jax.Array | np.ndarray)
-        ]
+        abstract, deleted = [], []
+        for leaf, value in zip(self.leaves, self.values, strict=True):
+            if isinstance(value, jax.Array):
+                if value.is_deleted():
+                    deleted.append(leaf.tensor.name)
+            elif not isinstance(value, np.ndarray):
+                abstract.append(leaf.tensor.name)
+        if deleted:
+            raise SafetensorsLayoutError(
+                f"{len(deleted)} arrays were deleted, or donated to a function: {deleted[:10]}",
+                tensor=deleted[0],
+                hint="Save what the function returned, or save before it is called.",
+            )
         if abstract:
             raise UnsupportedDtypeError(
                 f"{len(abstract)} leaves are abstract and have no values: {abstract[:10]}",
@@ -156,16 +163,10 @@ class _Parser:
     def _tensor(self, name: str, value: Any, dtype: Any) -> TensorLeaf:
         kind: TensorKind = "jax"
         impl: str | None = None
+        _check_kind(value)
         if isinstance(value, np.ndarray | np.generic):
             kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
             value = np.asarray(value)
-        elif not (hasattr(value, "shape") and hasattr(value, "dtype")):
-            raise UnsupportedDtypeError(
-                f"a {type(value).__name__} can not be saved",
-                expected="an array, a number, a boolean or a string",
-                found=type(value),
-                hint="Take the leaf out of the tree, or save it under an item of its own.",
-            )
         sharding: Sharding | None = getattr(value, "sharding", None)
         number = None if sharding is None else self.table.number(sharding)
         if kind == "jax" and prng.is_key(value):
@@ -192,13 +193,33 @@ class _Parser:
 
 
 def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
-    narrow = _NARROW_INTEGERS.get(dtype.name)
-    if narrow is not None:
-        return DTYPES[narrow], dtype.name
+    if dtype.name in NARROW_INTEGERS:  # the format has no code for them
+        return DTYPES["U8" if dtype.name.startswith("u") else "I8"], dtype.name
     stored = dtype_from_numpy(dtype)
     if stored.packed and not pack:
         return DTYPES["U8"], dtype.name
     return stored, None
+
+
+def _check_kind(value: Any) -> None:
+    """Refuses what is no array, or has more to it than an array's values."""
+    if isinstance(value, jax.core.Tracer):
+        hint = "Save outside of functions that JAX transforms: jit, grad, vmap."
+    elif isinstance(value, np.ma.MaskedArray):
+        hint = "Save `array.filled(...)`, and the mask as an array of its own."
+    elif isinstance(value, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+        return
+    else:
+        hint = "Take the leaf out of the tree, or save it under an item of its own."
+        # Abstract arrays of others, but no arrays of other frameworks.
+        if hasattr(value, "shape") and isinstance(getattr(value, "dtype", None), np.dtype):
+            return
+    raise UnsupportedDtypeError(
+        f"a {type(value).__name__} can not be saved",
+        expected="an array of JAX or numpy, a number, a boolean or a string",
+        found=type(value),
+        hint=hint,
+    )
 
 
 def _is_text(name: str) -> bool:

@@ -31,6 +31,16 @@ def count_text(count: float) -> str:
     return _scaled(count, "")
 
 
+def number_text(count: int, noun: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> number_text(1, "file"), number_text(1200, "file")
+        ('1 file', '1,200 files')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def seconds_text(seconds: float) -> str:
     """A time.
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
-    MappingError,
     MismatchError,
     ShapeMismatchError,
     UnexpectedTensorError,
@@ -31,14 +30,14 @@ from orbax_safetensors_layout.plan.shards import (
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.recorded import Recorded
 from orbax_safetensors_layout.transfer.assemble import jax_holds
-from orbax_safetensors_layout.transfer.casting import check_castable
+from orbax_safetensors_layout.transfer.casting import Subject, check_castable
 from orbax_safetensors_layout.tree import Want, WantedTree
 
 _MAX_RANK = 64  # numpy's
 
 
-class Cast(enum.Enum):
-    """What becomes of a value whose dtype is not the file's."""
+class Fidelity(enum.Enum):
+    """What a cast of a value whose dtype is not the file's has to keep."""
 
     ROUND = "round"  # the caller asked for it
     EXACT = "exact"  # JAX imposes it: every value must survive
@@ -55,8 +54,47 @@ class _Fit(NamedTuple):
     """
 
     dtype: np.dtype
-    cast: Cast
+    cast: Fidelity
     local: LocalBoxes
+
+
+class WantedLeaf(NamedTuple):
+    """A wanted leaf and what it is made of.
+
+    Attributes:
+        number: Its number among the wanted leaves of the tree.
+        want: What is wanted.
+        name: The tensor, or the leaf of the mapping, that it is.
+        origin: Where its values come from.
+        dtype: The dtype that it will have.
+        cast: What a cast to it has to keep.
+        local: The boxes of it that this process needs.
+    """
+
+    number: int
+    want: Want
+    name: str
+    origin: Origin
+    dtype: np.dtype
+    cast: Fidelity
+    local: LocalBoxes
+
+
+class PlannedLeaf(NamedTuple):
+    """Boxes of a wanted leaf, and how this process reads them.
+
+    Attributes:
+        leaf: The leaf.
+        plan: The read of some of its boxes.
+    """
+
+    leaf: WantedLeaf
+    plan: LeafPlan
+
+
+def subject_of(leaf: WantedLeaf) -> Subject:
+    """What is cast, for errors."""
+    return Subject(leaf.name, leaf.origin.file, leaf.origin.dtype)
 
 
 def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[LeafRead]:
@@ -100,7 +138,7 @@ def _on_cpu(placement: Placement) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def leaf_plans(
+def wanted_leaves(
     catalog: Catalog,
     recorded: Recorded,
     tree: WantedTree,
@@ -109,8 +147,8 @@ def leaf_plans(
     mapping: Mapping | None,
     strict: bool,
     devices: bool,
-) -> tuple[list[LeafPlan], list[Cast]]:
-    """How the leaves of a wanted tree are read, and for each what a cast has to keep.
+) -> list[WantedLeaf]:
+    """The leaves of a wanted tree, matched to what the checkpoint has.
 
     Args:
         catalog: The checkpoint.
@@ -122,6 +160,8 @@ def leaf_plans(
         devices: Refuse shardings without devices.
     """
     wants = [want for want in tree.wants if want is not None]
+    if catalog.pieces is not None:
+        catalog.pieces.prefer(shards.process_index)
     if mapping is None:
         names, origins = _plain_origins(catalog, wants)
         if strict:
@@ -129,8 +169,7 @@ def leaf_plans(
     else:
         names, origins = _mapped_origins(catalog, mapping, tree)
     problems: list[MismatchError] = []
-    plans: list[LeafPlan] = []
-    casts: list[Cast] = []
+    leaves: list[WantedLeaf] = []
     fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
     for want, name, origin in zip(wants, names, origins, strict=True):
         shape, stored = origin.shape, origin.dtype
@@ -145,21 +184,38 @@ def leaf_plans(
                 dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
                 if not is_raw:
                     check_castable(stored, dtype)
-                cast = Cast.RAW if is_raw else Cast.ROUND if dtype == wanted else Cast.EXACT
+                cast = (
+                    Fidelity.RAW
+                    if is_raw
+                    else Fidelity.ROUND
+                    if dtype == wanted
+                    else Fidelity.EXACT
+                )
                 fit = fits[key] = _Fit(dtype, cast, _local_boxes(want, shape, shards))
             except MismatchError as problem:
                 problem.file, problem.tensor = origin.file, want.name
                 problems.append(problem)
                 continue
-        plans.append(origin.plan(name, fit.local, fit.dtype))
-        casts.append(fit.cast)
+        leaves.append(WantedLeaf(len(leaves), want, name, origin, *fit))
     if problems:
         _raise_all(problems)
-    if catalog.pieces is not None:
-        catalog.pieces.prefer(shards.process_index)
+    return leaves
+
+
+def planned_leaves(
+    catalog: Catalog, portions: Sequence[tuple[WantedLeaf, LocalBoxes]]
+) -> list[PlannedLeaf]:
+    """How boxes of leaves are read.
+
+    Args:
+        catalog: The checkpoint.
+        portions: Leaves, and the boxes of each that the process reads.
+    """
+    plans = [leaf.origin.plan(leaf.name, boxes, leaf.dtype) for leaf, boxes in portions]
+    if all(isinstance(leaf.origin, Plain) for leaf, _ in portions):
         found = from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
-    return plans, casts
+    return [PlannedLeaf(leaf, plan) for (leaf, _), plan in zip(portions, plans, strict=True)]
 
 
 def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], list[Origin]]:
@@ -171,12 +227,6 @@ def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], 
 def _mapped_origins(
     catalog: Catalog, mapping: Mapping, tree: WantedTree
 ) -> tuple[list[str], list[Origin]]:
-    if catalog.pieces is not None:
-        raise MappingError(
-            "a checkpoint that is stored in pieces is loaded without a mapping",
-            file=catalog.path,
-            hint="Put it together with `osl.consolidate` first.",
-        )
     wants = [want for want in tree.wants if want is not None]
     names = [want.unboxed or want.name for want in wants]
     shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}

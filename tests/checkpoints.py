@@ -68,6 +68,21 @@ def llama_like(layers: int = 2, hidden: int = 64, seed: int = 0) -> dict[str, np
     }
 
 
+def values_of(step: int) -> dict[str, np.ndarray]:
+    """What training has at a step: small, and every bit another at each step."""
+    shapes = {
+        "rows": ((16, 24), np.float32),
+        "columns": ((24, 16), ml_dtypes.bfloat16),
+        "all": ((40,), np.int32),
+        "scalar": ((), np.float64),
+        "empty": ((0, 4), np.float32),
+    }
+    return {
+        name: random_tensor(shape, np.dtype(dtype), 10 * step + number)
+        for number, (name, (shape, dtype)) in enumerate(shapes.items())
+    }
+
+
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
     """Equal dtype, shape and bytes, NaN payloads included."""
     found = np.asarray(found)

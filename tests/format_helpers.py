@@ -53,6 +53,7 @@ class MemoryStorage:
     """Files of a dict of path to bytes. Records reads, size queries and listings."""
 
     kind = "local"
+    lists = True
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)
@@ -90,6 +91,9 @@ class MemoryStorage:
 
     def modified_seconds(self, file: str) -> float:
         return 0.0
+
+    def interrupt(self) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True

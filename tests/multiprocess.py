@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ arguments = json.loads(sys.argv[4])
 """
 _EPILOGUE = """
 print("RESULT " + json.dumps(main(**arguments)), flush=True)
+if sys.argv[5] != "None":
+    os._exit(0)
 """
 
 
@@ -30,9 +33,25 @@ def free_port() -> int:
 
 
 def run_processes(
-    source: str, *, processes: int, devices: int, timeout: float = 240, **arguments: Any
+    source: str,
+    *,
+    processes: int,
+    devices: int,
+    timeout: float = 240,
+    lost: int | None = None,
+    **arguments: Any,
 ) -> list[Any]:
-    """What `main(**arguments)`, defined by `source`, returns in each process."""
+    """What `main(**arguments)`, defined by `source`, returns in each process.
+
+    Args:
+        source: Defines `main`.
+        processes: How many there are.
+        devices: Devices of each.
+        timeout: Seconds.
+        lost: A process that is killed; the others then end without JAX's farewell, which would wait
+            for it.
+        arguments: JSON values.
+    """
     tests = Path(__file__).parent
     environment = {
         **os.environ,
@@ -45,7 +64,7 @@ def run_processes(
     command = [sys.executable, "-c", code, str(port), str(processes)]
     running = [
         subprocess.Popen(
-            [*command, str(index), json.dumps(arguments)],
+            [*command, str(index), json.dumps(arguments), str(lost)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,7 +78,11 @@ def run_processes(
         for process in running:
             process.kill()
     results = []
-    for process, (out, err) in zip(running, outputs, strict=True):
+    for index, (process, (out, err)) in enumerate(zip(running, outputs, strict=True)):
+        if index == lost:
+            assert process.returncode == -signal.SIGKILL, f"{process.returncode}\n{out}\n{err}"
+            results.append(None)
+            continue
         lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
         assert lines, f"exit {process.returncode}\n{out}\n{err}"
         results.append(json.loads(lines[-1].removeprefix("RESULT ")))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
 import orbax_safetensors_layout as osl
@@ -58,3 +63,28 @@ def full_disk(nbytes: int = 4096) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def run_alone(
+    code: str,
+    *arguments: object,
+    mount: tuple[str, Path] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """What a process of its own prints, perhaps with a file system mounted that it alone sees."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    if mount is not None:
+        size, folder = mount
+        mounting = f"mount -t tmpfs -o size={size} tmpfs {folder}"
+        if (
+            not shutil.which("unshare")
+            or subprocess.run(
+                ["unshare", "-m", "sh", "-c", mounting], capture_output=True, check=False
+            ).returncode
+        ):
+            pytest.skip("may not mount")
+        command = ["unshare", "-m", "sh", "-c", f'{mounting} && exec "$@"', "sh", *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -22,6 +22,7 @@ import orbax_safetensors_layout.transfer.assemble as assemble_module
 import orbax_safetensors_layout.transfer.destinations as destinations_module
 import orbax_safetensors_layout.transfer.read as read_module
 from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
+from orbax_safetensors_layout.storage.direct import HUGE_PAGE_BYTES
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.read import read_leaves
@@ -72,6 +73,20 @@ def test_buffers_are_aligned(nbytes, file_offset):
     assert buffer.ctypes.data % SLOT_ALIGNMENT == 0
     if nbytes > 1 << 20 and file_offset % 64 == 0:
         assert (buffer.ctypes.data - file_offset) % 4096 == 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "fits"),
+    [
+        *((nbytes, True) for nbytes in (2 << 20, 8 << 20, 64 << 20, (33 << 20) - 4096)),
+        *((nbytes, False) for nbytes in ((2 << 20) - 4096, 3 << 20, (8 << 20) + 4096)),
+    ],
+)
+def test_buffers_begin_at_a_huge_page_unless_the_last_one_would_be_wasted(nbytes, fits):
+    found = {allocate(nbytes).ctypes.data % HUGE_PAGE_BYTES for _ in range(4)}
+    assert (found == {0}) == fits
+    buffer = allocate(nbytes - 4096, file_offset=4096 + 640)
+    assert (buffer.ctypes.data - 640) % 4096 == 0
 
 
 def test_shards_are_slices_of_one_allocation(tmp_path):

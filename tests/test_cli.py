@@ -87,6 +87,47 @@ def test_exit_codes(monkeypatch, capsys, error, code):
         assert "run the same command again" in err
 
 
+INTERRUPTED = """
+import os, signal, sys
+from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.transfer import write
+
+begin = write.FileSet.begin
+
+def interrupted(self, plan):
+    found = begin(self, plan)
+    os.kill(os.getpid(), signal.SIGINT)
+    return found
+
+write.FileSet.begin = interrupted
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_interrupt_leaves_a_clean_state_and_says_how_to_continue(tmp_path):
+    tree = {f"w{n}": np.arange(1000.0) + n for n in range(5)}
+    osl.save(tmp_path / "pieces", tree, options=osl.WriteOptions(layout="sharded"))
+    before = {file.name: file.read_bytes() for file in (tmp_path / "pieces").iterdir()}
+    command = ["consolidate", str(tmp_path / "pieces"), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 130
+    assert not done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        "orbax-safetensors: interrupted. The checkpoint is as it was; run the same command again."
+    )
+    assert "Traceback" not in done.stderr
+    assert {file.name for file in tmp_path.iterdir()} <= {"pieces", ".out.partial.lock"}
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "pieces").iterdir()}
+    assert run(*command).returncode == 0
+    assert osl.verify(tmp_path / "out", tmp_path / "pieces").ok
+
+
 def test_a_size_that_is_none_is_named(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["consolidate", "here", "--max-file-bytes", "much"])

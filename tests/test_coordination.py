@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.transfer import coordination
+from orbax_safetensors_layout.transfer import coordination, pulse
 from orbax_safetensors_layout.transfer.coordination import Group
 
 PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
@@ -34,6 +35,10 @@ class MemoryStore:
             assert key not in self.values, "ALREADY_EXISTS"
             self.values[key] = value
             self._changed.notify_all()
+
+    def renew(self, key: str, value: str) -> None:
+        with self._changed:
+            self.values[key] = value
 
     def list(self, prefix: str) -> dict[str, str]:
         assert prefix.endswith("/")
@@ -66,9 +71,10 @@ def together(
     *,
     name: str,
     timeout_seconds: float = 60,
+    watched: bool = False,
 ) -> list[object]:
     """What `work` returns, or raises, in each process."""
-    groups = make_groups(store, count, name, timeout_seconds)
+    groups = make_groups(store, count, name, timeout_seconds, watched=watched)
 
     def run(group: Group) -> object:
         try:
@@ -82,14 +88,14 @@ def together(
 
 
 def make_groups(
-    store: MemoryStore, count: int, name: str, timeout_seconds: float = 60
+    store: MemoryStore, count: int, name: str, timeout_seconds: float = 60, *, watched: bool = False
 ) -> list[Group]:
     """One group a process. Each process counts its operations; threads share the counter."""
     groups = []
-    before = coordination._counts[name]
+    before = coordination._counts["save", name]
     for process in range(count):
-        coordination._counts[name] = before
-        groups.append(Group(name, process, count, store, timeout_seconds))
+        coordination._counts["save", name] = before
+        groups.append(Group(name, process, count, store, timeout_seconds, watched=watched))
     return groups
 
 
@@ -281,6 +287,36 @@ def test_a_missing_leader_is_named():
         assert isinstance(error.__cause__, TimeoutError)
 
 
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
+    """As by Ctrl-C: the process has said already that its step went well."""
+    waiting = threading.Event()
+
+    def work(group):
+        if group.process_index == interrupted:
+            name = "list" if group.is_leader else "get"
+            group._store = copy.copy(store)
+            setattr(group._store, name, interrupt)
+        else:
+            assert waiting.wait(PROMPT_SECONDS)
+        group.meet("a step")
+        group.meet("the next step")
+
+    def interrupt(*_):
+        waiting.set()
+        raise KeyboardInterrupt("enough")
+
+    started = time.monotonic()
+    errors = together(store, 3, work, name=f"interrupt {interrupted}")
+    assert time.monotonic() - started < PROMPT_SECONDS
+    for process, error in enumerate(errors):
+        if process == interrupted:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, osl.PeerError)
+            assert "enough" in str(error)
+
+
 def test_a_lost_store_is_an_error_and_hides_no_other(store):
     def broken(key, value):
         raise ConnectionError("the coordinator is gone")
@@ -288,12 +324,64 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
     store.set = broken
     (group,) = make_groups(store, 1, "lost store")
     group.process_count = 2
-    with pytest.raises(ConnectionError, match="coordinator"):
+    with pytest.raises(osl.PeerError, match="does not answer while a step") as raised:
         group.meet("a step")
+    assert isinstance(raised.value.__cause__, ConnectionError)
     (group,) = make_groups(store, 1, "lost store")
     group.process_count = 2
     with pytest.raises(ValueError, match="mine"):
         group.meet("a step", ValueError("mine"))
+
+
+def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
+    """Also where others have failed already because they need it; not the others' failure."""
+    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
+
+    def work(group):
+        group.meet("a first step")
+        if group.process_index == 2:  # killed: says nothing more
+            group._pulse.stop()
+            group.fail = group.close = lambda *_: None
+            return "killed"
+        with group.together("a step"):
+            if group.process_index == 1:
+                raise osl.PeerError("the connection was closed")
+        return None
+
+    errors = together(store, 4, work, name="silent", watched=True)
+    assert errors[2] == "killed"
+    for error in (errors[0], errors[1], errors[3]):
+        assert isinstance(error, osl.PeerError)
+        assert "process 2 failed while a step: no sign of life for 0.5 s" in str(error)
+    assert str(errors[1].__cause__) == "the connection was closed."
+
+
+def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
+    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
+
+    def work(group):
+        if group.process_index == 1:
+            for _ in range(60):  # twice as long as a dead one would be waited for
+                time.sleep(0.05)
+                group.check("a step")
+        group.meet("a step")
+        return "done"
+
+    assert together(store, 3, work, name="slow", watched=True) == ["done"] * 3
+    assert "safetensors-pulse" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_consequence_without_a_cause_is_the_error_of_all(store):
+    def work(group):
+        error = osl.PeerError("the connection was closed") if group.process_index == 1 else None
+        group.meet("a step", error)
+
+    errors = together(store, 3, work, name="consequence")
+    for error in errors:
+        assert isinstance(error, osl.PeerError)
+        assert "the connection was closed" in str(error)
 
 
 def test_keys_are_cleaned_up(store):
@@ -307,11 +395,11 @@ def test_keys_are_cleaned_up(store):
             most = max(most, len(store.values))
 
     count = 3
-    for number in range(40):
+    for number in range(100):
         together(store, count, work if number == 0 else lambda g: [g.meet(str(i)) for i in (0, 1)],
                  name=f"operation {number}")  # fmt: skip
     assert most <= 3 * (count + 1) + count
-    assert len(store.values) <= 10 * 2 * (count + 1)
+    assert len(store.values) <= 66 * 2 * (count + 1)
     assert not [key for key in store.values if "operation 0" in key]
 
 
@@ -393,4 +481,13 @@ def test_names_are_part_of_keys_whatever_they_hold(store):
     names = ["/a", "/a/b", "/a/b/c", "/ü ü", "1/a", "/"]
     with ThreadPoolExecutor(len(names)) as pool:
         for found in pool.map(run, names):
-            assert found == [[None] * 4] * 2
+            assert found == [[""] * 4] * 2
+
+
+def test_what_the_first_process_tells_reaches_all(store):
+    def tell(group):
+        mine = f"said by {group.process_index}"
+        return [group.meet("one", tell=mine), group.meet("two"), group.meet("three", tell=mine)]
+
+    assert together(store, 3, tell, name="/a") == [["said by 0", "", "said by 0"]] * 3
+    assert together(store, 1, tell, name="/b") == [["said by 0", "", "said by 0"]]

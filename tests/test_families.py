@@ -340,6 +340,109 @@ def test_mxfp4(saved, target, scan):
     check(families.mapping(config, target=target, scan=scan), facts_of(stored), stored, expected)
 
 
+def stacked(stored, name):
+    """What is stored under a name with `{i}` and `{e}`, stacked over these."""
+    pattern = re.compile(re.sub(r"\\\{\w\\\}", r"(\\d+)", re.escape(name)))
+    found = {tuple(map(int, m.groups())): n for n in stored if (m := pattern.fullmatch(n))}
+    arrays = np.stack([stored[found[index]] for index in sorted(found)])
+    lengths = [len({index[axis] for index in found}) for axis in range(len(min(found)))]
+    return arrays.reshape(*lengths, *arrays.shape[1:])
+
+
+def check_kept(config, stored, kept, decoded):
+    """Quantised tensors keep names and bits; all other leaves are those of the decoded model."""
+    mapping = families.mapping(config, quantized="keep")
+    made = mapping.bind(facts_of(stored)).expressions
+    plain = REFERENCES["plain"](config["model_type"], config, decoded, True)
+    for name, array in kept.items():
+        same(evaluate(made.pop(name), stored), array)
+    for name, bound in made.items():
+        same(evaluate(bound, stored), plain[name])
+    back = mapping.inverse().bind(mapping.leaf_facts(facts_of(stored))).expressions
+    leaves = {n: evaluate(b, stored) for n, b in mapping.bind(facts_of(stored)).expressions.items()}
+    assert set(back) == set(stored)
+    for name, bound in back.items():
+        same(evaluate(bound, leaves), stored[name])
+
+
+def test_fp8_that_is_kept(saved):
+    _, config, tensors, _ = saved["deepseek_v3"]
+    projections = [t for t in tensors if t.endswith(("_proj.weight", "_mqa.weight"))]
+    stored, decoded = fp8(tensors, projections, 16)
+    quantization = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    config = config | {"quantization_config": quantization}
+    first = config["first_k_dense_replace"]
+    dense, sparse = ({}, {})
+    for name, array in stored.items():
+        if "_proj.weight" in name or "_mqa.weight" in name:
+            number = int(name.split(".")[2])
+            (dense if number < first else sparse)[name] = array
+    kept = {}
+    for root, some in (("dense_layers", dense), ("moe_layers", sparse)):
+        for name in some:
+            after = re.sub(r"experts\.\d+", "experts.{e}", name.split(".", 3)[3])
+            leaf = f"{root}.{after.replace('{e}.', '')}"
+            kept[leaf] = stacked(some, f"model.layers.{{i}}.{after}")
+    assert kept["moe_layers.mlp.experts.up_proj.weight"].dtype.name == "float8_e4m3fn"
+    check_kept(config, stored, kept, decoded)
+
+
+def test_mxfp4_that_is_kept(saved):
+    _, config, tensors, _ = saved["gpt_oss"]
+    config = config | {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    rng, stored, kept = np.random.default_rng(0), dict(tensors), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        del stored[name]
+        stored[f"{name}_blocks"] = rng.integers(0, 256, (5, 96, 2, 16), np.uint8)
+        stored[f"{name}_scales"] = rng.integers(120, 134, (5, 96, 2), np.uint8)
+    for name in ("gate_up_proj", "down_proj"):
+        for part in ("blocks", "scales"):
+            full = f"mlp.experts.{name}_{part}"
+            kept[f"layers.{full}"] = stacked(stored, f"model.layers.{{i}}.{full}")
+    check_kept(config, stored, kept, tensors)
+
+
+@pytest.mark.parametrize("quantized", ["decode", "keep"])
+def test_int4_of_experts(saved, quantized):
+    """As Kimi K2 Thinking: the experts are packed, attention and the like are not."""
+    _, config, tensors, _ = saved["deepseek_v3"]
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+    config = config | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": weights | {"group_size": 8}}},
+            "ignore": [
+                "lm_head",
+                "re:.*self_attn.*",
+                "re:.*shared_experts.*",
+                r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+            ],
+        }
+    }
+    rng, stored, decoded, kept = np.random.default_rng(0), dict(tensors), dict(tensors), {}
+    bf16 = tensors["model.norm.weight"].dtype
+    for name in [name for name in tensors if ".experts." in name]:
+        rows, columns = stored.pop(name).shape
+        values = rng.integers(0, 16, (rows, columns), np.int64)
+        scale = rng.random((rows, columns // 8), np.float32).astype(bf16)
+        shifted = values.reshape(rows, -1, 8) << (4 * np.arange(8))
+        packed = shifted.sum(-1).astype(np.uint32).view(np.int32)
+        shape = np.array([rows, columns], np.int64)
+        stored |= {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": shape}
+        spread = scale.astype(np.float32).repeat(8, 1)
+        decoded[name] = ((values - 8).astype(np.float32) * spread).astype(bf16)
+    if quantized == "decode":
+        expected = REFERENCES["plain"]("deepseek_v3", config, decoded, True)
+        check(families.mapping(config), facts_of(stored), stored, expected)
+        return
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for part in ("packed", "scale", "shape"):
+            source = f"model.layers.{{i}}.mlp.experts.{{e}}.{name}.weight_{part}"
+            kept[f"moe_layers.mlp.experts.{name}.weight_{part}"] = stacked(stored, source)
+    check_kept(config, stored, kept, decoded)
+
+
 def test_named_functions(saved):
     for name in families.TARGETS["plain"]:
         config = {k: v for k, v in saved[name].config.items() if k != "model_type"}
@@ -451,7 +554,7 @@ def test_logits_of_the_plain_tree(saved, name, tmp_path):
     """A JAX model of the plain tree and torch's give equal logits."""
     pytest.importorskip("jax")
     import torch
-    from family_llama_jax import logits
+    from llama_jax import logits
 
     folder, config, tensors, model = make(name, tmp_path, dtype="float32")
     bound = families.mapping(folder, target="plain").bind(folder)

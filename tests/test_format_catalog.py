@@ -435,7 +435,7 @@ def test_close_leaves_a_given_storage_open() -> None:
 def test_own_storage_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = MemoryStorage({"/m/1.safetensors": file_bytes({"a": entry("U8", [1], 0, 1)}, b"x")})
     monkeypatch.setattr(
-        "orbax_safetensors_layout.format.catalog.open_storage", lambda path: (storage, path)
+        "orbax_safetensors_layout.format.catalog.open_storage", lambda path, **_: (storage, path)
     )
     with Catalog.open("/m"):
         assert not storage.closed

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
-from orbax_safetensors_layout.geometry.box import Box, cover, tile
+from orbax_safetensors_layout.geometry.box import Box, Tile, cover, tile
 from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 
@@ -97,6 +97,37 @@ def test_tiles_cover_each_box_once(cells):
     assert sorted(m for t in tiles for m in t.members) == list(range(len(boxes)))
     for found in tiles:
         assert cover([boxes[m] for m in found.members], found.box)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), max_size=3),
+    st.integers(1, 40),
+    st.sampled_from([1, 8]),
+)
+def test_slabs_are_a_tile_in_its_order(dims, most, group):
+    grid, member = tuple(g for g, _ in dims), tuple(n for _, n in dims)
+    cells = list(itertools.product(*map(range, grid)))
+    boxes = [
+        Box(
+            tuple(i * n for i, n in zip(cell, member, strict=True)),
+            tuple((i + 1) * n for i, n in zip(cell, member, strict=True)),
+        )
+        for cell in cells
+    ]
+    whole = Box.whole(tuple(g * n for g, n in dims))
+    numbers = np.arange(whole.size).reshape(whole.shape)
+    slabs = [*Tile(whole, grid, tuple(range(len(boxes)))).slabs(most, group)]
+    found = []
+    for slab in slabs:
+        assert len(found) % group == 0 or len(slabs) == 1
+        found += numbers[slab.box.slices].ravel().tolist()
+        parts = [boxes[n].intersect(slab.box) for n in slab.members]
+        assert {part.shape for part in parts} == {slab.member_shape}
+        assert cover(parts, slab.box)
+        assert parts == sorted(parts)
+        assert slab.box.size <= most or group > 1
+    assert found == list(range(whole.size))
 
 
 def test_overlapping_boxes_stay_alone():

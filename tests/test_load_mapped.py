@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mapping_expressions import ALL_OPS, cases
+from multiprocess import run_processes
 
 import orbax_safetensors_layout as osl
 
@@ -45,6 +46,61 @@ def test_any_expression_under_any_sharding(tmp_path_factory, data):
     found = osl.load(folder, {"leaf": leaf}, mapping=mapping)["leaf"]
     assert found.sharding == leaf.sharding
     assert_same_bits(np.asarray(found), value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_expression_of_tensors_that_are_stored_in_pieces(tmp_path_factory, data):
+    case = data.draw(cases(ALL_OPS, depth=3))
+    folder = tmp_path_factory.mktemp("pieces") / "saved"
+    tensors = {name: np.asarray(array) for name, array in case.tensors.items()}
+    arrays = {name: jax.device_put(t, sharded(data, t.shape)) for name, t in tensors.items()}
+    osl.save(folder, arrays or {"other": np.ones(1)}, options=osl.WriteOptions(layout="sharded"))
+    mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
+    value = np.asarray(case.array)
+    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded(data, value.shape))
+    found = osl.load(folder, {"leaf": leaf}, mapping=mapping)["leaf"]
+    assert_same_bits(np.asarray(found), value)
+
+
+PIECES = """
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import orbax_safetensors_layout as osl
+
+def main(path):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    value = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
+
+    def sharded(array, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    tree = {"a.weight": sharded(value, "x"), "b.weight": sharded(value + 100, None)}
+    options = osl.WriteOptions(layout="sharded", replicate_below_bytes=0)
+    osl.save(path, tree, options=options)
+    rules = [
+        osl.rule("a", osl.tensor("a.weight").transpose()),
+        osl.rule("both", osl.concat([osl.tensor("b.weight"), osl.tensor("a.weight")], 1)),
+    ]
+    mapping = osl.Mapping(rules, strict=False)
+    wanted = {"a": value.T, "both": np.concatenate([value + 100, value], 1)}
+    spec = {"a": P(None, "x"), "both": P("x")}
+    abstract = {
+        name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, spec[name]))
+        for name, v in wanted.items()
+    }
+    found = osl.load(path, abstract, mapping=mapping)
+    for name, array in found.items():
+        for shard in array.addressable_shards:
+            assert np.array_equal(shard.data, wanted[name][shard.index]), name
+    return osl.plan_load(path, {"a": abstract["a"]}, mapping=mapping).cost().files
+"""
+
+
+def test_processes_read_their_own_pieces_through_a_mapping(tmp_path):
+    files = run_processes(PIECES, processes=2, devices=2, path=str(tmp_path / "saved"))
+    assert files == [1, 1]
 
 
 LAYERS, HEADS, HEAD_DIM, WIDTH = 4, 8, 16, 32
@@ -198,3 +254,13 @@ def test_everything_wrong_in_one_error(path, tensors):
     assert f"{HEADS + 1}" in text
     assert "layers.nrom" in text
     assert "model.norm.weight" in text
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_pieces_that_cross_one_another(tmp_path, step):
+    """Both axes of the leaf walk along one of the tensor: a Hankel, or a Toeplitz matrix."""
+    tensor = np.arange(4, dtype=np.float32)
+    path = save(tmp_path, {"t": tensor})
+    rows = [0, 1, 1, 2, 2, 3] if step > 0 else [1, 0, 2, 1, 3, 2]
+    mapping = osl.Mapping([osl.rule("leaf", osl.tensor("t").take(0, rows).reshape(3, 2))])
+    assert_same_bits(osl.load(path, mapping=mapping)["leaf"], tensor[rows].reshape(3, 2))

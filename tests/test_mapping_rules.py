@@ -164,7 +164,8 @@ def test_everything_wrong_in_one_error():
         " say which to stack: stack(..., over='i', indices=[...]).",
         "  - leaf 'layers.down' has shape [6, 64, 16], but"
         " stack(tensor('model.layers.{i}.down.weight').transpose(), over='i', axis=1) gives shape"
-        " [64, 6, 16] float32 of 'model.layers.0.down.weight' and 5 more.",
+        " [64, 6, 16] float32 of 'model.layers.0.down.weight' and 5 more. The axes are in another"
+        " order: transpose, rearrange, or stack along another one.",
         *(
             f"  - leaf 'blocks.{i}.up': {up}, given shape [64, 16] float32 of"
             f" 'model.layers.{i}.up.weight': axis 0 has extent 64, which is no multiple of d=48."
@@ -174,6 +175,26 @@ def test_everything_wrong_in_one_error():
         "  - no rule uses tensor 'model.embed.weight'. Rules take, and the checkpoint lacks,"
         " 'model.embde.weight'. Add rules for such, or name them in Mapping(..., ignore=[...]).",
         "  - no rule uses tensor 'model.layers.0.bias', nor 5 more that differ in numbers only.",
+    ]
+
+
+def test_a_wrong_head_count_and_two_rules_of_one_name():
+    rules = [EMBED, rule("layers.q", stack(Q, over="i")), NORM]
+    rules += [rule("layers.mlp", scanned("up")), rule("layers.mlp", scanned("down"))]
+    leaves = {"embed": (100, 16), "final.norm": (16,), "layers.mlp": None}
+    leaves["layers.q"] = (LAYERS, 16, 2, 16)
+    with pytest.raises(MappingError) as caught:
+        Mapping(rules).bind(facts_of(llama()), leaves)
+    assert str(caught.value).splitlines() == [
+        "The mapping does not fit the checkpoint and the model: 2 problems.",
+        "  - 2 rules make leaf 'layers.mlp': those for"
+        " stack(tensor('model.layers.{i}.up.weight').transpose(), over='i') and"
+        " stack(tensor('model.layers.{i}.down.weight').transpose(), over='i').",
+        "  - leaf 'layers.q' has shape [6, 16, 2, 16], but"
+        " stack(tensor('model.layers.{i}.q.weight').rearrange('(h d) e -> e h d', d=8), over='i')"
+        " gives shape [6, 16, 4, 8] float32 of"
+        " 'model.layers.0.q.weight' and 5 more. There are as many elements: mend the sizes (such as"
+        " d= of heads), or reshape.",
     ]
 
 

@@ -52,8 +52,10 @@ def stacked(entries, local, shape, strides, name="stack") -> LeafRead:
     return LeafRead(name, (len(sources), *shape), stored, sources, local, stored.numpy)
 
 
-def plan(leaves, *, budget=1 << 31, adopt=True, profile=LOCAL) -> ReadPlan:
-    return plan_reads(leaves, profile=profile, memory_budget_bytes=budget, adopt=adopt)
+def plan(leaves, *, budget=1 << 31, adopt=True, profile=LOCAL, in_order=False) -> ReadPlan:
+    return plan_reads(
+        leaves, profile=profile, memory_budget_bytes=budget, adopt=adopt, in_order=in_order
+    )
 
 
 def made_up(name="t", shape=(4, 6), code="F32", file="f", start=8) -> TensorEntry:
@@ -197,6 +199,32 @@ def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
     # Where arrays keep their buffers, the files come one after the other.
     files = [file for file, _ in plan(leaves).batches]
     assert files == sorted(set(files))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_leaves_are_read_file_by_file_or_in_their_order(in_order):
+    """What a file is put together from comes in the order in which it can be appended."""
+    whole = LocalBoxes((Box((0, 0), (4, 6)),), (False,))
+    leaves = [
+        LeafRead(
+            f"t{number}",
+            (4, 6),
+            DTYPES["F32"],
+            (Source(made_up(file="ab"[number % 2], start=96 * number), whole.boxes[0], view),),
+            whole,
+            np.dtype(np.float32),
+        )
+        for number, view in enumerate([AffineView.row_major((4, 6))] * 12)
+    ]
+    reads = plan(leaves, budget=4 * 3 * 96, adopt=False, in_order=in_order)
+    order = [region.leaf for _, regions in reads.batches for region in regions]
+    assert sorted(order) == list(range(12))
+    if in_order:
+        assert [sorted(order[i : i + 3]) for i in range(0, 12, 3)] == [
+            [i, i + 1, i + 2] for i in range(0, 12, 3)
+        ]
+    else:
+        assert order == [*range(0, 12, 2), *range(1, 12, 2)]
 
 
 def test_a_tile_larger_than_the_budget_is_read_by_itself(tmp_path):

@@ -155,6 +155,36 @@ def test_the_old_folder_is_as_it_was_when_something_can_not_be_kept(tmp_path, mo
     assert tree(old) == {"model": "old", "config": "c"}
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("links", [True, False])
+def test_what_somebody_writes_meanwhile_is_kept(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(1, "no")))
+    old = make(tmp_path / "checkpoint", model="old", config="c", log="1", same="s")
+    make(old / "sub", note="n")
+    replace = publish._replace
+
+    def meanwhile(*arguments):
+        (old / "late").write_text("late")
+        (old / "sub" / "late").write_text("late")
+        make(old / "new folder", late="late")
+        (old / "log").write_text("1 2")
+        (old / "config.new").write_text("newer")
+        os.replace(old / "config.new", old / "config")
+        for name in ("config", "log"):
+            os.utime(old / name)
+        return replace(*arguments)
+
+    monkeypatch.setattr(publish, "_replace", meanwhile)
+    put(make(tmp_path / "new", model="new"), old)
+    assert tree(old) == {
+        "config": "newer", "late": "late", "log": "1 2", "model": "new", "new folder": "folder",
+        "new folder/late": "late", "same": "s", "sub": "folder", "sub/late": "late",
+        "sub/note": "n",
+    }  # fmt: skip
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
 def test_a_missing_new_folder_changes_nothing(tmp_path):
     old = make(tmp_path / "checkpoint", model="old", config="c")
     with pytest.raises(osl.StorageError):

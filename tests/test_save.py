@@ -9,8 +9,6 @@ import math
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -27,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from saved_files import assert_saved, header, raw_file, raw_tensors
+from saving import run_alone
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
@@ -699,11 +698,42 @@ def test_abstract_arrays(tmp_path):
     assert "'c'" in str(error)
 
 
-def test_a_deleted_array(tmp_path):
-    array = jax.numpy.zeros(3)
-    array.delete()
-    with pytest.raises(RuntimeError, match="deleted"):
-        osl.save(tmp_path / "x", {"t": array}, options=quick())
+def test_deleted_arrays(tmp_path):
+    tree = {"a": jax.numpy.zeros(3), "b": VALUE, "key": jax.random.key(0), "c": jax.numpy.ones(3)}
+    for name in ("a", "key"):
+        jax.block_until_ready(tree[name])
+    tree["a"].delete()
+    jax.random.key_data(tree["key"]).delete()
+    error = refused(tmp_path / "x", tree)
+    assert "'a'" in str(error)
+    assert "'key'" in str(error)
+    assert "'b'" not in str(error)
+    assert "donated" in str(error)
+
+
+def test_arrays_with_more_to_them_than_values(tmp_path):
+    class OfAnotherFramework:
+        shape, dtype = (3,), "float32"
+
+    tree = {
+        "masked": np.ma.masked_array(np.arange(3.0), [False, True, False]),
+        "other": OfAnotherFramework(),
+        "fine": VALUE,
+    }
+    error = refused(tmp_path / "x", tree, osl.UnsupportedDtypeError)
+    assert "filled" in str(error)
+    assert "a OfAnotherFramework can not be saved" in str(error)
+    assert "'fine'" not in str(error)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.grad(lambda x: f(x).sum()), jax.vmap])
+def test_inside_a_function_that_jax_transforms(tmp_path, transform):
+    def function(x):
+        osl.save(tmp_path / "x", {"fine": VALUE, "t": {"x": x}}, options=quick())
+        return x
+
+    with pytest.raises(osl.UnsupportedDtypeError, match=r"Tracer can not be saved.*'t\.x'.*jit"):
+        transform(function)(jax.numpy.ones(3))
     assert os.listdir(tmp_path) == []
 
 
@@ -846,26 +876,6 @@ def test_a_disk_that_is_full(old):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.file.startswith(str(old.parent))
     check_untouched(old)
-
-
-def run_alone(code, *arguments, mount=None):
-    """What a process of its own prints, perhaps with a file system mounted that it alone sees."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    if mount is not None:
-        size, folder = mount
-        mounting = f"mount -t tmpfs -o size={size} tmpfs {folder}"
-        if (
-            not shutil.which("unshare")
-            or subprocess.run(
-                ["unshare", "-m", "sh", "-c", mounting], capture_output=True, check=False
-            ).returncode
-        ):
-            pytest.skip("may not mount")
-        command = ["unshare", "-m", "sh", "-c", f'{mounting} && exec "$@"', "sh", *command]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -1088,6 +1098,12 @@ class HeldValues:
     def held_bytes(self, part):
         return self._sizes[part.leaf]
 
+    def cut(self, part, budget_bytes):
+        return [part]
+
+    def in_order(self, part):
+        return True
+
     def begin(self, part):
         value = np.full(self._sizes[part.leaf], part.leaf % 251, np.uint8)
         with self._lock:
@@ -1164,7 +1180,7 @@ import sys, gc, numpy as np, jax, ml_dtypes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import orbax_safetensors_layout as osl
 folder, kind = sys.argv[1:]
-f4 = np.float32
+f4, SMALL = np.float32, dict(memory_budget_bytes=32 << 20)
 shape, spec, dtype, options = {
     "column": ((8192, 8192), P(None, "x"), f4, {}),
     "column of three": ((64, 1024, 1024), P(None, None, "x"), f4, {}),
@@ -1172,8 +1188,8 @@ shape, spec, dtype, options = {
     "cast": ((8192, 8192), P("x"), f4, dict(dtype=ml_dtypes.bfloat16)),
     "long rows": ((2, 1 << 25), P(None, "x"), f4, {}),
     "one long row": ((1, 1 << 26), P(), f4, dict(dtype=ml_dtypes.bfloat16)),
-    "packed": ((16384, 16384), P(None, "x"), ml_dtypes.float4_e2m1fn, {}),
-    "four bits": ((16384, 16384), P("x"), ml_dtypes.int4, {}),
+    "packed": ((16384, 16384), P(None, "x"), ml_dtypes.float4_e2m1fn, SMALL),
+    "four bits": ((16384, 16384), P("x"), ml_dtypes.int4, SMALL),
     "fortran": ((8192, 8192), None, f4, {}),
     "flushed": ((8192, 8192), P(None, "x"), f4, dict(fsync=True, concurrency=4)),
     "files": ((4096, 1024), P(None, "x"), f4, dict(max_file_bytes=1 << 24)),
@@ -1183,7 +1199,7 @@ shape, spec, dtype, options = {
 }[kind]
 
 
-def make():
+def make(shape):
     if spec is None:
         return np.ones(shape, dtype, order="F")
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec)
@@ -1196,14 +1212,15 @@ def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
 
 
-tree = {str(n): make() for n in range(16 if "files" in kind else 1)}
+tree = {str(n): make(shape) for n in range(16 if "files" in kind else 1)}
 jax.block_until_ready(tree)
-osl.save(folder + "/warm", {"a": np.ones((1000, 1000))})
+warm = {"a": np.ones((1000, 1000)), "b": make((8, *[64] * (len(shape) - 1)))}
+osl.save(folder + "/warm", warm, options=osl.WriteOptions(memory_budget_bytes=256))
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
 osl.save(folder + "/x", tree, options=osl.WriteOptions(**{"fsync": False, **options}))
-print(peak() - before)
+print(peak() - before - options.get("memory_budget_bytes", 0) // 1024)
 """
 
 
@@ -1213,23 +1230,15 @@ print(peak() - before)
         "column",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("column of three", "sharded", "cast", "files", "flushed")
-        ),
-        *(
-            pytest.param(
-                kind, marks=[pytest.mark.slow, pytest.mark.xfail(strict=False, reason=why)]
+            for kind in (
+                "column of three", "sharded", "cast", "long rows", "one long row", "packed",
+                "four bits", "fortran", "flushed", "files", "files flushed",
             )
-            for kind, why in {
-                "long rows": "a row of the last two dimensions is staged whole",
-                "one long row": "a row of the last two dimensions is staged whole",
-                "packed": "`np.asarray` copies sub-byte arrays, and JAX keeps the copy",
-                "four bits": "`np.asarray` copies sub-byte arrays, and JAX keeps the copy",
-                "files flushed": "each file has a scratch of its own a thread",
-                "fortran": "an array that is not C-contiguous is copied whole",
-            }.items()
         ),
     ],
-)
+)  # fmt: skip
 def test_the_peak_memory_of_a_save(tmp_path, kind):
-    """256 MB, and no more than 64 MB beyond them."""
-    assert int(run_alone(PEAK, tmp_path, kind)) < 64 * 1024
+    """256 MB, and no more than 64 MB and the memory budget beyond them."""
+    # glibc would keep freed megabytes, for each thread that allocated them.
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    assert int(run_alone(PEAK, tmp_path, kind, environment=environment)) < 64 * 1024

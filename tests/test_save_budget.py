@@ -6,19 +6,24 @@ with memory of its own; they ask for no more than that `device_put` to `pinned_h
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
 
 import jax
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
-from checkpoints import assert_same_bits
+from checkpoints import assert_same_bits, random_tensor
 from jax.sharding import PartitionSpec as P
+from saved_files import assert_saved
 from saving import full_disk, opened
 from states import place
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.transfer import host
 
 VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 NAMES = "abcdefgh"
@@ -107,6 +112,20 @@ def test_the_arrays_may_go_when_the_save_returns(tmp_path, route, budget):
 
 
 @pytest.mark.parametrize("route", ROUTES)
+def test_the_arrays_are_waited_for_whatever_the_time_out(tmp_path, route):
+    """That bounds how long processes wait for each other, not how long one of them writes."""
+    begin = route(tmp_path, dataclasses.replace(small_steps(), timeout_seconds=0.001))
+    item = tree()
+    finish = begin(0, item)
+    for array in jax.tree.leaves(item):
+        array.delete()
+    finish()
+    found = opened(tmp_path / "0" / "state")
+    for number, name in enumerate(NAMES):
+        assert_same_bits(found[name], VALUES + number)
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_the_budget_makes_the_blocking_part_longer(tmp_path, route):
     def blocking_seconds(budget):
         begin = route(tmp_path / str(budget), small_steps(budget))
@@ -118,6 +137,29 @@ def test_the_budget_makes_the_blocking_part_longer(tmp_path, route):
 
     blocking_seconds(1)  # whatever is slow the first time
     assert blocking_seconds(256) > 0.02 * (len(NAMES) - 2)
+
+
+@pytest.mark.parametrize("budget", [1, 200_000])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P()], ids=str)
+def test_a_tensor_larger_than_the_budget_comes_in_slabs(tmp_path, monkeypatch, spec, budget):
+    brought = []
+    to_host = host._to_host
+    monkeypatch.setattr(
+        host, "_to_host", lambda all: brought.append(sum(s.nbytes for s in all)) or to_host(all)
+    )
+    dtypes = [np.float32, ml_dtypes.int4, ml_dtypes.float4_e2m1fn, np.bool_]
+    values = {
+        f"{number}": random_tensor(shape, np.dtype(np.int8), number).astype(dtype)
+        for number, (dtype, shape) in enumerate(
+            itertools.product(dtypes, [(16, 24), (8, 8, 6), (40, 8)])
+        )
+    }
+    tree = {name: place(value, spec) for name, value in values.items()}
+    with jax.transfer_guard("disallow"):
+        options = osl.WriteOptions(memory_budget_bytes=budget, fsync=False)
+        osl.save(tmp_path / "x", tree, options=options)
+    assert_saved(tmp_path / "x", values)
+    assert max(brought) <= max(budget, 64 << 10)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -6,27 +6,18 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import ForkServer
 from saved_files import raw_tensors
 
-SERVER = """
-import os, signal, sys, threading, time, warnings
+SOURCE = """
 import numpy as np
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.save
 from orbax_safetensors_layout.storage import publish
-
-warnings.simplefilter("ignore")
-CALLS = "open pwritev pwrite fsync replace rename link mkdir unlink rmdir".split()
-
-
-def say(text):
-    os.write(1, f"{text}\\n".encode())
 
 
 def tensors(version, files, rows):
@@ -35,93 +26,21 @@ def tensors(version, files, rows):
     } | {"odd": np.full(version + 3, version, np.int8)}
 
 
-def kill_at(number):
-    # Between two system calls; `renameat2`, which is not Python's, counts as well.
-    count, lock = [0], threading.Lock()
-
-    def wrap(real):
-        def call(*arguments, **keywords):
-            with lock:
-                if count[0] == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                count[0] += 1
-            return real(*arguments, **keywords)
-        return call
-
-    for name in CALLS:
-        setattr(os, name, wrap(getattr(os, name)))
-    rename = publish._renameat2()
-    if rename is not None:
-        publish._renameat2 = lambda: wrap(rename)
-    return count
-
-
-def child(folder, version, files, rows, kill, exchange, begins):
-    if not exchange:
-        publish._renameat2 = lambda: None
-    count = kill_at(kill)
+def main(folder, version, files, rows, kill, exchange):
+    rename = publish._renameat2() if exchange else None  # which is not Python's, but counts
+    publish._renameat2 = lambda: rename and (lambda *arguments: os.renameat2(*arguments))
+    os.renameat2 = rename
+    count = kill_at(kill, [(os, "renameat2")] if rename else [])
     options = osl.WriteOptions(max_file_bytes=242 * rows)
-    os.write(begins, b"x")
+    say("begin")
     osl.save(folder, tensors(version, files, rows), options=options, overwrite=True)
-    say(f"end {count[0]}")
-
-
-say("ready")
-for line in sys.stdin:
-    command = eval(line)
-    after_seconds = command.pop("after_seconds")
-    begun, begins = os.pipe()
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            child(**command, begins=begins)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(begins)
-    os.read(begun, 1)
-    os.close(begun)
-    started = time.monotonic()
-    if after_seconds is not None:
-        time.sleep(after_seconds)
-        os.kill(pid, signal.SIGKILL)  # a zombie at most, which nobody has waited for
-    _, status = os.waitpid(pid, 0)
-    say(f"done {os.waitstatus_to_exitcode(status)} {time.monotonic() - started}")
+    say(count[0])
 """
 FILES = 5
 
 
-class Server:
-    """A process that forks one child a save, so that each begins in milliseconds."""
-
-    def __init__(self):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        assert self._line() == ["ready"]
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
-
-    def _line(self):
-        line = self._process.stdout.readline()
-        assert line, "the server is gone"
-        return line.split()
+class Server(ForkServer):
+    """Saves in a child."""
 
     def save(self, folder, version, *, kill=-1, exchange=True, after_seconds=None, rows=50):
         """Exit status of a save, how many calls it made, and how many seconds it took.
@@ -134,24 +53,17 @@ class Server:
             after_seconds: When the child is killed from outside, instead.
             rows: Rows of each tensor.
         """
-        command = {
+        child = {
             "folder": str(folder), "version": version, "files": FILES, "rows": rows,
-            "kill": kill,
-            "exchange": exchange, "after_seconds": after_seconds,
+            "kill": kill, "exchange": exchange,
         }  # fmt: skip
-        self._process.stdin.write(f"{command!r}\n")
-        calls = None
-        while True:
-            line = self._line()
-            if line[0] == "end":
-                calls = int(line[1])
-            else:
-                return int(line[1]), calls, float(line[2])
+        (ended,) = self.run([child], after_seconds=after_seconds)
+        return ended.status, ended.said[0] if ended.said else None, ended.seconds
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server()
+    server = Server(SOURCE)
     yield server
     server.close()
 

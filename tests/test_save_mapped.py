@@ -13,6 +13,7 @@ from multiprocess import run_processes
 from test_load_mapped import HEAD_DIM, SPECS, path, sharded, tensors
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.transfer.coordination import Group
 
 __all__ = ["path", "tensors"]  # fixtures
 
@@ -101,6 +102,30 @@ def test_what_does_not_invert_is_refused(tmp_path):
     with pytest.raises(osl.MappingError, match=r"scale\(3\.0\)"):
         osl.save(tmp_path / "out", {"leaf": np.ones(3, np.float32)}, mapping=rules)
     assert not (tmp_path / "out").exists()
+
+
+def test_progress_reaches_the_whole(tmp_path, path):
+    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
+    seen = []
+    options = osl.WriteOptions(progress=seen.append, concurrency=1)
+    osl.save(tmp_path / "out", tree, mapping=mapping(), options=options)
+    sizes = {name: value.nbytes for name, value in read_all(tmp_path / "out").items()}
+    assert {told.tensor for told in seen} == set(sizes)
+    done = np.cumsum([sizes[told.tensor] for told in seen])
+    assert [told.done_bytes for told in seen] == done.tolist()
+    assert {told.total_bytes for told in seen} == {sum(sizes.values())}
+
+
+def test_a_peer_that_fails_ends_the_save(tmp_path, path, monkeypatch):
+    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
+
+    def check(group, doing):
+        raise osl.PeerError("process 1 failed")
+
+    monkeypatch.setattr(Group, "check", check)
+    with pytest.raises(osl.PeerError, match="process 1"):
+        osl.save(tmp_path / "out", tree, mapping=mapping())
+    assert [*tmp_path.iterdir()] == []
 
 
 SOURCE = """

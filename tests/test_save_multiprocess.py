@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,6 +250,33 @@ def main(path, target, kind):
     return {"error": found, "old": osl.load(target)["old"].tolist()}
 """
 )
+
+
+FLUSHED = (
+    PRELUDE
+    + """
+def main(path, target):
+    flushed, real = [], os.fsync
+
+    def fsync(fd):
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    os.fsync = fsync
+    osl.save(target, make_tree(path, "dim0"), options=osl.WriteOptions(max_file_bytes=200_000))
+    return flushed
+"""
+)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_stays_is_flushed_and_pieces_are_not(tmp_path, source):
+    target = tmp_path / "target"
+    results = run_processes(FLUSHED, processes=2, devices=2, path=str(source), target=str(target))
+    flushed = [Path(name) for name in results[0] + results[1]]
+    names = {path.name.removesuffix(".partial") for path in flushed}
+    assert names >= {path.name for path in target.iterdir()}
+    assert not any("pieces" in path.parts for path in flushed)
 
 
 @pytest.mark.parametrize("kind", ["local", "tree"])

@@ -57,6 +57,7 @@ class ItemSave:
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
     ) -> None:
+        self._retries = options.retries
         self._group = save_group(os.fspath(folder), options)
         try:
             self._prepared = PreparedSave.of(
@@ -87,6 +88,6 @@ class ItemSave:
         return future
 
     def _write(self, folder: _PathLike) -> None:
-        storage, target = open_storage(folder)
+        storage, target = open_storage(folder, retries=self._retries)
         with storage, self._group:
             self._prepared.write(target, group=self._group, storage=storage, documents=_DOCUMENTS)

@@ -33,7 +33,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import time
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -108,13 +107,13 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         try:
-            save, options = self._begin(directory, args)
+            save = self._begin(directory, args)
         except BaseException:
             await asyncio.to_thread(_settle)
             raise
         commit = _commit(save, directory)
         if not save.is_captured:
-            await asyncio.to_thread(_wait_captured, save, commit, options.timeout_seconds)
+            await asyncio.to_thread(_wait_captured, save, commit)
         return [commit]
 
     def save(self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs) -> None:
@@ -124,20 +123,17 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             StorageError: A write failed.
             PeerError: Another process failed.
         """
-        save, _ = self._begin(directory, args)
-        _commit(save, directory).result()
+        _commit(self._begin(directory, args), directory).result()
 
-    def _begin(self, directory: os.PathLike[str], args: Any) -> tuple[ItemSave, WriteOptions]:
-        options = settings.current().write or self._write or WriteOptions()
-        save = ItemSave(
+    def _begin(self, directory: os.PathLike[str], args: Any) -> ItemSave:
+        return ItemSave(
             directory,
             args.item,
-            options,
+            settings.current().write or self._write or WriteOptions(),
             mapping=self._mapping_of(args),
             custom=getattr(args, "custom_metadata", None),
             dtypes=leaf_dtypes(args),
         )
-        return save, options
 
     def _mapping_of(self, args: Any) -> LeafMapping | None:
         return getattr(args, "mapping", None) or settings.current().mapping or self._mapping
@@ -204,15 +200,14 @@ def _settle() -> None:
         made.result(timeout=_SETTLE_SECONDS)
 
 
-def _wait_captured(save: ItemSave, commit: future.Future, timeout_seconds: float) -> None:
+def _wait_captured(save: ItemSave, commit: future.Future) -> None:
     """Waits until the caller may change the arrays; raises where the background phase failed."""
-    deadline = time.monotonic() + timeout_seconds
 
     def writing() -> bool:
         try:
             commit.result(timeout=0)
         except TimeoutError:
-            return time.monotonic() < deadline
+            return True
         return False
 
     save.wait_captured(writing)

@@ -10,7 +10,7 @@ from orbax_safetensors_layout.cli.console import Console, table
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.verb import Verb, add_json
 from orbax_safetensors_layout.inspection import Inspection, TensorFacts, Total, inspect
-from orbax_safetensors_layout.units import count_text, size_text
+from orbax_safetensors_layout.units import count_text, number_text, size_text
 
 _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
     "name": lambda tensor: tensor.name,
@@ -52,7 +52,7 @@ def _head(found: Inspection) -> list[str]:
     lines = [found.path]
     if found.model:
         lines.append(f"model        {found.model}")
-    lines.append(f"layout       {found.layout}, {_number(len(found.files), 'file')}")
+    lines.append(f"layout       {found.layout}, {number_text(len(found.files), 'file')}")
     quantization = found.quantization
     if quantization is not None:
         stored = [f"{count:,} x {scheme}" for scheme, count in quantization.weights.items()]
@@ -115,10 +115,6 @@ def _totals(found: Inspection) -> str:
 
 def _size(total: Total) -> str:
     return size_text(total.nbytes)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _short(value: object) -> str:

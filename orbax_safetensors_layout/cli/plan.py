@@ -51,7 +51,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, metavar="N", help="requests at once")
     parser.add_argument("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
     parser.add_argument(
-        "--bandwidth", type=argument(parse_size), help="of a process, as 500MB/s, 2GiB/s"
+        "--bandwidth",
+        type=argument(parse_size),
+        help="of one stream, as 500MB/s, 2GiB/s; says with --latency which gaps are read through",
+    )
+    parser.add_argument(
+        "--host-bandwidth",
+        type=argument(parse_size),
+        help="of a host with all its streams, for the estimated time; default: local files one"
+        " stream's, else all streams', at most 25 Gbit/s",
     )
     parser.add_argument(
         "--memory-budget-bytes", type=argument(parse_size), metavar="SIZE", help="default 2GiB"
@@ -135,7 +143,13 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
         in_pieces = catalog.pieces is not None
     rules = sharding_rules(parsed.spec) or (_AUTO,)
     if not (parsed.mapping or parsed.abstract or in_pieces):
-        found = forecast(parsed.path, _grid(parsed, parsed.mesh), rules, options=options)
+        found = forecast(
+            parsed.path,
+            _grid(parsed, parsed.mesh),
+            rules,
+            options=options,
+            host_bandwidth=parsed.host_bandwidth,
+        )
         if parsed.save is None:
             return found
         writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
@@ -153,6 +167,7 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
         mapping=mapping,
         abstract=abstract,
         options=options,
+        host_bandwidth=parsed.host_bandwidth,
     )
 
 

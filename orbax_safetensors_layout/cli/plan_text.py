@@ -85,7 +85,8 @@ def _head(found: Forecast) -> str:
         f"cluster  mesh {axes}: {grid.devices:,} devices, {grid.devices_per_process:,} on each of"
         f" {grid.processes:,} hosts",
         f"storage  {found.storage}: {seconds_text(profile.latency_seconds)} a request,"
-        f" {profile.concurrency} at once, {size_text(profile.bandwidth_bytes_per_second)}/s a host",
+        f" {profile.concurrency} at once; {_rate(profile.bandwidth_bytes_per_second)} a stream,"
+        f" {_rate(found.rate.bytes_per_second)} a host",
     ]
     if not found.is_complete:
         lines.append(
@@ -93,6 +94,10 @@ def _head(found: Forecast) -> str:
             " of all hosts are scaled up from them"
         )
     return "\n".join(lines)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{size_text(bytes_per_second)}/s"
 
 
 def _rules(found: Forecast) -> str:
@@ -147,7 +152,7 @@ def _costly(found: Forecast, top: int) -> str:
         counts[family.kind] = counts.get(family.kind, 0) + len(family.members)
 
     def excess(leaf: LeafCost) -> float:
-        return counts[leaf] * leaf.excess_seconds(found.profile)
+        return counts[leaf] * leaf.excess_seconds(found.rate)
 
     lines = []
     for leaf in sorted(patterns, key=excess, reverse=True)[:top]:
@@ -183,7 +188,10 @@ def _advice(found: Forecast, leaf: LeafCost) -> str:
             " (layout sharded)."
         )
     if ways == 1 and found.grid.processes > 1 and leaf.needed_bytes >= 1 << 20:
-        return "Every host reads all of it: split it over the mesh."
+        return (
+            "Every host reads all of it: split it over the mesh, or let one read it for all"
+            " (ReadOptions(replicated='read_once'))."
+        )
     return ""
 
 
@@ -202,6 +210,7 @@ def forecast_document(found: Forecast, top: int) -> dict[str, object]:
             "latency_seconds": found.profile.latency_seconds,
             "bandwidth_bytes_per_second": found.profile.bandwidth_bytes_per_second,
             "concurrency": found.profile.concurrency,
+            "host_bytes_per_second": found.rate.bytes_per_second,
         },
         "parameters": found.parameters,
         "checkpoint_bytes": found.checkpoint_bytes,
@@ -229,7 +238,7 @@ def forecast_document(found: Forecast, top: int) -> dict[str, object]:
         "complete": found.is_complete,
         "estimated_seconds": max(times),
         "costliest": [
-            {**leaf._asdict(), "excess_seconds": leaf.excess_seconds(found.profile)}
+            {**leaf._asdict(), "excess_seconds": leaf.excess_seconds(found.rate)}
             for leaf in found.costliest(top)
         ],
     }

@@ -11,6 +11,7 @@ from orbax_safetensors_layout.units import size_text
 
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4
+_PARTS = 8  # of a file, marked
 
 
 def draw(found: Forecast, path: str, files: str = "*") -> None:
@@ -73,7 +74,7 @@ def draw(found: Forecast, path: str, files: str = "*") -> None:
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     bar.ax.yaxis.set_minor_formatter("")
     bar.set_label("read, of the bytes there (white: nothing)")
-    figure.savefig(path, metadata={"Software": None} if path.endswith(".png") else None)
+    figure.savefig(path)
 
 
 def _mark_files(axes: object, seen: Coverage) -> None:
@@ -82,11 +83,13 @@ def _mark_files(axes: object, seen: Coverage) -> None:
     if len(seen.edges) <= 4 * _MOST_LABELS:
         for _, start in seen.edges[1:]:
             axes.axvline(start, color="white", linewidth=0.8)  # type: ignore[attr-defined]
-    marked = seen.edges[::step]
-    labels = [str(number * step + 1) for number in range(len(marked))]
-    axes.set_xticks([start for _, start in marked], labels)  # type: ignore[attr-defined]
+    places = [start for _, start in seen.edges[::step]]
+    labels = [str(number * step + 1) for number in range(len(places))]
     size = size_text(seen.total_bytes)
     where = f"{len(seen.edges)} files one after the other, {size}, by number"
     if len(seen.edges) == 1:
-        where = f"{seen.edges[0][0].rpartition('/')[2]}, {size}"
+        places = [seen.total_bytes * part // _PARTS for part in range(_PARTS + 1)]
+        labels = [size_text(place) for place in places]
+        where = f"{seen.edges[0][0].rpartition('/')[2]}, without its header"
+    axes.set_xticks(places, labels)  # type: ignore[attr-defined]
     axes.set_xlabel(f"place in {where}")  # type: ignore[attr-defined]

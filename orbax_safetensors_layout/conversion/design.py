@@ -33,7 +33,7 @@ from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
 from orbax_safetensors_layout.plan.sharding_rules import Misfit, ShardingRule, ShardingRules
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.saved_tree import SavedTree
-from orbax_safetensors_layout.wants import Cast
+from orbax_safetensors_layout.wants import Fidelity
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
@@ -57,7 +57,7 @@ class TargetArray:
     dtype: np.dtype
     kind: TensorKind
     made_of: str | Bound
-    cast: Cast = Cast.ROUND
+    cast: Fidelity = Fidelity.ROUND
     key_impl: str | None = None
 
     def leaf(self, dtype: np.dtype) -> Leaf:
@@ -66,7 +66,7 @@ class TargetArray:
         Raises:
             UnsupportedDtypeError: The source has it as bytes, and another dtype is wanted.
         """
-        if self.cast is Cast.RAW and dtype != self.dtype:
+        if self.cast is Fidelity.RAW and dtype != self.dtype:
             raise UnsupportedDtypeError(
                 "elements that share bytes are not cast while they are stored one a byte",
                 tensor=self.name,
@@ -101,7 +101,7 @@ def plain_tree(tree: Any) -> Any:
 def _plain(leaf: Any) -> Any:
     if not isinstance(leaf, SourceArray):
         return leaf
-    cast = Cast.RAW if leaf.is_raw else Cast.ROUND
+    cast = Fidelity.RAW if leaf.is_raw else Fidelity.ROUND
     return TargetArray(leaf.name, leaf.shape, leaf.dtype, leaf.kind, leaf.name, cast, leaf.key_impl)
 
 

@@ -13,14 +13,14 @@ from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.options import PROFILES
-from orbax_safetensors_layout.origins import LeafPlan, Mapped, Plain
+from orbax_safetensors_layout.origins import Mapped, Origin, Plain
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.transfer.read import read_leaves
 from orbax_safetensors_layout.tree import Want
-from orbax_safetensors_layout.wants import Cast
+from orbax_safetensors_layout.wants import Fidelity, PlannedLeaf, WantedLeaf
 
 
 class Leaf(NamedTuple):
@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     made_of: str | Bound
-    cast: Cast = Cast.ROUND
+    cast: Fidelity = Fidelity.ROUND
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -104,7 +104,12 @@ def read_regions(
     Raises:
         SafetensorsLayoutError: A read failed, or a value does not survive a cast.
     """
-    filling = _filling(lease, regions)
+    values: dict[int, np.ndarray] = {}
+
+    def take(leaf: WantedLeaf, _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        (values[leaf.number],) = parts
+
+    filling = Filling(_planned(lease, regions), take)
     filling.begin()
     read_leaves(
         _plan(lease, filling, memory_budget_bytes),
@@ -112,14 +117,16 @@ def read_regions(
         deliver=filling.deliver,
         convert=filling.convert,
     )
-    return [np.ascontiguousarray(value).reshape(r.box.shape)
-            for value, r in zip(filling.values(), regions, strict=True)]  # fmt: skip
+    return [
+        np.ascontiguousarray(values[number]).reshape(region.box.shape)
+        for number, region in enumerate(regions)
+    ]
 
 
 def bytes_to_read(lease: Lease, regions: Sequence[Region]) -> int:
     """Bytes that reading each of some regions by itself takes."""
     return sum(
-        _plan(lease, _filling(lease, [region]), region.nbytes).cost().read_bytes
+        _plan(lease, Filling(_planned(lease, [region]), _nowhere), region.nbytes).cost().read_bytes
         for region in regions
     )
 
@@ -133,20 +140,27 @@ def _plan(lease: Lease, filling: Filling, memory_budget_bytes: int) -> ReadPlan:
     )
 
 
-def _filling(lease: Lease, regions: Sequence[Region]) -> Filling:
-    wants = [Want(leaf.name, None, leaf.shape, leaf.dtype, None, None) for leaf, _ in regions]
-    plans = [_leaf_plan(lease, region) for region in regions]
-    return Filling(wants, plans, [region.leaf.cast for region in regions])
+def _nowhere(leaf: WantedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+    """Of a plan that is not carried out."""
 
 
-def _leaf_plan(lease: Lease, region: Region) -> LeafPlan:
-    leaf, box = region
+def _planned(lease: Lease, regions: Sequence[Region]) -> list[PlannedLeaf]:
+    return [_planned_leaf(lease, number, *region) for number, region in enumerate(regions)]
+
+
+def _planned_leaf(lease: Lease, number: int, leaf: Leaf, box: Box) -> PlannedLeaf:
     local = LocalBoxes((box,), (False,))
-    if not isinstance(leaf.made_of, str):
-        return Mapped(leaf.made_of, lease.entries).plan(leaf.name, local, leaf.dtype)
-    entry = lease.entries[leaf.made_of]
-    plan = Plain(entry).plan(leaf.name, local, leaf.dtype)
-    if lease.pieces is None or plan.read is None:
-        return plan
-    found = lease.pieces.find({entry.name: (box,)})[entry.name]
-    return plan._replace(read=plan.read._replace(sources=sources_of(found)))
+    want = Want(leaf.name, None, leaf.shape, leaf.dtype, None, None)
+    origin: Origin
+    if isinstance(leaf.made_of, str):
+        entry = lease.entries[leaf.made_of]
+        origin = Plain(entry)
+        plan = origin.plan(leaf.name, local, leaf.dtype)
+        if lease.pieces is not None and plan.read is not None:
+            found = lease.pieces.find({entry.name: (box,)})[entry.name]
+            plan = plan._replace(read=plan.read._replace(sources=sources_of(found)))
+    else:
+        origin = Mapped(leaf.made_of, lease.entries)
+        plan = origin.plan(leaf.name, local, leaf.dtype)
+    wanted = WantedLeaf(number, want, leaf.name, origin, leaf.dtype, leaf.cast, local)
+    return PlannedLeaf(wanted, plan)

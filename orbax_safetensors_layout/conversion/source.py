@@ -20,7 +20,7 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.structure import rebuild
 from orbax_safetensors_layout.transfer.gather import row_blocks
-from orbax_safetensors_layout.wants import Cast
+from orbax_safetensors_layout.wants import Fidelity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SourceArray:
     @property
     def leaf(self) -> Leaf:
         """The array as it is, as a leaf of a target."""
-        cast = Cast.RAW if self.is_raw else Cast.ROUND
+        cast = Fidelity.RAW if self.is_raw else Fidelity.ROUND
         return Leaf(self.name, self.shape, self.dtype, self.name, cast)
 
 

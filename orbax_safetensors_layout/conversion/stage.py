@@ -93,6 +93,9 @@ class _Memory:
     def check_unchanged(self, file: str) -> None:
         """Nothing else writes to it."""
 
+    def interrupt(self) -> None:
+        """Nothing waits."""
+
 
 def _entry(array: SourceArray, file: str, start: int) -> TensorEntry:
     # Also dtypes that files have no code for, one element a whole number of bytes.

@@ -20,6 +20,7 @@ from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.format.patterns import compile_pattern, is_plain
 from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.format.survey import Survey, listed, read_manifest, survey
+from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
@@ -74,6 +75,7 @@ class Catalog:
         *,
         storage: Storage | None = None,
         concurrency: int | None = None,
+        retries: RetryPolicy | None = None,
     ) -> Self:
         """Opens a checkpoint.
 
@@ -85,6 +87,7 @@ class Catalog:
             path: A `.safetensors` file, or a folder.
             storage: Where `path` is; None opens the one that `path` names, and `close` closes it.
             concurrency: Headers fetched at once; None takes the storage class's default.
+            retries: How long requests are tried, if `open` opens the storage; None is the default.
 
         Raises:
             CheckpointNotFoundError: There is no `.safetensors` file at `path`.
@@ -95,7 +98,7 @@ class Catalog:
         """
         owns_storage = storage is None
         if storage is None:
-            storage, text = open_storage(path)
+            storage, text = open_storage(path, retries=retries)
         else:
             text = os.fspath(path)
         try:

@@ -12,11 +12,8 @@ from orbax_safetensors_layout.format.header import (
     header_length,
     parse_header,
 )
-from orbax_safetensors_layout.options import KIB, PROFILES
-from orbax_safetensors_layout.storage.base import Storage
-
-# Holds the header of about 2,000 tensors; at 100 MB/s it costs less than one more request does.
-_FIRST_REQUEST_BYTES = 256 * KIB
+from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
 
 
 class Headers:
@@ -51,6 +48,9 @@ class Headers:
                     jobs = [pool.submit(read_header, self._storage, file) for file in lacking]
                     for file, job in zip(lacking, jobs, strict=True):
                         self._found[file] = job.result()
+                except BaseException:
+                    self._storage.interrupt()  # no use in waiting for the others
+                    raise
                 finally:
                     pool.shutdown(cancel_futures=True)
             return {file: self._found[file] for file in files}
@@ -64,7 +64,7 @@ def read_header(storage: Storage, file: str) -> Header:
         StorageError: A read failed.
     """
     file_size = storage.size(file)
-    data = read_range(storage, file, 0, min(file_size, _FIRST_REQUEST_BYTES))
+    data = read_range(storage, file, 0, min(file_size, FIRST_READ_BYTES))
     stop = PREFIX_BYTES + header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
     if stop > len(data):
         data += read_range(storage, file, len(data), stop - len(data))

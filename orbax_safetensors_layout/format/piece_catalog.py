@@ -52,13 +52,19 @@ class PieceCatalog:
         self.stored = stored
         self._files = tuple(files)
         self._fetch = fetch
+        self._process = 0
         self._own_file: int | None = None
         self._lock = threading.Lock()
         self._chosen: dict[tuple[int, tuple[Box, ...]], tuple[StoredBox, ...]] = {}
+        self._choices: dict[int, bool] = {}
         self._used: set[int] = set()
 
     def prefer(self, process: int) -> None:
-        """Prefers the file that the process of this number wrote, where a box is in several."""
+        """For which process: where a box is in several files it takes one that it opens anyway.
+
+        Then its own, and where it has none, not the one that all others take.
+        """
+        self._process = process
         prefix = piece_file_prefix(process)
         for number, file in enumerate(self.stored.files):
             if file.rpartition("/")[2].startswith(prefix):
@@ -71,6 +77,10 @@ class PieceCatalog:
         nbytes = Box.whole(tensor.shape).size * dtype.bits // 8
         file = self._files[self.stored.boxes(name)[0].file]
         return TensorEntry(name, dtype, tensor.shape, file, 0, nbytes)
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """The boxes that a tensor is stored in, each once."""
+        return tuple(dict.fromkeys(stored.box for stored in self.stored.boxes(name)))
 
     def find(
         self, wanted: Mapping[str, tuple[Box, ...]]
@@ -88,7 +98,10 @@ class PieceCatalog:
             FormatError: A header is malformed.
             StorageError: A read failed.
         """
-        chosen = {name: self._choose(name, boxes) for name, boxes in wanted.items()}
+        # Where there is no choice first: the others then take what is opened for these.
+        in_order = sorted(wanted, key=self._has_choice)
+        found = {name: self._choose(name, wanted[name]) for name in in_order}
+        chosen = {name: found[name] for name in wanted}
         numbers = sorted({stored.file for boxes in chosen.values() for stored in boxes})
         headers = self._fetch([self._files[number] for number in numbers])
         if self.stored.save_id is not None:
@@ -108,7 +121,7 @@ class PieceCatalog:
         return found
 
     def _nearest(self, stored: Sequence[StoredBox], boxes: Sequence[Box]) -> tuple[StoredBox, ...]:
-        """Of equal boxes one, in a file that is opened anyway where there is one."""
+        """Of equal boxes one, in the nearest file."""
         best: dict[Box, StoredBox] = {}
         for candidate in stored:
             box = candidate.box
@@ -120,8 +133,17 @@ class PieceCatalog:
         self._used.update(found.file for found in best.values())
         return tuple(best.values())
 
-    def _cost(self, file: int) -> int:
-        return 0 if file == self._own_file else 1 if file in self._used else 2
+    def _cost(self, file: int) -> tuple[bool, bool, int]:
+        turn = (file - self._process) % len(self._files)
+        return file not in self._used, file != self._own_file, turn
+
+    def _has_choice(self, name: str) -> bool:
+        number = self.stored.tensors[name].number
+        found = self._choices.get(number)
+        if found is None:
+            boxes = self.stored.classes[number]
+            found = self._choices[number] = len({stored.box for stored in boxes}) < len(boxes)
+        return found
 
     def _entry(self, name: str, stored: StoredBox, headers: Mapping[str, Header]) -> TensorEntry:
         tensor = self.stored.tensors[name]

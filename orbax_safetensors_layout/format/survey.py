@@ -204,6 +204,8 @@ def read_manifest(storage: Storage, file: str) -> Manifest:
 def _check_present(
     storage: Storage, path: str, files: Sequence[str], names: Sequence[str], index_file: str
 ) -> None:
+    if not storage.lists:
+        return  # opening a file tells
     present = set(names)
     folders = {name.rpartition("/")[0] for name in files} - {""}
     for folder in folders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -76,6 +77,48 @@ class Tile(NamedTuple):
     def member_shape(self) -> tuple[int, ...]:
         """Shape of one member box."""
         return tuple(n // g for n, g in zip(self.box.shape, self.grid, strict=True))
+
+    def slabs(self, most: int, group: int = 1) -> Iterator[Tile]:
+        """Regions that are contiguous in a row-major array of the tile, in its order.
+
+        Each takes regions of the same shape from its members, which may hold more.
+
+        Args:
+            most: How many elements a slab has, as far as `group` allows.
+            group: The number of elements before each is a multiple of this.
+
+        Example:
+            >>> halves = Tile(Box((0, 0), (4, 6)), (2, 2), (0, 1, 2, 3))
+            >>> [(slab.box.start, slab.box.stop, slab.members) for slab in halves.slabs(12)]
+            [((0, 0), (2, 6), (0, 1)), ((2, 0), (4, 6), (2, 3))]
+        """
+        shape, member = self.box.shape, self.member_shape
+        axis = 0
+        while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) > most:
+            axis += 1
+        row = math.prod(shape[axis + 1 :])
+        if self.box.size <= most or not shape or member[axis] * row % group:
+            yield self
+            return
+        step = group // math.gcd(row, group)
+        rows = max(1, most // row // step) * step
+        numbers = np.array(self.members).reshape(self.grid)
+        for outer in itertools.product(*map(range, shape[:axis])):
+            cells = tuple(i // n for i, n in zip(outer, member, strict=False))
+            for cell in range(self.grid[axis]):
+                for low in range(0, member[axis], rows):
+                    first = cell * member[axis] + low
+                    last = first + min(rows, member[axis] - low)
+                    start = (*outer, first, *[0] * len(shape[axis + 1 :]))
+                    stop = (*(i + 1 for i in outer), last, *shape[axis + 1 :])
+                    yield Tile(
+                        Box(self._offset(start), self._offset(stop)),
+                        (*[1] * (axis + 1), *self.grid[axis + 1 :]),
+                        tuple(numbers[(*cells, cell)].ravel().tolist()),
+                    )
+
+    def _offset(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.box.start, index))
 
 
 def tile(boxes: Sequence[Box]) -> list[Tile]:

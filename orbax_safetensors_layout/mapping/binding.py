@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -167,4 +168,14 @@ class Binder:
         wanted = None if self._leaves is None else self._leaves.get(leaf)
         if wanted is not None and tuple(wanted) != bound.shape:
             text = f"leaf {leaf!r} has shape {list(wanted)}, but {made_by} gives {given(bound)}"
-            self._problems.append(Problem(text, f"rule {target!r}"))
+            hint = _shape_hint(tuple(wanted), bound.shape)
+            self._problems.append(Problem(text, f"rule {target!r}", hint=hint))
+
+
+def _shape_hint(wanted: tuple[int, ...], found: tuple[int, ...]) -> str | None:
+    """What may be wrong with a rule that gives one shape in place of another."""
+    if sorted(wanted) == sorted(found):
+        return "The axes are in another order: transpose, rearrange, or stack along another one."
+    if math.prod(wanted) == math.prod(found):
+        return "There are as many elements: mend the sizes (such as d= of heads), or reshape."
+    return None

@@ -118,14 +118,19 @@ class Source(Bound):
 
     Attributes:
         name: The tensor's name.
+        stored: The tensor as an expression of the pieces that it is stored in, if it is.
     """
 
     name: str
+    stored: Bound | None = None
 
     def below(self) -> Sequence[Bound]:
         return ()
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        if self.stored is not None:
+            self.stored.pull(window, ops, sink)
+            return
         box = window.box
         view, ranks = refined_view(window, _strides(self.shape))
         if sink.refined or len(view.shape) == len(ranks):

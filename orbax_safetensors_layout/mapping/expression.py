@@ -18,6 +18,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import ops
 from orbax_safetensors_layout.mapping.bound import Bound, Constant, Source
+from orbax_safetensors_layout.mapping.division import divided
 from orbax_safetensors_layout.mapping.facts import Facts, Shapes
 from orbax_safetensors_layout.mapping.inference import Inference
 from orbax_safetensors_layout.mapping.names import Captures, parse_pattern, substitute
@@ -179,7 +180,8 @@ class Tensor(Expr):
         if name not in facts:
             raise Problems([Problem(f"there is no tensor {name!r}", seek=name)])
         shape, dtype = facts[name]
-        return Source(shape, dtype, name)
+        pieces = facts.pieces.get(name)
+        return Source(shape, dtype, name, divided(pieces, dtype) if pieces else None)
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
         inference.record(self._concrete(captures), shape)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.names import NameTree
 
 
@@ -33,9 +34,16 @@ class Facts(Mapping[str, Fact]):
     Args:
         shapes: Name to shape and dtype.
         names: All names; None are those of `shapes`. Of the others nothing but the name is known.
+        pieces: Of tensors that are stored in pieces their boxes, each with a name for it.
     """
 
-    def __init__(self, shapes: Shapes, names: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        shapes: Shapes,
+        names: Iterable[str] | None = None,
+        pieces: Mapping[str, Sequence[tuple[Box, str]]] | None = None,
+    ) -> None:
+        self.pieces = pieces or {}
         self._facts = {
             name: Fact(tuple(shape), np.dtype(dtype)) for name, (shape, dtype) in shapes.items()
         }

@@ -86,7 +86,12 @@ def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) 
                 found[leaf].append(Target(leaf, rule, captures))
     several = [matches for matches in found.values() if len(matches) > 1]
     for matches in several:
-        listed = " and ".join(f"{match.rule.target!r}" for match in matches)
+        targets = [repr(match.rule.target) for match in matches]
+        if len(set(targets)) < len(
+            targets
+        ):  # then it is what they make it of that tells them apart
+            targets = [repr(match.rule.expr) for match in matches]
+        listed = " and ".join(targets)
         text = f"{len(matches)} rules make leaf {matches[0].leaf!r}: those for {listed}"
         problems.append(Problem(text, f"the rules for {listed}"))
     for first, others in alike([leaf for leaf, matches in found.items() if not matches]):

@@ -22,7 +22,8 @@ from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.computed import Computed
 from orbax_safetensors_layout.mapping.expression import Expr
 from orbax_safetensors_layout.mapping.functions import Compute
-from orbax_safetensors_layout.mapping.values import as_dtype, is_integer
+from orbax_safetensors_layout.mapping.integers import is_integer
+from orbax_safetensors_layout.mapping.values import as_dtype
 
 MXFP4_GROUP = 32
 """Elements that share a scale, two a byte (OCP Microscaling Formats 1.0, section 5)."""

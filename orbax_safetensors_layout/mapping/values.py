@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
+from orbax_safetensors_layout.mapping.integers import is_integer, is_whole, to_whole
 
 _CHUNK_ELEMENTS = 1 << 20  # bounds what a chain of operations holds besides its result
-NARROW_INTEGERS = {"int1", "uint1", "int2", "uint2", "int4", "uint4"}  # of ml_dtypes, kind "V"
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
@@ -34,11 +34,6 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     except TypeError as error:
         raise MappingError(f"{dtype!r} is no dtype") from error
     return known.newbyteorder("=")
-
-
-def is_integer(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype holds integers."""
-    return dtype.kind in "iu" or dtype.name in NARROW_INTEGERS
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:
@@ -77,8 +72,15 @@ class Cast:
         Raises:
             DtypeMismatchError: An integer dtype can not hold a value.
         """
-        if is_integer(self.dtype) or self.dtype.kind == "b":
-            return _to_integer(values, self.dtype)
+        if is_whole(self.dtype):
+            result, lost = to_whole(values, self.dtype)
+            if not lost.size:
+                return result
+            raise DtypeMismatchError(
+                f"{lost.size} values do not fit the {self} of a mapping",
+                expected=self.dtype,
+                found=f"for instance {lost[0]}",
+            )
         with np.errstate(all="ignore"):
             return values.astype(self.dtype)
 
@@ -88,19 +90,23 @@ class Cast:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scale:
-    """Each element times a constant.
+class _Arithmetic:
+    """An operation of each element and a constant.
 
     Attributes:
-        factor: The constant.
-        lossy_inverse: Whether saving may divide although that rounds.
+        constant: The constant.
+        lossy_inverse: Whether saving may undo it although that rounds.
     """
 
-    factor: float
+    constant: float
     lossy_inverse: bool = False
 
+    name: ClassVar[str]
+    function: ClassVar[np.ufunc]
+
     def __str__(self) -> str:
-        return f"scale({self.factor!r}{_lossy(self.lossy_inverse)})"
+        lossy = ", lossy_inverse=True" if self.lossy_inverse else ""
+        return f"{self.name}({self.constant!r}{lossy})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype of the result for an operand's; the same.
@@ -108,14 +114,40 @@ class Scale:
         Raises:
             MappingError: The dtype can not hold the constant.
         """
-        _constant(self, self.factor, dtype)
+        self._constant(dtype)
         return dtype
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """The products."""
+        """The results."""
         with np.errstate(all="ignore"):
-            product: np.ndarray = np.multiply(values, _constant(self, self.factor, values.dtype))
-        return product
+            result: np.ndarray = self.function(values, self._constant(values.dtype))
+        return result
+
+    def _constant(self, dtype: np.dtype[Any]) -> np.ndarray:
+        """The constant as an operand's dtype: rounded among floats, exact among integers."""
+        if dtype.kind == "b" or not is_number(dtype):
+            raise MappingError(f"{self} of {dtype.name} has no numeric meaning")
+        if not is_integer(dtype):
+            with np.errstate(all="ignore"):
+                return np.asarray(self.constant).astype(dtype)
+        result, lost = to_whole(np.asarray(self.constant), dtype)
+        if lost.size:
+            raise MappingError(
+                f"{self} of {dtype.name}: an integer tensor can not hold the constant",
+                hint="Cast to a floating-point dtype first.",
+            )
+        return result
+
+    def _refuse(self, hint: str | None) -> NoReturn:
+        raise MappingError(f"{self} does not invert exactly", hint=hint)
+
+
+class Scale(_Arithmetic):
+    """Each element times a constant."""
+
+    __slots__ = ()
+    name = "scale"
+    function = np.multiply
 
     def inverse(self, dtype: np.dtype[Any]) -> Scale:
         """Division, where it is exact: by a power of two.
@@ -123,47 +155,19 @@ class Scale:
         Raises:
             MappingError: It would round.
         """
-        exact = self.factor != 0 and abs(math.frexp(self.factor)[0]) == 0.5
-        if self.factor and not is_integer(dtype) and (exact or self.lossy_inverse):
-            return Scale(1 / self.factor)
-        raise MappingError(
-            f"{self} does not invert exactly",
-            hint="A factor that is a power of two does; or accept the rounding with"
-            " lossy_inverse=True."
-            if self.factor
-            else None,
-        )
+        exact = self.constant != 0 and abs(math.frexp(self.constant)[0]) == 0.5
+        if self.constant and not is_integer(dtype) and (exact or self.lossy_inverse):
+            return Scale(1 / self.constant)
+        hint = "A factor that is a power of two does; or accept the rounding with"
+        self._refuse(f"{hint} lossy_inverse=True." if self.constant else None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Add:
-    """Each element plus a constant.
+class Add(_Arithmetic):
+    """Each element plus a constant."""
 
-    Attributes:
-        term: The constant.
-        lossy_inverse: Whether saving may subtract although that rounds.
-    """
-
-    term: float
-    lossy_inverse: bool = False
-
-    def __str__(self) -> str:
-        return f"add({self.term!r}{_lossy(self.lossy_inverse)})"
-
-    def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of the result for an operand's; the same.
-
-        Raises:
-            MappingError: The dtype can not hold the constant.
-        """
-        _constant(self, self.term, dtype)
-        return dtype
-
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        """The sums."""
-        with np.errstate(all="ignore"):
-            total: np.ndarray = np.add(values, _constant(self, self.term, values.dtype))
-        return total
+    __slots__ = ()
+    name = "add"
+    function = np.add
 
     def inverse(self, dtype: np.dtype[Any]) -> Add:
         """Subtraction, where it is exact: of zero, and of integers, which wrap around.
@@ -172,12 +176,9 @@ class Add:
             MappingError: It would round.
         """
         wraps = is_integer(dtype) and dtype.kind == "i"
-        if self.term == 0 or wraps or self.lossy_inverse:
-            return Add(-self.term)
-        raise MappingError(
-            f"{self} does not invert exactly",
-            hint="Accept the rounding with lossy_inverse=True.",
-        )
+        if self.constant == 0 or wraps or self.lossy_inverse:
+            return Add(-self.constant)
+        self._refuse("Accept the rounding with lossy_inverse=True.")
 
 
 ValueOp = Cast | Scale | Add
@@ -215,64 +216,3 @@ def apply_ops(
         else:
             out[part] = apply_ops(values[part], ops)
     return out
-
-
-def _lossy(flag: bool) -> str:
-    return ", lossy_inverse=True" if flag else ""
-
-
-def _constant(op: Scale | Add, value: float, dtype: np.dtype[Any]) -> np.ndarray:
-    """A constant as an operand's dtype: rounded among floats, exact among integers."""
-    if dtype.kind == "b" or not is_number(dtype):
-        raise MappingError(f"{op} of {dtype.name} has no numeric meaning")
-    if is_integer(dtype):
-        held = float(value).is_integer()
-        try:
-            result = np.asarray(int(value) if held else 0, np.int64).astype(dtype)
-        except OverflowError:
-            held = False
-        if not held or int(result) != value:
-            raise MappingError(
-                f"{op} of {dtype.name}: an integer tensor can not hold the constant",
-                hint="Cast to a floating-point dtype first.",
-            )
-        return result
-    with np.errstate(all="ignore"):
-        return np.asarray(value).astype(dtype)
-
-
-def _to_integer(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Checked: what C makes of a number out of range is undefined."""
-    if not (is_integer(values.dtype) or values.dtype.kind == "b"):
-        values = values.astype(np.float64)  # holds every float of 32 bits and fewer
-        kept = np.isfinite(values) & (np.trunc(values) == values)
-    else:
-        kept = np.ones(values.shape, np.bool_)
-        if values.dtype.name in NARROW_INTEGERS:
-            values = values.astype(np.int8)
-    low, high = (0, 1) if dtype.kind == "b" else integer_range(dtype)
-    if values.dtype.kind == "f":  # `high + 1` is a power of two and exact, `high` may not be
-        kept &= (values >= low) & (values < float(high + 1))
-    elif values.dtype.kind != "b":
-        bounds = np.iinfo(values.dtype)
-        if low > bounds.min:
-            kept &= values >= low
-        if high < bounds.max:
-            kept &= values <= high
-    if not kept.all():
-        lost = values[~kept]
-        raise DtypeMismatchError(
-            f"{lost.size} values do not fit the {Cast(dtype)} of a mapping",
-            expected=dtype,
-            found=f"for instance {lost.flat[0]}",
-        )
-    if dtype.name in NARROW_INTEGERS:
-        values = values.astype(np.int8)  # numpy has no cast from all floats
-    return values.astype(dtype)
-
-
-def integer_range(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """The least and the greatest integer of an integer dtype."""
-    narrow: Any = ml_dtypes.iinfo  # untyped
-    bounds = narrow(dtype) if dtype.name in NARROW_INTEGERS else np.iinfo(dtype)
-    return int(bounds.min), int(bounds.max)

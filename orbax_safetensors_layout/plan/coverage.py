@@ -56,9 +56,10 @@ def coverage(fleet: Fleet, processes: Sequence[int], bins: int, *, files: str = 
             for shape in kind.shapes:
                 row = row_of[shape.processes]
                 mine = np.flatnonzero(row >= 0)
-                for region in shape.regions:
-                    start = at + region.start + shape.shift[mine]
-                    span, nbytes = region.read.requests.stop, region.read.storage_bytes()
+                for fetch in shape.fetches:
+                    start = at + fetch.start + shape.shift[mine]
+                    span = fetch.spread_bytes + fetch.read.requests.stop
+                    nbytes, _ = fetch.cost(fleet.profile)
                     _spread(read, row[mine], start, span, nbytes, width)
             at += entry.nbytes
     return Coverage((read / width)[rows.reshape(-1)], tuple(edges), total)

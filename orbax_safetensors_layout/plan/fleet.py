@@ -10,6 +10,7 @@ the result equal to the `ReadPlan` of each process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,10 +21,12 @@ from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind, Shape, Sums
 from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.plan.groups import Bound, fetches_of
 from orbax_safetensors_layout.plan.holdings import Holding, Ints
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.reads import held_bytes
+from orbax_safetensors_layout.plan.regions import Region
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +94,12 @@ def plan_fleet(
     chosen, distinct = _distinct(holdings, grid.processes)
     planner = RegionPlanner(profile, memory_budget_bytes)
     kinds = tuple(
-        Kind(count, leaf, tuple(_shapes(leaf, holding, chosen, planner)), holding.shard_elements)
+        Kind(
+            count,
+            leaf,
+            tuple(_shapes(leaf, holding, chosen, planner, memory_budget_bytes)),
+            holding.shard_elements,
+        )
         for count, leaf, holding in zip(counts, firsts, holdings, strict=True)
     )
     sums = Sums(len(chosen), profile)
@@ -129,7 +137,7 @@ def _distinct(holdings: Sequence[Holding], processes: int) -> tuple[Ints, Ints]:
 
 
 def _shapes(
-    leaf: FleetLeaf, holding: Holding, chosen: Ints, planner: RegionPlanner
+    leaf: FleetLeaf, holding: Holding, chosen: Ints, planner: RegionPlanner, most_held: int
 ) -> Iterator[Shape]:
     entry = leaf.entry
     if 0 in entry.shape:
@@ -143,11 +151,17 @@ def _shapes(
         local = holding.local(first)
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
         found = sorted(planner.regions(0, read), key=lambda region: region.start)
+        moved = [region._replace(start=region.start - entry.start) for region in found]
+        fetches = tuple(fetches_of(moved, Bound(functools.partial(_held, read), most_held)))
         shift = (holding.origin[chosen[processes]] - holding.origin[first]) * parts @ strides
         yield Shape(
             processes,
-            tuple(region._replace(start=region.start - entry.start) for region in found),
+            fetches,
             shift * entry.dtype.bits // 8,
-            tuple(held_bytes(read, region.layout) for region in found),
+            tuple(sum(_held(read, region) for region in fetch.regions) for fetch in fetches),
             sum(box.size for box in local.boxes),
         )
+
+
+def _held(read: LeafRead, region: Region) -> int:
+    return held_bytes(read, region.layout)

@@ -11,10 +11,9 @@ from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.grid import Spec
-from orbax_safetensors_layout.plan.groups import MAX_GROUP_BUFFERS, SmallRequest
+from orbax_safetensors_layout.plan.groups import MAX_GROUP_BUFFERS, Fetch, SmallRequest
 from orbax_safetensors_layout.plan.holdings import Ints
 from orbax_safetensors_layout.plan.reads import staging_bytes
-from orbax_safetensors_layout.plan.regions import Region
 
 
 class FleetLeaf(NamedTuple):
@@ -30,18 +29,18 @@ class FleetLeaf(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Regions that some processes have of each tensor of a kind.
+    """What some processes read of each tensor of a kind.
 
     Attributes:
         processes: [n] the processes, counted among those that are not alike.
-        regions: Those of the first of them; `start` counts from the tensor's first byte.
+        fetches: Those of the first of them; `start` counts from the tensor's first byte.
         shift: [n] bytes by which those of each process lie behind those of the first.
-        held: Host bytes that each region's tile takes.
+        held: Host bytes that the tiles of each fetch take.
         elements: Elements of the distinct shards of one process.
     """
 
     processes: Ints
-    regions: tuple[Region, ...]
+    fetches: tuple[Fetch, ...]
     shift: Ints
     held: tuple[int, ...]
     elements: int
@@ -64,7 +63,7 @@ class Kind(NamedTuple):
 
 
 class _Small(NamedTuple):
-    """A region that may share a request.
+    """A fetch that may share a request.
 
     Attributes:
         request: What it brings to a group.
@@ -100,14 +99,14 @@ class Sums:
         for shape in kind.shapes:
             mine = shape.processes
             self._tensors[mine] += kind.tensors
-            for number, (region, held) in enumerate(zip(shape.regions, shape.held, strict=True)):
-                read = region.read
-                self._needed[mine] += kind.tensors * read.runs.total_bytes
+            for number, (fetch, held) in enumerate(zip(shape.fetches, shape.held, strict=True)):
+                read = fetch.read
+                self._needed[mine] += kind.tensors * len(fetch.regions) * read.runs.total_bytes
                 self._held[mine] += kind.tensors * held
                 self._staged[mine] |= not read.direct
                 self._padded[mine] |= not read.direct and bool(read.blocking.pad_bytes)
-                requests, nbytes = read.storage_requests(self._profile), read.storage_bytes()
-                request = SmallRequest.of(read, self._profile)
+                nbytes, requests = fetch.cost(self._profile)
+                request = SmallRequest.of(fetch, self._profile)
                 if request is not None:
                     small.append((shape, number, _Small(request, requests, nbytes)))
                     continue
@@ -116,7 +115,7 @@ class Sums:
                 self._most_held[mine] = np.maximum(self._most_held[mine], held)
 
     def add_file(self, tensors: Sequence[tuple[TensorEntry, Kind]]) -> None:
-        """Adds the small regions of a file, and the file."""
+        """Adds the small fetches of a file, and the file."""
         opened = np.zeros(len(self._files), bool)
         for kind in {id(kind): kind for _, kind in tensors}.values():
             for shape in kind.shapes:
@@ -160,23 +159,24 @@ class _Groups:
         self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
 
     def add(self, base: int, shape: Shape, number: int, small: _Small) -> None:
-        """Adds a region of each of some processes.
+        """Adds a fetch of each of some processes.
 
         Args:
             base: First byte of the tensor.
-            shape: The regions.
+            shape: The fetches.
             number: Which of them.
             small: What it brings.
         """
-        region, request = shape.regions[number], small.request
+        fetch, request = shape.fetches[number], small.request
+        shared = fetch.regions[0].layout.shared
         everyone = len(shape.processes) == self._processes
         mine: slice | Ints = slice(None) if everyone else shape.processes
-        start = shape.shift + (base + region.start)
+        start = shape.shift + (base + fetch.start)
         stop = start + request.length
         gap = start - self._end[mine]
         limit = np.minimum(self._limit[mine], request.limit)
         join = (
-            (self._shared[mine] == region.layout.shared)
+            (self._shared[mine] == shared)
             & (gap >= 0)
             & (gap <= self._max_gap_bytes)
             & (stop - self._first[mine] <= limit)
@@ -192,5 +192,5 @@ class _Groups:
         self._buffers[mine] = np.where(join, self._buffers[mine], 0) + request.buffers
         self._held[mine] = np.where(join, self._held[mine], 0) + shape.held[number]
         self.most_held[mine] = np.maximum(self.most_held[mine], self._held[mine])
-        self._shared[mine] = region.layout.shared
+        self._shared[mine] = shared
         self._end[mine] = stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
@@ -19,55 +19,154 @@ _MAX_UNPADDED_BYTES = 256 << 10
 """A larger region whose staging rows are padded is read by itself: in a group they are not."""
 
 
+class Fetch(NamedTuple):
+    """Regions that the same requests serve: one, or equal ones whose bytes interlace.
+
+    Leaves that take every other column of one tensor are such: each would read all of it.
+
+    Attributes:
+        regions: The regions, by offset.
+    """
+
+    regions: tuple[Region, ...]
+
+    @property
+    def read(self) -> RegionRead:
+        """The geometry of each."""
+        return self.regions[0].read
+
+    @property
+    def start(self) -> int:
+        """First byte, in the file."""
+        return self.regions[0].start
+
+    @property
+    def spread_bytes(self) -> int:
+        """Bytes from the first region to the last: what each request is longer."""
+        return self.regions[-1].start - self.regions[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.regions[-1].stop
+
+    def cost(self, profile: StorageProfile) -> tuple[int, int]:
+        """Bytes read and requests, where it is read by itself."""
+        count = self.read.storage_requests(profile)
+        return self.read.storage_bytes() + count * self.spread_bytes, count
+
+
 class Group(NamedTuple):
-    """Regions of one file that are fetched together.
+    """What is fetched of one file together.
 
     Attributes:
         file: The file.
-        regions: One region of any kind, or several small ones whose span is one request.
+        fetches: One of any kind, or several small ones whose span is one request.
     """
 
     file: str
-    regions: tuple[Region, ...]
+    fetches: tuple[Fetch, ...]
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All regions, by offset."""
+        return tuple(region for fetch in self.fetches for region in fetch.regions)
+
+    def cost(self, profile: StorageProfile) -> tuple[int, int]:
+        """Bytes read and requests."""
+        if len(self.fetches) > 1:
+            return self.fetches[-1].stop - self.fetches[0].start, 1
+        return self.fetches[0].cost(profile)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """The byte ranges, half-open; long ones are read in several requests."""
+        fetch = self.fetches[0]
+        if len(self.fetches) > 1:
+            yield fetch.start, self.fetches[-1].stop
+            return
+        runs = fetch.read.requests
+        for offset in runs.offsets().tolist():
+            start = fetch.start + offset
+            yield start, start + runs.run_bytes + fetch.spread_bytes
 
 
-def grouped(file: str, regions: Sequence[Region], profile: StorageProfile) -> Iterator[Group]:
-    """Joins neighbouring small regions whose gap is cheaper to read than to skip.
+class Bound(NamedTuple):
+    """A bound on what is held together.
+
+    Attributes:
+        held_bytes: From a region to the host bytes that its tile holds.
+        most_bytes: Most of them, where more than one region is held.
+    """
+
+    held_bytes: Callable[[Region], int]
+    most_bytes: int
+
+
+def fetches_of(regions: Sequence[Region], bound: Bound) -> Iterator[Fetch]:
+    """Joins regions that the same requests can serve.
+
+    Args:
+        regions: Regions of a file, by offset.
+        bound: Bounds what a fetch holds.
+    """
+    pending: list[Region] = []
+    held = 0
+    for region in regions:
+        if pending:
+            first = pending[0]
+            alike = region.read is first.read and region.layout.shared == first.layout.shared
+            if alike and first.read.interlaces(region.start - first.start):
+                more = bound.held_bytes(region)
+                if held + more <= bound.most_bytes:
+                    pending.append(region)
+                    held += more
+                    continue
+            yield Fetch(tuple(pending))
+        pending, held = [region], bound.held_bytes(region)
+    if pending:
+        yield Fetch(tuple(pending))
+
+
+def grouped(
+    file: str, regions: Sequence[Region], profile: StorageProfile, bound: Bound
+) -> Iterator[Group]:
+    """Joins neighbouring small fetches whose gap is cheaper to read than to skip.
 
     Args:
         file: The file.
         regions: Regions of it, by offset.
         profile: The cost model.
+        bound: Bounds what regions that are fetched at once hold.
     """
-    pending: list[Region] = []
+    pending: list[Fetch] = []
     first = end = limit = buffers = 0
-    known: dict[
-        int, SmallRequest | None
-    ] = {}  # by the RegionRead, which tensors of one shape share
-    for region in regions:
-        read, start = region.read, region.start
+    # By the RegionRead, which tensors of one shape share.
+    known: dict[tuple[int, int], SmallRequest | None] = {}
+    for fetch in fetches_of(regions, bound):
+        key = id(fetch.read), fetch.spread_bytes
         try:
-            request = known[id(read)]
+            request = known[key]
         except KeyError:
-            request = known[id(read)] = SmallRequest.of(read, profile)
+            request = known[key] = SmallRequest.of(fetch, profile)
         if request is None:
-            yield Group(file, (region,))
+            yield Group(file, (fetch,))
             continue
+        start = fetch.start
         stop = start + request.length
         if (
             pending
             and 0 <= start - end <= profile.max_gap_bytes
             and stop - first <= min(limit, request.limit)
             and buffers + request.buffers <= MAX_GROUP_BUFFERS
-            and region.layout.shared == pending[0].layout.shared
+            and fetch.regions[0].layout.shared == pending[0].regions[0].layout.shared
         ):
-            pending.append(region)
+            pending.append(fetch)
             limit = min(limit, request.limit)
             buffers += request.buffers
         else:
             if pending:
                 yield Group(file, tuple(pending))
-            pending, first, limit = [region], start, request.limit
+            pending, first, limit = [fetch], start, request.limit
             buffers = request.buffers
         end = stop
     if pending:
@@ -75,7 +174,7 @@ def grouped(file: str, regions: Sequence[Region], profile: StorageProfile) -> It
 
 
 class SmallRequest(NamedTuple):
-    """What a small region brings to a group.
+    """What a small fetch brings to a group.
 
     Attributes:
         length: Its bytes in the file.
@@ -88,9 +187,10 @@ class SmallRequest(NamedTuple):
     buffers: int
 
     @classmethod
-    def of(cls, read: RegionRead, profile: StorageProfile) -> SmallRequest | None:
-        """None where the region is read by itself."""
-        length = read.requests.run_bytes
+    def of(cls, fetch: Fetch, profile: StorageProfile) -> SmallRequest | None:
+        """None where it is read by itself."""
+        read = fetch.read
+        length = read.requests.run_bytes + fetch.spread_bytes
         padded = length > _MAX_UNPADDED_BYTES and not read.direct and read.blocking.pad_bytes
         if read.requests.levels or length >= SMALL_REGION_BYTES or padded:
             return None

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.grid import Cells, DeviceGrid, Spec
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.owners import HeldBoxes
@@ -78,7 +79,10 @@ class Holding(NamedTuple):
         return LocalBoxes(tuple(self.cells.box(cell) for cell in cells.tolist()), shared)
 
     def held(self) -> HeldBoxes:
-        """All boxes and who holds each."""
+        """All boxes and who holds each; an array without elements is one box, of all."""
+        if 0 in self.cells.parts:
+            shape = [n * count for n, count in zip(self.cells.parts, self.grid, strict=True)]
+            return HeldBoxes((Box.whole(shape),), (tuple(range(len(self.rows))),))
         of_part: dict[int, list[int]] = {}
         for number, row in enumerate(self.rows.tolist()):
             for part in dict.fromkeys(row):

@@ -56,6 +56,25 @@ class Source(NamedTuple):
     view: AffineView
 
 
+class Fill(NamedTuple):
+    """A region of a leaf that holds one value; nothing is read for it.
+
+    Attributes:
+        box: The region.
+        value: The value, a 0-d array of the leaf's dtype.
+    """
+
+    box: Box
+    value: np.ndarray
+
+    def put(self, box: Box, values: np.ndarray, value: object) -> None:
+        """Puts a value where the region meets a box, of which `values` are the values."""
+        common = self.box.intersect(box)
+        if common is not None:
+            sides = zip(common.start, common.stop, box.start, strict=True)
+            values[tuple([slice(a - first, b - first) for a, b, first in sides])] = value
+
+
 class LeafRead(NamedTuple):
     """One leaf of the wanted tree and the tensors it comes from.
 
@@ -67,6 +86,7 @@ class LeafRead(NamedTuple):
         local: The boxes this process needs of it.
         dtype: The dtype that the leaf will have.
         is_computed: Whether its values are computed from the stored ones, beyond a cast.
+        fills: What of it is not read; with `sources` they cover each of `local`.
     """
 
     name: str
@@ -76,11 +96,22 @@ class LeafRead(NamedTuple):
     local: LocalBoxes
     dtype: np.dtype
     is_computed: bool = False
+    fills: tuple[Fill, ...] = ()
 
     @property
     def is_converted(self) -> bool:
         """Whether its values are other bytes than the stored ones."""
-        return self.is_computed or self.stored.packed or self.dtype != self.stored.numpy
+        return (
+            self.is_computed
+            or self.stored.packed
+            or self.dtype != self.stored.numpy
+            or bool(self.fills)
+        )
+
+    @property
+    def needed_bytes(self) -> int:
+        """Stored bytes of all its boxes."""
+        return sum(box.size for box in self.local.boxes) * self.stored.bits // 8
 
     @classmethod
     def plain(cls, name: str, entry: TensorEntry, local: LocalBoxes, dtype: np.dtype) -> LeafRead:
@@ -115,7 +146,8 @@ class LeafRead(NamedTuple):
         for source in {(s.entry.shape, s.box.shape, s.view): s for s in self.sources}.values():
             self._check_source(source)
         for box in self.local.boxes:
-            common = [box.intersect(source.box) for source in self.sources]
+            boxes = [part.box for part in self.sources] + [part.box for part in self.fills]
+            common = [box.intersect(part) for part in boxes]
             if box.size and not cover([part for part in common if part is not None], box):
                 raise MismatchError(
                     f"the {len(self.sources)} pieces of the leaf do not cover it, each index once",

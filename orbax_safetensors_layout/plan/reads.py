@@ -6,6 +6,7 @@ O(pieces x shards x dimensions) and never a Python object per row. See ARCHITECT
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import operator
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.groups import Group, grouped
+from orbax_safetensors_layout.plan.groups import Bound, Group, grouped
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.regions import Region
@@ -46,8 +47,9 @@ class ReadPlan:
 
     def groups(self) -> Iterator[Group]:
         """What is fetched together, in the order in which it is, lazily."""
+        bound = Bound(lambda r: self.held_bytes(r.leaf, r.layout), self.memory_budget_bytes)
         for file, regions in self.batches:
-            yield from grouped(file, regions, self.profile)
+            yield from grouped(file, regions, self.profile, bound)
 
     def held_bytes(self, number: int, layout: TileLayout) -> int:
         """Host bytes that a tile holds until its arrays are on their devices.
@@ -58,6 +60,23 @@ class ReadPlan:
         """
         return 0 if self.adopt else held_bytes(self.leaves[number], layout)
 
+    @classmethod
+    def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
+        """Plans that are run one after the other, as one."""
+        leaves: list[LeafRead] = []
+        batches: list[Batch] = []
+        for plan in plans:
+            first = len(leaves)
+            leaves += plan.leaves
+            for file, regions in plan.batches:
+                batches.append((file, tuple(r._replace(leaf=first + r.leaf) for r in regions)))
+        return dataclasses.replace(plans[0], leaves=tuple(leaves), batches=tuple(batches))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that leaves need, without the gaps that are read through."""
+        return sum(r.read.runs.total_bytes for _, regions in self.batches for r in regions)
+
     def cost(self) -> Cost:
         """What the plan costs this process."""
         needed = read = requests = held = most_held = 0
@@ -66,12 +85,8 @@ class ReadPlan:
         opened: set[tuple[int, int]] = set()
         for group in self.groups():
             regions = group.regions
-            if len(regions) > 1:
-                requests += 1
-                read += max(region.stop for region in regions) - regions[0].start
-            else:
-                requests += regions[0].read.storage_requests(self.profile)
-                read += regions[0].read.storage_bytes()
+            group_read, group_requests = group.cost(self.profile)
+            read, requests = read + group_read, requests + group_requests
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(region.read.runs.total_bytes for region in regions)
@@ -97,13 +112,8 @@ class ReadPlan:
         Long ones are read in several requests.
         """
         for group in self.groups():
-            if len(group.regions) > 1:
-                yield group.file, group.regions[0].start, max(r.stop for r in group.regions)
-                continue
-            region = group.regions[0]
-            for offset in region.read.requests.offsets().tolist():
-                start = region.start + offset
-                yield group.file, start, start + region.read.requests.run_bytes
+            for start, stop in group.ranges():
+                yield group.file, start, stop
 
     def by_tensor(self) -> list[tuple[str, int, int]]:
         """(name, bytes needed, bytes read) of each leaf, each as if it were read alone."""
@@ -132,7 +142,13 @@ class ReadPlan:
 
 
 def plan_reads(
-    leaves: Sequence[LeafRead], *, profile: StorageProfile, memory_budget_bytes: int, adopt: bool
+    leaves: Sequence[LeafRead],
+    *,
+    profile: StorageProfile,
+    memory_budget_bytes: int,
+    adopt: bool,
+    in_order: bool = False,
+    joins_gaps: bool = True,
 ) -> ReadPlan:
     """Plans the reads of one process.
 
@@ -142,6 +158,9 @@ def plan_reads(
         memory_budget_bytes: Bound on what is held beyond the arrays. Where arrays do not adopt
             their buffers, shards are read together only as far as they fit it together.
         adopt: Whether the arrays keep the buffers they are made of.
+        in_order: Read leaf by leaf, as far as the budget makes it sensible, and not file by file.
+        joins_gaps: Whether what lies between two leaves may be read through; not where another
+            process reads it.
 
     Raises:
         SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
@@ -152,10 +171,13 @@ def plan_reads(
     for number, leaf in enumerate(leaves):
         if leaf.local.boxes and 0 not in leaf.shape:
             regions = planner.regions(number, leaf)
-            (whole if adopt or len(leaf.sources) == 1 else parts).extend(regions)
+            by_file = adopt or (len(leaf.sources) == 1 and not in_order)
+            (whole if by_file else parts).extend(regions)
     batches = [*_by_file(leaves, whole)]
-    for bundle in _bundles(leaves, parts, memory_budget_bytes // _BUNDLES_IN_BUDGET):
+    for bundle in _bundles(leaves, parts, memory_budget_bytes):
         batches += _by_file(leaves, bundle)
+    if not joins_gaps:
+        profile = dataclasses.replace(profile, latency_seconds=0.0)
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
 
 
@@ -185,22 +207,44 @@ def _by_file(leaves: Sequence[LeafRead], regions: Sequence[Region]) -> Iterator[
 
 
 def _bundles(
-    leaves: Sequence[LeafRead], regions: Sequence[Region], most_bytes: int
+    leaves: Sequence[LeafRead], regions: Sequence[Region], budget: int
 ) -> Iterator[list[Region]]:
-    """Tiles that are open together, each bundle within `most_bytes` or a single tile.
+    """Tiles that are open together: some in a part of the budget, or those that read the same.
 
     A tile that comes from many files holds its memory from its first region to its last. In the
     order of the files all tiles would be open at once.
     """
     bundle: list[Region] = []
     held = 0
-    for _, found in itertools.groupby(regions, key=lambda region: region.tile):
-        tile = list(found)
-        more = held_bytes(leaves[tile[0].leaf], tile[0].layout)
-        if bundle and held + more > most_bytes:
+    for more, tiles in _partners(leaves, regions, budget):
+        if bundle and held + more > budget // _BUNDLES_IN_BUDGET:
             yield bundle
             bundle, held = [], 0
-        bundle += tile
+        bundle += tiles
         held += more
     if bundle:
         yield bundle
+
+
+def _partners(
+    leaves: Sequence[LeafRead], regions: Sequence[Region], budget: int
+) -> list[tuple[int, list[Region]]]:
+    """Tiles with the bytes that they hold; together where the same requests serve them."""
+    found: list[tuple[int, list[Region]]] = []
+    starts: dict[tuple[str, int], list[tuple[int, int]]] = {}  # by file and geometry
+    for _, some in itertools.groupby(regions, key=lambda region: region.tile):
+        tile = list(some)
+        first = tile[0]
+        more = held_bytes(leaves[first.leaf], first.layout)
+        file = leaves[first.leaf].sources[first.source].entry.file
+        near = starts.setdefault((file, id(first.read)), [])
+        at = bisect.bisect(near, (first.start, 0))
+        for start, number in near[max(0, at - 1) : at + 1]:
+            held, tiles = found[number]
+            if first.read.interlaces(abs(start - first.start)) and held + more <= budget:
+                found[number] = held + more, tiles + tile
+                break
+        else:
+            near.insert(at, (first.start, len(found)))
+            found.append((more, tile))
+    return found

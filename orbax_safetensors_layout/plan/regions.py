@@ -82,6 +82,22 @@ class RegionRead:
         """Whether it is read straight into its place."""
         return self.spans is not None
 
+    def interlaces(self, shift: int) -> bool:
+        """Whether an equal region, `shift` bytes behind in the file, can share its requests.
+
+        Their spans overlap, and where a span is cut, and where its rows end, so does the other's.
+        """
+        if self.direct or not shift < self.requests.run_bytes:
+            return False
+        reach, blocking = self.itemsize, self.blocking
+        for number in reversed(range(len(self.axes))):
+            axis = self.axes[number]
+            is_cut = number < blocking.row or blocking.lengths[number] < axis.whole
+            if is_cut and reach + shift > axis.source:
+                return False
+            reach += (axis.extent - 1) * axis.source
+        return True
+
     def storage_requests(self, profile: StorageProfile) -> int:
         """Ranged reads that fetch the region by itself."""
         requests = self.requests

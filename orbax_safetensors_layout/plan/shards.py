@@ -12,14 +12,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
+from orbax_safetensors_layout.plan.grid import Cells, DeviceGrid, Spec
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.owners import HeldBoxes
+from orbax_safetensors_layout.plan.spread import Grid, Replicas
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format
@@ -78,6 +80,7 @@ class ProcessShards:
             )
         self._cache: dict[tuple[Sharding, tuple[int, ...]], LocalBoxes] = {}
         self._held: dict[tuple[Sharding | None, tuple[int, ...]], HeldBoxes] = {}
+        self._replicas: dict[tuple[Sharding, tuple[int, ...]], Replicas | None] = {}
 
     @property
     def process_index(self) -> int:
@@ -133,6 +136,27 @@ class ProcessShards:
             found = self._held[key] = HeldBoxes(tuple(boxes), holders)
         return found
 
+    def replicas(self, sharding: Sharding, shape: tuple[int, ...]) -> Replicas | None:
+        """The devices that hold each box of `shape`; None where boxes have unlike many of them.
+
+        Devices of an `AbstractMesh` are numbers.
+        """
+        key = (sharding, shape)
+        if key not in self._replicas:
+            holders: dict[Box, list[tuple[int, int, Any]]] = {}
+            if is_abstract(sharding):
+                found, processes = self._abstract_cells(sharding, shape)
+                cells = zip(found.cells.tolist(), processes.tolist(), strict=True)
+                for number, (cell, process) in enumerate(cells):
+                    holders.setdefault(found.box(cell), []).append((process, number, number))
+            else:
+                boxes = _device_boxes(sharding, shape)
+                for device, box in boxes.items():
+                    place = (device.process_index, device.id, device)
+                    holders.setdefault(box, []).append(place)
+            self._replicas[key] = _replicas(holders)
+        return self._replicas[key]
+
     def _owners(
         self, sharding: Sharding, shape: tuple[int, ...], *, everyone: bool
     ) -> dict[Box, set[int]]:
@@ -157,17 +181,25 @@ class ProcessShards:
     def _abstract_owners(
         self, sharding: Sharding, shape: tuple[int, ...], everyone: bool
     ) -> dict[Box, set[int]]:
-        assert isinstance(sharding, NamedSharding)
-        mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
-        found = mesh.cells(spec_of(sharding), shape)
-        process = np.arange(mesh.devices) // mesh.devices_per_process
+        found, process = self._abstract_cells(sharding, shape)
         grid = found.cells
         wanted = grid if everyone else grid[process == self._process_index]
         owners: dict[Box, set[int]] = {}
         for cell in np.unique(wanted, axis=0):
             holders = process[(grid == cell).all(1)]
-            owners[found.box(cell.tolist())] = set(np.unique(holders).tolist())
+            # The parts of an array without elements are one box.
+            held = owners.setdefault(found.box(cell.tolist()), set())
+            held.update(np.unique(holders).tolist())
         return owners
+
+    def _abstract_cells(
+        self, sharding: Sharding, shape: tuple[int, ...]
+    ) -> tuple[Cells, npt.NDArray[np.int64]]:
+        """Which part each device holds, and the process of each."""
+        assert isinstance(sharding, NamedSharding)
+        mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
+        process = np.arange(mesh.devices) // mesh.devices_per_process
+        return mesh.cells(spec_of(sharding), shape), process
 
 
 def _axis_names(part: Any) -> tuple[str, ...]:
@@ -180,12 +212,32 @@ def _axis_names(part: Any) -> tuple[str, ...]:
 def _concrete_owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
     sharding.shard_shape(shape)  # raises where a dimension is not divisible
     owners: dict[Box, set[int]] = {}
+    for device, box in _device_boxes(sharding, shape).items():
+        owners.setdefault(box, set()).add(device.process_index)
+    return owners
+
+
+def _device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     boxes: dict[int, Box] = {}
+    found: dict[Any, Box] = {}
     index_map: Mapping[Any, Index | None] = sharding.devices_indices_map(shape)
     for device, index in index_map.items():
         assert index is not None
         box = boxes.get(id(index))
         if box is None:
             box = boxes[id(index)] = box_of(index, shape)
-        owners.setdefault(box, set()).add(device.process_index)
-    return owners
+        found[device] = box
+    return found
+
+
+def _replicas(holders: Mapping[Box, list[tuple[int, int, Any]]]) -> Replicas | None:
+    """Replicas from (process, order, device) of each box's holders."""
+    if len({len(places) for places in holders.values()}) != 1:
+        return None
+    boxes = sorted(holders)
+    rows = [sorted(holders[box], key=lambda place: place[:2]) for box in boxes]
+    grid = Grid(
+        tuple(tuple(device for _, _, device in row) for row in rows),
+        tuple(tuple(process for process, _, _ in row) for row in rows),
+    )
+    return Replicas(tuple(boxes), grid)

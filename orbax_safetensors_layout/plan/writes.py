@@ -79,6 +79,11 @@ class FileWrite(NamedTuple):
     parts: tuple[Part, ...]
     gathered: tuple[int, ...]
 
+    @property
+    def is_temporary(self) -> bool:
+        """Whether it is gone when the save is complete."""
+        return self.name.startswith(f"{PIECES_FOLDER}/")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WritePlan:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from orbax_safetensors_layout.options import KIB
 
 Buffer: TypeAlias = memoryview
 """A writable, contiguous memoryview of bytes."""
 
 Source: TypeAlias = "memoryview | npt.NDArray[np.uint8]"
 """Contiguous bytes to be written: what has the buffer protocol and `nbytes`."""
+
+
+FIRST_READ_BYTES = 256 * KIB
+"""What a reader asks of a file first. It holds the header of about 2,000 tensors; at 100 MB/s it
+costs less than one more request does. A storage that must ask for a file's size fetches as much
+along with it."""
+
+Rank: TypeAlias = "Callable[[str], int | None]"
+"""When the file of a name appears, among those of a checkpoint; None for others."""
 
 
 class FileWriter(Protocol):
@@ -35,6 +46,48 @@ class FileWriter(Protocol):
 
     def abort(self) -> None:
         """Drops the file, as far as that is possible. Never raises; does nothing when finished."""
+        ...
+
+
+class Publication(Protocol):
+    """How the files of one save come to stand in a folder, together if the storage can do that.
+
+    `begin`, `publish` and `end` are for one process; the others only write.
+
+    Attributes:
+        target: The folder, by the name that all processes know it by.
+        folder: Where the files are written.
+    """
+
+    target: str
+    folder: str
+
+    def begin(self) -> None:
+        """Claims the target, and puts back what a save that crashed left beside it.
+
+        Raises:
+            StorageError: Another save to it is running, or there is no access.
+        """
+        ...
+
+    def prepare(self) -> None:
+        """Makes `folder` ready to be written to.
+
+        Raises:
+            StorageError: The target can not be replaced, or there is no access.
+        """
+        ...
+
+    def publish(self) -> None:
+        """Puts the complete files in their place.
+
+        Raises:
+            StorageError: A step failed.
+        """
+        ...
+
+    def end(self) -> None:
+        """Removes what was not published, as far as possible, and gives up the claim."""
         ...
 
 
@@ -73,13 +126,29 @@ class RangeReader(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """Ends pauses between attempts: requests in flight may end, none is tried again.
+
+        For a caller that has failed elsewhere and waits for what is in flight. May be called from
+        any thread, also repeatedly.
+        """
+        ...
+
 
 class Storage(RangeReader, Protocol):
     """Ranged access to files by name. Implementations are safe to use from many threads.
 
     A storage pins what it has seen: a file that is replaced, or changes its size, between two
     reads through one storage object is an error, never a mixture of two versions.
+
+    Attributes:
+        lists: Whether `list` gives all files of a folder; otherwise only such as are well known.
+        appends: Whether a new file grows from its first byte to its last, so that bytes which come
+            before their turn have to wait somewhere.
     """
+
+    lists: bool
+    appends: bool
 
     def size(self, file: str) -> int:
         """Size of `file` in bytes.
@@ -117,6 +186,27 @@ class Storage(RangeReader, Protocol):
 
     def make_folder(self, folder: str) -> None:
         """Makes a folder and those above it, where they are missing."""
+        ...
+
+    def flush_folder(self, folder: str) -> None:
+        """Makes the names in a folder durable.
+
+        Raises:
+            StorageError: The folder can not be flushed.
+        """
+        ...
+
+    def publication(
+        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
+    ) -> Publication:
+        """How a save comes to stand at a folder.
+
+        Args:
+            target: The folder.
+            overwrite: Whether what stands there is replaced.
+            rank: Which names in it belong to a checkpoint, and when they appear.
+            scratch: Folders in it that only a save uses.
+        """
         ...
 
     def remove(self, path: str) -> None:

@@ -14,7 +14,8 @@ from orbax_safetensors_layout.options import MIB
 DIRECT_CHUNK_BYTES = 4 * MIB
 """One direct read or write."""
 
-_HUGE_PAGE = 2 * MIB
+HUGE_PAGE_BYTES = 2 * MIB
+"""A huge page of x86-64 and of most arm64 systems; elsewhere a boundary like others."""
 
 
 class DirectScratch(threading.local):
@@ -39,10 +40,10 @@ def _huge_pages(nbytes: int) -> memoryview:
     place of 4.0 (Linux 6.18, virtio). A page that a fork shares may miss what the disk writes to it
     (open(2), O_DIRECT).
     """
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(getattr(mmap, advice))
-    start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE_BYTES
     return memoryview(memory)[start : start + nbytes]

@@ -18,15 +18,17 @@ from typing import Self
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import (
-    CheckpointNotFoundError,
-    StorageError,
-    TruncatedFileError,
-)
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
+from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
 from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
-from orbax_safetensors_layout.storage.local_write import LocalFileWriter, storage_errors
+from orbax_safetensors_layout.storage.local_write import (
+    LocalFileWriter,
+    flush_folder,
+    storage_errors,
+)
+from orbax_safetensors_layout.storage.publish import FolderExchange
 
 _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
@@ -89,9 +91,13 @@ class LocalStorage:
 
     Attributes:
         kind: `"local"`.
+        lists: True.
+        appends: False.
     """
 
     kind = "local"
+    lists = True
+    appends = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,14 +136,14 @@ class LocalStorage:
         total = sum(len(buffer) for buffer in buffers)
         with self._handle(file) as handle:
             if offset + total > handle.identity[2]:
-                raise _truncated(file, offset, total, handle.identity[2])
+                raise truncated(file, offset, total, handle.identity[2])
             try:
                 direct = not shared and total >= _DIRECT_MIN_BYTES
                 direct = direct and self._is_cold(handle, offset + total // 2)
                 if not (direct and self._read_direct(handle, offset, buffers)):
                     done = _read_fully(handle.fd, offset, buffers)
                     if done < total:
-                        raise _truncated(file, offset, total, offset + done)
+                        raise truncated(file, offset, total, offset + done)
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -180,12 +186,23 @@ class LocalStorage:
         with storage_errors("can not make the folder", folder):
             os.makedirs(folder, exist_ok=True)
 
+    def flush_folder(self, folder: str) -> None:
+        flush_folder(folder)
+
+    def publication(
+        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
+    ) -> Publication:
+        return FolderExchange(target, self, rank)
+
     def remove(self, path: str) -> None:
         with storage_errors("can not remove", path), contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
+
+    def interrupt(self) -> None:
+        pass  # nothing here pauses
 
     def close(self) -> None:
         with self._lock:
@@ -233,7 +250,7 @@ class LocalStorage:
         if (stat.st_size, stat.st_mtime_ns) == handle.identity[2:]:
             return
         if stat.st_size < offset + total:
-            raise _truncated(handle.name, offset, total, stat.st_size)
+            raise truncated(handle.name, offset, total, stat.st_size)
         raise StorageError(
             f"the file changed while bytes [{offset}, {offset + total}) were read",
             file=handle.name,
@@ -278,7 +295,7 @@ class LocalStorage:
         while position < stop:
             first = position - position % _PAGE
             length = min(DIRECT_CHUNK_BYTES, -(-(stop - first) // _PAGE) * _PAGE)
-            rest = _skip(buffers, position - offset)
+            rest = skip(buffers, position - offset)
             whole_pages = min(len(rest[0]), DIRECT_CHUNK_BYTES) // _PAGE * _PAGE
             in_place = whole_pages and first == position and _address(rest[0]) % _PAGE == 0
             into = rest[0][:whole_pages] if in_place else scratch[:length]
@@ -290,9 +307,9 @@ class LocalStorage:
                 return False
             usable = min(first + got, stop) - position
             if usable <= 0:
-                raise _truncated(handle.name, offset, total, first + got)
+                raise truncated(handle.name, offset, total, first + got)
             if not in_place:
-                _scatter(scratch[position - first :][:usable], rest)
+                scatter(scratch[position - first :][:usable], rest)
             position += usable
         return True
 
@@ -315,44 +332,12 @@ def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> int:
     total = sum(len(buffer) for buffer in buffers)
     done = 0
     while done < total:
-        got = os.preadv(fd, _skip(buffers, done)[:_MAX_BUFFERS], offset + done)
+        got = os.preadv(fd, skip(buffers, done)[:_MAX_BUFFERS], offset + done)
         if not got:
             break
         done += got
     return done
 
 
-def _skip(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
-    """`buffers` without their first `count` bytes."""
-    if not count:
-        return buffers
-    for i, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[i + 1 :]]
-        count -= len(buffer)
-    return []
-
-
-def _scatter(data: memoryview, buffers: Sequence[Buffer]) -> None:
-    """Copies `data` into `buffers`, one after the other."""
-    for buffer in buffers:
-        if not data:
-            return
-        count = min(len(data), len(buffer))
-        # numpy's copy lets other threads run; a memoryview's does not.
-        np.copyto(np.frombuffer(buffer[:count], np.uint8), np.frombuffer(data[:count], np.uint8))
-        data = data[count:]
-
-
 def _address(buffer: Buffer) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
-
-
-def _truncated(file: str, offset: int, total: int, end: int) -> TruncatedFileError:
-    return TruncatedFileError(
-        "the file is truncated",
-        file=file,
-        expected=f"bytes [{offset}, {offset + total})",
-        found=f"end of file at {end}",
-        hint="Copy the file again; it is shorter than its header says.",
-    )

@@ -68,7 +68,7 @@ class LocalFileWriter:
                 write_fully(self._fd, offset, buffers, total)
 
     def _write_direct(self, offset: int, buffers: Sequence[memoryview], total: int) -> None:
-        """Writes whole pages past the page cache, from an aligned chunk.
+        """Writes whole pages past the page cache, where they are not aligned from a copy.
 
         What has to reach the disk anyway gets there sooner: 2.28 GB in 0.55 s, in place of 0.95
         through the page cache and `fsync` (Linux 6.18, ext4, virtio).
@@ -80,14 +80,7 @@ class LocalFileWriter:
             write_fully(self._fd, offset, source.take(first - offset), first - offset)
         for start in range(first, last, DIRECT_CHUNK_BYTES):
             size = min(DIRECT_CHUNK_BYTES, last - start)
-            chunk = _scratch.take()[:size]
-            into = np.frombuffer(chunk, np.uint8)
-            at = 0
-            for part in source.take(size):
-                # numpy's copy lets other threads run; a memoryview's does not.
-                into[at : at + len(part)] = np.frombuffer(part, np.uint8)
-                at += len(part)
-            self._write_pages(start, chunk)
+            self._write_pages(start, _on_pages(source.take(size), size))
         if last < stop:
             write_fully(self._fd, last, source.take(stop - last), stop - last)
 
@@ -138,6 +131,19 @@ class _Cursor:
             if self._at == len(self._buffers[self._number]):
                 self._number, self._at = self._number + 1, 0
         return found
+
+
+def _on_pages(parts: Sequence[memoryview], size: int) -> memoryview:
+    """The bytes of parts in one piece that begins with a page."""
+    if len(parts) == 1 and np.frombuffer(parts[0], np.uint8).ctypes.data % _PAGE == 0:
+        return parts[0]
+    chunk = _scratch.take()[:size]
+    into, at = np.frombuffer(chunk, np.uint8), 0
+    for part in parts:
+        # numpy's copy lets other threads run; a memoryview's does not.
+        into[at : at + len(part)] = np.frombuffer(part, np.uint8)
+        at += len(part)
+    return chunk
 
 
 def _flat(buffers: Sequence[Source]) -> list[memoryview]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
-from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.storage.base import Rank, Storage
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
 
 _AT_FDCWD = -100
@@ -22,12 +23,55 @@ _RENAME_EXCHANGE = 2
 _OLD_SUFFIX = ".old"
 
 
+class FolderExchange:
+    """A save that is written beside its folder, and exchanged for it when it is complete.
+
+    Attributes:
+        target: The folder, by the name that all processes know it by.
+        folder: Where the files are written.
+
+    Args:
+        target: The folder.
+        storage: Where it is.
+        rank: Which names in it belong to what is replaced.
+    """
+
+    def __init__(self, target: str, storage: Storage, rank: Rank) -> None:
+        self.target = os.path.realpath(target)
+        self.folder = partial_folder(self.target)
+        self._storage = storage
+        self._rank = rank
+        self._claim = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        self._claim.enter_context(claimed(f"{self.folder}.lock"))
+        self._claim.callback(self._remove_partial)
+        restore_folder(self.target, self.folder)
+
+    def prepare(self) -> None:
+        check_replaceable(self.target)
+        self._storage.remove(self.folder)
+        self._storage.make_folder(self.folder)
+
+    def publish(self) -> None:
+        rank = self._rank
+        publish_folder(self.folder, self.target, is_replaced=lambda name: rank(name) is not None)
+
+    def end(self) -> None:
+        self._claim.close()
+
+    def _remove_partial(self) -> None:
+        with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
+            self._storage.remove(self.folder)
+
+
 def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
     """Puts a finished folder in the place of another, which may exist.
 
-    What the old folder holds besides the files that are replaced stands in the new one, too. A
-    crash at any moment leaves the old or the new folder complete at `folder`; on systems that can
-    not exchange two names, for an instant none, with both complete beside it.
+    What the old folder holds besides the files that are replaced stands in the new one, too, also
+    what somebody puts there meanwhile. A crash at any moment leaves the old or the new folder
+    complete at `folder`; on systems that can not exchange two names, for an instant none, with
+    both complete beside it.
 
     Args:
         finished: The new folder, beside the old one.
@@ -35,24 +79,30 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
         is_replaced: Whether a name in the old folder belongs to what is replaced.
 
     Raises:
-        StorageError: A step failed; the old folder is as it was.
+        StorageError: A step failed; the old folder is as it was, unless only making the change
+            durable failed.
     """
     parent = os.path.dirname(folder)
     with storage_errors("can not put the finished folder in its place", folder):
         if not os.path.isdir(folder):
             os.rename(finished, folder)
-        else:
-            os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
-            for name in os.listdir(folder):
-                if not is_replaced(name):
-                    link_tree(os.path.join(folder, name), os.path.join(finished, name))
-            here = _current_folder()
-            _remove_old(_replace(finished, folder), folder)
-            # A program that works in the folder goes on in the new one.
-            if here == folder or here.startswith(folder + os.sep):
-                with contextlib.suppress(OSError):
-                    os.chdir(here)
-    flush_folder(parent)
+            flush_folder(parent)
+            return
+        os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
+        for name in os.listdir(folder):
+            if not is_replaced(name):
+                link_tree(os.path.join(folder, name), os.path.join(finished, name))
+        here = _current_folder()
+        old = _replace(finished, folder)
+        for name in os.listdir(old):
+            if not is_replaced(name):
+                _bring(os.path.join(old, name), os.path.join(folder, name))
+        flush_folder(parent)  # before the old folder goes
+        _remove_old(old, folder)
+        # A program that works in the folder goes on in the new one.
+        if here == folder or here.startswith(folder + os.sep):
+            with contextlib.suppress(OSError):
+                os.chdir(here)
 
 
 def check_replaceable(folder: str) -> None:
@@ -182,6 +232,20 @@ def link_tree(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
         return
     shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _bring(source: str, target: str) -> None:
+    """Brings over what came to a folder, or was replaced in it, after it was linked."""
+    if os.path.isdir(source) and not os.path.islink(source) and os.path.isdir(target):
+        for name in os.listdir(source):
+            _bring(os.path.join(source, name), os.path.join(target, name))
+    elif not os.path.lexists(target) or _is_newer(source, target):
+        os.rename(source, target)
+
+
+def _is_newer(source: str, target: str) -> bool:
+    one, other = os.lstat(source), os.lstat(target)
+    return not os.path.samestat(one, other) and one.st_mtime_ns > other.st_mtime_ns
 
 
 def _exchange(one: str, other: str) -> bool:

@@ -6,26 +6,88 @@ import os
 import urllib.parse
 
 from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.web import WebStorage
+
+CLOUDS = ("gs", "s3", "az")
+"""Schemes of object stores."""
+
+_SCHEMES = ("file", *CLOUDS, "hf", "https")
 
 
-def open_storage(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+def open_storage(
+    path: str | os.PathLike[str], *, retries: RetryPolicy | None = None
+) -> tuple[Storage, str]:
     """The storage that a path names, and the path in that storage's own terms.
 
+    Args:
+        path: A local path or a URL.
+        retries: How long requests to a remote storage are tried; None is the default.
+
     Raises:
-        StorageError: No storage of this package serves the path's scheme.
+        StorageError: The path is malformed, a library that it needs is not installed, or no
+            storage of this package serves its scheme.
     """
     text = os.fsdecode(path)
     scheme, separator, rest = text.partition("://")
+    if scheme in CLOUDS and separator:
+        return _open_cloud(scheme, rest, retries)
     if not separator:
+        _check_no_lost_slash(text)
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
         return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
+    if scheme == "hf":
+        return _open_hub(text, retries), text
+    if scheme in ("http", "https"):
+        web = WebStorage(text, retries)
+        return web, web.path
     raise StorageError(
         f"can not open a {scheme}:// path",
         file=text,
-        expected="a local path or a file:// URL",
+        expected=f"a local path, or a URL of {', '.join(f'{known}://' for known in _SCHEMES)}",
         found=f"{scheme}://",
         hint="Copy the checkpoint to a local disk first, or mount the bucket.",
     )
+
+
+def _check_no_lost_slash(text: str) -> None:
+    scheme, separator, _ = text.partition(":/")
+    if separator and scheme in (*_SCHEMES, "http") and not os.path.lexists(text):
+        raise StorageError(
+            "the path lacks a slash, which `pathlib.Path` takes away from URLs",
+            file=text,
+            hint="Give it as a string, or as an `etils.epath.Path`.",
+        )
+
+
+def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
+    try:
+        from orbax_safetensors_layout.storage.cloud import CloudStorage  # needs an extra
+    except ImportError as error:
+        raise StorageError(
+            f"{scheme}:// paths need the package `obstore`",
+            file=f"{scheme}://{rest}",
+            found=error,
+            hint="pip install 'orbax-safetensors-layout[cloud]'",
+        ) from error
+    bucket, _, key = rest.partition("/")
+    if not bucket:
+        raise StorageError("the path names no bucket", file=f"{scheme}://{rest}")
+    path = "/".join(part for part in key.split("/") if part)
+    return CloudStorage(scheme, bucket, retries=retries), f"{scheme}://{bucket}/{path}"
+
+
+def _open_hub(path: str, retries: RetryPolicy | None) -> Storage:
+    try:
+        from orbax_safetensors_layout.storage.hub import HubStorage  # needs an extra
+    except ImportError as error:
+        raise StorageError(
+            "hf:// paths need the package `huggingface_hub`",
+            file=path,
+            found=error,
+            hint="pip install 'orbax-safetensors-layout[hf]'",
+        ) from error
+    return HubStorage(path, retries)

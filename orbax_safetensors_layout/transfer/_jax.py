@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -52,32 +53,51 @@ class DistributedStore:
         client = distributed.global_state.client
         if client is None:
             raise RuntimeError(
-                "Saving from several processes needs `jax.distributed.initialize()`, at the start"
-                " of the program."
+                "Processes that save together, or that read replicas once, need"
+                " `jax.distributed.initialize()`, at the start of the program."
             )
         return cls(client)
 
     def set(self, key: str, value: str) -> None:
-        self._client.key_value_set(key, value)
+        with _typed_errors(key):
+            self._client.key_value_set(key, value)
+
+    def renew(self, key: str, value: str) -> None:
+        with _typed_errors(key):
+            self._client.key_value_set(key, value, allow_overwrite=True)
 
     def list(self, prefix: str) -> dict[str, str]:
-        return dict(self._client.key_value_dir_get(prefix))
+        with _typed_errors(prefix):
+            return dict(self._client.key_value_dir_get(prefix))
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        try:
+        with _typed_errors(key):
             return str(self._client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                raise TimeoutError(key) from error
-            raise
 
     def peek(self, key: str) -> str | None:
         try:
-            return str(self._client.key_value_try_get(key))
-        except Exception as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise
+            with _typed_errors(key):
+                return str(self._client.key_value_try_get(key))
+        except KeyError:
+            return None
 
     def delete(self, prefix: str) -> None:
-        self._client.key_value_delete(prefix)
+        with _typed_errors(prefix):
+            self._client.key_value_delete(prefix)
+
+
+@contextlib.contextmanager
+def _typed_errors(key: str) -> Iterator[None]:
+    """The store's errors by what they mean; JAX tells them apart by their text alone."""
+    kinds = {
+        "DEADLINE_EXCEEDED": TimeoutError,
+        "NOT_FOUND": KeyError,
+        "UNAVAILABLE": ConnectionError,
+    }
+    try:
+        yield
+    except Exception as error:
+        for code, kind in kinds.items():
+            if str(error).startswith(code):
+                raise kind(key) from error
+        raise

@@ -13,6 +13,7 @@ import numpy as np
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.plan.axes import Axis
+from orbax_safetensors_layout.plan.groups import Fetch
 from orbax_safetensors_layout.plan.regions import RegionRead
 from orbax_safetensors_layout.storage.base import Buffer
 from orbax_safetensors_layout.transfer.buffers import Bytes, allocate
@@ -110,18 +111,19 @@ class Cut(NamedTuple):
     staging_bytes: int
 
     @classmethod
-    def of(cls, read: RegionRead, ranges: Sequence[tuple[int, int]]) -> Cut:
+    def of(cls, read: RegionRead, ranges: Sequence[tuple[int, int]], spread: int) -> Cut:
         """The cut of a block.
 
         Args:
             read: The region.
             ranges: The block's half-open range of each axis.
+            spread: Bytes by which each request is longer, for regions that interlace.
         """
         axes, blocking = read.axes, read.blocking
         counts = [high - low for low, high in ranges]
         first, row = blocking.request, blocking.row
         reach = [(n - 1) * axis.source for n, axis in zip(counts, axes, strict=True)]
-        last_bytes = sum(reach[row:]) + read.itemsize
+        last_bytes = sum(reach[row:]) + read.itemsize + spread
         row_bytes = axes[row - 1].source if row > first else last_bytes
         rows = Rows(
             math.prod(counts[first:row]), row_bytes, last_bytes, row_bytes + blocking.pad_bytes
@@ -138,30 +140,42 @@ class Cut(NamedTuple):
         )
 
     @classmethod
-    def whole(cls, read: RegionRead) -> Cut:
-        """All of a region of one request, as it is in the file."""
+    def whole(cls, read: RegionRead, spread: int) -> Cut:
+        """All of a region of one request, as it is in the file; `spread` as for `of`."""
         ranges = [(0, axis.extent) for axis in read.axes]
         copies = _copies(read, ranges, [axis.source for axis in read.axes])
-        length = read.requests.run_bytes
+        length = read.requests.run_bytes + spread
         return cls(
             StridedRuns(0, length, ()), Rows(1, length, length, length), tuple(copies), length
         )
 
 
-class Block(NamedTuple):
-    """A block of one region.
+class Target(NamedTuple):
+    """Where a block goes.
 
     Attributes:
-        destination: The region in memory.
-        cut: Its shape.
-        start: Its first byte in the file.
-        at: Where in the memory that byte goes.
+        memory: The memory of a tile.
+        at: Where in it the block's first byte goes.
+        shift: Where that byte is in the staging buffer, counted from the block's begin.
     """
 
-    destination: Destination
+    memory: Bytes
+    at: int
+    shift: int
+
+
+class Block(NamedTuple):
+    """A block of one region, or of several that interlace.
+
+    Attributes:
+        cut: Its shape.
+        start: Its first byte in the file.
+        targets: For each region where it goes.
+    """
+
     cut: Cut
     start: int
-    at: int
+    targets: tuple[Target, ...]
 
     def buffers(self, staging: Bytes, scratch: Scratch) -> Iterator[tuple[int, list[Buffer]]]:
         """Each request: where it begins in the file, and where it goes in the staging buffer."""
@@ -173,18 +187,26 @@ class Block(NamedTuple):
             yield self.start + offset, rows.buffers(staging.data, number * rows.number * rows.pitch)
 
     def copy(self, staging: Buffer) -> None:
-        """Puts the block, which begins at the first byte of `staging`, in its place."""
-        memory = self.destination.room.memory.data
-        for shape, dtype, begin, source_strides, at, target_strides in self.cut.copies:
-            source: np.ndarray = np.ndarray(shape, dtype, staging, begin, source_strides)
-            target: np.ndarray = np.ndarray(shape, dtype, memory, self.at + at, target_strides)
-            target[...] = source
+        """Puts the block, which begins at the first byte of `staging`, in its places."""
+        for memory, first, shift in self.targets:
+            for shape, dtype, begin, source_strides, at, target_strides in self.cut.copies:
+                source: np.ndarray = np.ndarray(
+                    shape, dtype, staging, shift + begin, source_strides
+                )
+                target: np.ndarray = np.ndarray(
+                    shape, dtype, memory.data, first + at, target_strides
+                )
+                target[...] = source
 
 
-def blocks_of(destination: Destination) -> Iterator[Block]:
-    """The blocks of a region that is staged, in the order of the file."""
-    region = destination.region
-    read, first = region.read, destination.room.begin + region.at
+def blocks_of(fetch: Fetch, destinations: Sequence[Destination]) -> Iterator[Block]:
+    """The blocks of regions that are staged, in the order of the file.
+
+    Args:
+        fetch: The regions.
+        destinations: The same in memory.
+    """
+    read, targets = fetch.read, targets_of(destinations)
     axes = read.axes
     ranges = [[*a.ranges(n)] for a, n in zip(axes, read.blocking.lengths, strict=True)]
     cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # all alike but those at the ends
@@ -196,9 +218,19 @@ def blocks_of(destination: Destination) -> Iterator[Block]:
         kind = tuple(alike for alike, _, _ in step)
         cut = cuts.get(kind)
         if cut is None:
-            cut = cuts[kind] = Cut.of(read, block)
-        start = region.start + sum(source for _, source, _ in step)
-        yield Block(destination, cut, start, first + sum(target for _, _, target in step))
+            cut = cuts[kind] = Cut.of(read, block, fetch.spread_bytes)
+        start = fetch.start + sum(source for _, source, _ in step)
+        moved = sum(target for _, _, target in step)
+        yield Block(cut, start, tuple(t._replace(at=t.at + moved) for t in targets))
+
+
+def targets_of(destinations: Sequence[Destination]) -> tuple[Target, ...]:
+    """Where regions go that are fetched as one block."""
+    start = destinations[0].region.start
+    return tuple(
+        Target(room.memory, room.begin + region.at, region.start - start)
+        for region, room in destinations
+    )
 
 
 def _step(axis: Axis, low: int, high: int) -> tuple[tuple[int, int], int, int]:

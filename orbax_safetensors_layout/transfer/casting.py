@@ -7,12 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
-from orbax_safetensors_layout.mapping.values import (
-    NARROW_INTEGERS,
-    integer_range,
-    is_integer,
-    is_number,
-)
+from orbax_safetensors_layout.mapping.integers import is_whole, to_whole
+from orbax_safetensors_layout.mapping.values import is_number
 from orbax_safetensors_layout.transfer.buffers import allocate
 
 _CHUNK_ELEMENTS = 1 << 20  # bounds what a cast holds besides its result
@@ -101,44 +97,21 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
 
 def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        if is_integer(dtype) or dtype.kind == "b":
-            return _to_integer(value, dtype, exact, subject)
+        if is_whole(dtype):
+            result, lost = to_whole(value, dtype)
+            _refuse(lost, dtype, subject, exact or not is_whole(value.dtype))
+            return result
         result = value.astype(dtype)
         if exact:
             back = result.astype(value.dtype)
-            _require((back == value) | ((back != back) & (value != value)), value, dtype, subject)
+            kept = (back == value) | ((back != back) & (value != value))
+            _refuse(value[~kept], dtype, subject, exact)
     return result
 
 
-def _to_integer(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
-    """Checked by range, not by a round trip: what C makes of a number out of range is undefined."""
-    low, high = (0, 1) if dtype.kind == "b" else integer_range(dtype)
-    if not (is_integer(value.dtype) or value.dtype.kind == "b"):
-        value = value.astype(np.float64)  # holds every float of 32 bits and fewer
-        whole = np.isfinite(value) & (np.trunc(value) == value)
-        # As floats: `high + 1` is a power of two and exact, `high` may not be.
-        _require(whole & (value >= low) & (value < float(high + 1)), value, dtype, subject)
-    elif value.dtype.kind != "b":
-        if value.dtype.name in NARROW_INTEGERS:
-            value = value.astype(np.int8)
-        bounds = np.iinfo(value.dtype)
-        kept = np.ones(value.shape, np.bool_)
-        if low > bounds.min:
-            kept &= value >= low
-        if high < bounds.max:
-            kept &= value <= high
-        _require(kept, value, dtype, subject, exact)
-    if dtype.name in NARROW_INTEGERS:
-        value = value.astype(np.int8)  # numpy has no cast from all floats
-    return value.astype(dtype)
-
-
-def _require(
-    kept: np.ndarray, values: np.ndarray, dtype: np.dtype, subject: Subject, exact: bool = True
-) -> None:
-    if kept.all():
+def _refuse(lost: np.ndarray, dtype: np.dtype, subject: Subject, exact: bool) -> None:
+    if not lost.size:
         return
-    lost = values[~kept]
     source = subject.source
     hint = "Ask for a dtype that holds the values."
     if exact and source.itemsize == 8 and dtype.itemsize == 4:
@@ -151,6 +124,6 @@ def _require(
         file=subject.file,
         tensor=subject.name,
         expected=dtype,
-        found=f"{source}, for instance {lost.flat[0]}",
+        found=f"{source}, for instance {lost[0]}",
         hint=hint,
     )

@@ -1,4 +1,4 @@
-"""Processes that save together: each waits for all, and all fail with the first cause.
+"""Processes that save or load together: each waits for all, and all fail with the first cause.
 
 What they tell each other goes through the key-value store of `jax.distributed`, never through a
 collective on devices: a save in the background can not get in the way of a running training step.
@@ -11,31 +11,30 @@ import json
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
+from orbax_safetensors_layout.transfer import pulse
 
 _PREFIX = "orbax_safetensors_layout"
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
 _CHECK_SECONDS = 1.0
 
-_KEPT_GROUPS = 8  # no process is so many operations behind another
+_WAIT_SECONDS = 5.0  # what waits in the store can not be interrupted
+_KEPT_GROUPS = 64  # no process is so many operations behind another
 
-_counts: Counter[str] = Counter()
+_counts: Counter[tuple[str, str]] = Counter()  # by purpose and name
 _finished: deque[str] = deque()
 _counts_lock = threading.Lock()
 
 
-class KeyValueStore(Protocol):
+class KeyValueStore(pulse.PulseStore, Protocol):
     """What is needed of `jax.distributed`'s key-value store."""
 
     def set(self, key: str, value: str) -> None:
         """Sets a new key."""
-        ...
-
-    def list(self, prefix: str) -> dict[str, str]:
-        """The keys below a prefix that ends in a slash, and their values."""
         ...
 
     def get(self, key: str, timeout_seconds: float) -> str:
@@ -60,13 +59,13 @@ class Agreement(NamedTuple):
 
     Attributes:
         digest: Equal where they have.
-        description: For the error where they have not.
-        hint: What to do then.
+        description: What this process has, for the error where they have not.
+        demand: What all must do, for that error.
     """
 
     digest: str
     description: str
-    hint: str
+    demand: str
 
 
 class Group:
@@ -81,6 +80,8 @@ class Group:
         process_count: How many there are.
         store: What they share; not needed by a single process.
         timeout_seconds: How long a step waits for the others.
+        purpose: What they do: operations of one purpose have the same order on all processes.
+        watched: Whether a process that was killed is noticed before that.
     """
 
     def __init__(
@@ -90,27 +91,42 @@ class Group:
         process_count: int,
         store: KeyValueStore | None,
         timeout_seconds: float,
+        *,
+        purpose: str = "save",
+        watched: bool = False,
     ) -> None:
         self.process_index = process_index
         self.process_count = process_count
         self._name = name
         self._store = store
         self._timeout_seconds = timeout_seconds
+        self._purpose = purpose
         with _counts_lock:
-            _counts[name] += 1
-            self.number = _counts[name]
-        self._key = f"{_PREFIX}/{self.number}/{name.strip('/').replace('/', '|')}"
+            _counts[purpose, name] += 1
+            self.number = _counts[purpose, name]
+        self._key = f"{_PREFIX}/{purpose}/{self.number}/{name.strip('/').replace('/', '|')}"
         self._step = 0
         self._failed = False
         self._announced = -1
         self._next_check_seconds = 0.0
+        self._watched = watched and store is not None and process_count > 1
+        self._pulse: pulse.Pulse | None = None
+
+    @classmethod
+    def alone(cls) -> Self:
+        """One process, that neither tells others anything nor waits for any."""
+        return cls("", 0, 1, None, 1.0)
 
     def __enter__(self) -> Self:
+        if self._watched and self._store is not None:
+            self._pulse = pulse.Pulse(self._store, f"{self._key}/pulse", self.process_index)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.fail(error)
+        if self._pulse is not None:
+            self._pulse.stop()
         self.close()
 
     @property
@@ -118,21 +134,39 @@ class Group:
         """Whether this is the process that does what is to be done once."""
         return self.process_index == 0
 
+    @contextlib.contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """A step of all processes: leaving the block, each waits until all have.
+
+        Args:
+            doing: The step, for errors.
+
+        Raises:
+            PeerError: As `meet`.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as problem:
+            error = problem
+        self.meet(doing, error)
+
     def meet(
         self,
         doing: str,
         error: BaseException | None = None,
         *,
         agree: Agreement | None = None,
-        tell: str | None = None,
-    ) -> str | None:
+        tell: str = "",
+    ) -> str:
         """Waits until all processes have come to this step.
 
         Args:
             doing: The step, for errors.
             error: What went wrong on this process, if anything did.
             agree: What all must have alike.
-            tell: What the first process tells the others; theirs does not count.
+            tell: What the first process tells the others; what they say does not count. All
+                say something, or nobody.
 
         Returns:
             What the first process tells.
@@ -148,18 +182,18 @@ class Group:
             return tell
         step = f"{self._key}/{self._step}"
         self._step += 1
-        text = None if error is None else _text(error)
-        said: dict[str, Any] = {"process": self.process_index, "error": text}
+        said = self._statement(error)
         if agree is not None:
             said["agree"] = list(agree)
         try:
-            if tell is not None and self.is_leader:
-                self._store.set(f"{step}/told", tell)
-            self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
-            verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
+            with self._reaching_others(doing):
+                if tell and self.is_leader:
+                    self._store.set(f"{step}/told", tell)
+                self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
+                verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
         except BaseException as problem:
-            self._failed = True
-            if error is not None:
+            self.fail(error or problem)  # an interrupt, for instance, the others do not know of
+            if error is not None and not isinstance(error, PeerError):
                 raise error from None
             raise problem
         if verdict is None and self.is_leader:
@@ -171,7 +205,7 @@ class Group:
             raise self._peer_error(verdict, doing) from error
         if error is not None:
             raise error
-        if tell is None or self.is_leader:
+        if not tell or self.is_leader:
             return tell
         return self._store.get(f"{step}/told", self._timeout_seconds)
 
@@ -186,16 +220,49 @@ class Group:
         if time.monotonic() < self._next_check_seconds:
             return
         self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
-        step = f"{self._key}/{self._step}"
-        if self.is_leader:
-            verdict = _first_failure(self._said(step))
-            if verdict is not None:
-                self._announce(self._step, verdict)
-        else:
-            text = self._store.peek(f"{step}/verdict")
-            verdict = None if text is None else json.loads(text)
+        with self._reaching_others(doing):
+            verdict = self._look(f"{self._key}/{self._step}")
         if verdict is not None:
             raise self._peer_error(verdict, doing)
+
+    def _look(self, step: str) -> dict[str, Any] | None:
+        assert self._store is not None
+        if not self.is_leader:
+            text = self._store.peek(f"{step}/verdict")
+            found: dict[str, Any] | None = None if text is None else json.loads(text)
+            return found
+        said = self._said(step)
+        verdict = _first_failure(said) or self._lost(said)
+        if verdict is not None:
+            self._announce(self._step, verdict)
+        return verdict
+
+    @contextlib.contextmanager
+    def _reaching_others(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError as error:
+            raise PeerError(
+                f"process 0, which keeps the key-value store of jax.distributed, does not answer"
+                f" while {doing}; it was probably killed",
+                file=self._name,
+            ) from error
+
+    def _statement(self, error: BaseException | None) -> dict[str, Any]:
+        said: dict[str, Any] = {"process": self.process_index, "error": None}
+        if error is not None:
+            said["error"] = f"{type(error).__name__}: {error}"
+            said["follows"] = isinstance(error, PeerError)
+        return said
+
+    def _lost(self, said: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """The failure of a process that was killed: it has not come, and gives no sign of life."""
+        silent = set() if self._pulse is None else self._pulse.silent()
+        silent -= {one["process"] for one in said}
+        if not silent:
+            return None
+        text = f"no sign of life for {pulse.SILENCE_SECONDS:g} s; it was probably killed"
+        return {"process": min(silent), "error": text}
 
     def _peer_error(self, verdict: dict[str, Any], doing: str) -> PeerError:
         process, error = verdict["process"], verdict["error"]
@@ -244,7 +311,7 @@ class Group:
         if self._store is None or self.process_count == 1 or self._failed:
             return
         self._failed = True
-        said = {"process": self.process_index, "error": _text(error)}
+        said = self._statement(error)
         with contextlib.suppress(Exception):  # the failure itself is what counts
             if self.is_leader:
                 self._announce(self._step, said)
@@ -255,15 +322,13 @@ class Group:
     def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
         """Waits for all processes, or the first error, and tells everyone."""
         assert self._store is not None
-        verdict, problem = None, None
         try:
             verdict = self._collect(step, doing)
-        except PeerError as error:
-            problem = error
-            verdict = {"process": 0, "error": str(error)}
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the error itself is what counts
+                self._announce(self._step - 1, self._statement(error))
+            raise
         self._announce(self._step - 1, verdict)
-        if problem is not None:
-            raise problem
         return verdict
 
     def _announce(self, step: int, verdict: dict[str, Any] | None) -> None:
@@ -282,42 +347,55 @@ class Group:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             said = self._said(step)
-            failure = _first_failure(said)
-            if failure is not None:
+            failure = _first_failure(said) or self._lost(said)
+            if failure is None and len(said) == self.process_count:
+                failure = _consequence(said) or _disagreement(said, self._purpose)
+            if failure is not None or len(said) == self.process_count:
                 return failure
-            if len(said) == self.process_count:
-                return _disagreement(said)
             if time.monotonic() > deadline:
                 missing = {*range(self.process_count)} - {one["process"] for one in said}
                 raise PeerError(
                     f"processes {sorted(missing)} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
                     file=self._name,
-                    hint="See their logs; WriteOptions(timeout_seconds=...) sets the limit.",
+                    hint=f"See their logs. All processes of the program must {self._purpose}, so"
+                    " Orbax's `active_processes` must name all; `timeout_seconds` of the options"
+                    " sets the limit.",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _await(self, step: str, doing: str) -> dict[str, Any] | None:
         assert self._store is not None
-        try:
-            # The first process is given the time to find out who is missing.
-            text = self._store.get(f"{step}/verdict", self._timeout_seconds + 30)
-        except TimeoutError as error:
-            raise PeerError(
-                f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
-                file=self._name,
-            ) from error
-        verdict: dict[str, Any] | None = json.loads(text)
-        return verdict
+        # The first process is given the time to find out who is missing.
+        left_seconds = self._timeout_seconds + 30
+        while True:
+            try:
+                text = self._store.get(f"{step}/verdict", min(left_seconds, _WAIT_SECONDS))
+            except TimeoutError as error:
+                left_seconds -= _WAIT_SECONDS
+                if left_seconds > 0:
+                    continue
+                raise PeerError(
+                    f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
+                    file=self._name,
+                ) from error
+            verdict: dict[str, Any] | None = json.loads(text)
+            return verdict
 
 
 def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+    failed = [one for one in said if one["error"] is not None and not one["follows"]]
+    return min(failed, key=lambda one: int(one["process"]), default=None)
+
+
+def _consequence(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """A failure that follows from another process's; its cause, where there is one, goes first."""
     failed = [one for one in said if one["error"] is not None]
     return min(failed, key=lambda one: int(one["process"]), default=None)
 
 
-def _disagreement(said: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _disagreement(said: list[dict[str, Any]], purpose: str) -> dict[str, Any] | None:
     """What to tell processes that do not have alike what they must have alike."""
     in_order = sorted(said, key=lambda one: int(one["process"]))
     first = in_order[0]
@@ -325,12 +403,8 @@ def _disagreement(said: list[dict[str, Any]]) -> dict[str, Any] | None:
         if other.get("agree", [""])[0] != first.get("agree", [""])[0]:
             return {
                 "process": other["process"],
-                "error": f"it has not the same: process {first['process']} has"
-                f" {first['agree'][1]}; process {other['process']} has {other['agree'][1]}."
-                f" {first['agree'][2]}",
+                "error": f"it has not the same to {purpose}: process"
+                f" {first['process']} has {first['agree'][1]}; process {other['process']} has"
+                f" {other['agree'][1]}. {first['agree'][2]}",
             }
     return None
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.format.dtypes import DType
-from orbax_safetensors_layout.plan.groups import Group
+from orbax_safetensors_layout.plan.groups import SMALL_REGION_BYTES, Group
 from orbax_safetensors_layout.plan.regions import Region
 from orbax_safetensors_layout.storage.base import Buffer
 from orbax_safetensors_layout.transfer.buffers import Bytes, allocate
@@ -117,15 +117,18 @@ def destinations_of(group: Group, opened: Mapping[tuple[int, int], Room]) -> lis
 
 
 def _rooms(sizes: Sequence[int]) -> list[Room]:
-    """Memory for tiles: one allocation for the tiny ones, one for the others."""
-    tiny = [size < TINY_TILE_BYTES for size in sizes]
-    totals = dict.fromkeys(set(tiny), 0)
-    for size, kind in zip(sizes, tiny, strict=True):
+    """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other."""
+    kinds = [
+        -1 if n < TINY_TILE_BYTES else -2 if n < SMALL_REGION_BYTES else i
+        for i, n in enumerate(sizes)
+    ]
+    totals = dict.fromkeys(kinds, 0)
+    for size, kind in zip(sizes, kinds, strict=True):
         totals[kind] += size
     arenas = {kind: allocate(total) for kind, total in totals.items()}
     used = dict.fromkeys(arenas, 0)
     rooms = []
-    for size, kind in zip(sizes, tiny, strict=True):
+    for size, kind in zip(sizes, kinds, strict=True):
         rooms.append(Room(arenas[kind], used[kind]))
         used[kind] += size
     return rooms

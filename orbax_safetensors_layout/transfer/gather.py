@@ -21,7 +21,7 @@ from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.storage.base import FileWriter, Storage, join
+from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.transfer.read import read_leaves
 from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WritePool, WriteStats
 
@@ -34,12 +34,12 @@ class _Block(NamedTuple):
     """Rows of a tensor, and where they go.
 
     Attributes:
-        writer: The file.
+        file: The file.
         dtype: Dtype in that file.
         start: First byte in it.
     """
 
-    writer: FileWriter
+    file: OpenFile
     dtype: DType
     start: int
 
@@ -76,9 +76,11 @@ def gather(
     blocks: list[_Block] = []
     most = min(_MOST_BLOCK_BYTES, memory_budget_bytes // _BLOCKS_IN_FLIGHT)
     for file in unfinished:
+        before = len(blocks)
         for leaf, block in _blocks(plan, file, pieces, most):
             leaves.append(leaf)
             blocks.append(block)
+        files.expect(file.plan.name, len(blocks) - before)
 
     total = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
     done = [0]
@@ -91,28 +93,27 @@ def gather(
         done[0] += values.nbytes
         if progress is not None:
             progress(Progress(done[0], total, leaves[number].name))
-        return pool.submit(functools.partial(_write, block, values)).result
+        return pool.submit(functools.partial(_write, files, block, values)).result
 
     reads = plan_reads(
         leaves,
-        profile=ReadOptions().profile(storage.kind),
+        profile=ReadOptions().profile(storage.kind).within(memory_budget_bytes),
         memory_budget_bytes=memory_budget_bytes,
         adopt=False,
+        in_order=storage.appends,
     )
     stats = read_leaves(reads, storage, deliver=deliver, convert=lambda _, value: value)
-    pool.join()
-    for file in unfinished:
-        pool.submit(functools.partial(files.finish, file.plan.name))
     pool.join()
     written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
     return WriteStats(bytes_written=written, bytes_read=stats.bytes_read)
 
 
-def _write(block: _Block, values: np.ndarray) -> None:
+def _write(files: FileSet, block: _Block, values: np.ndarray) -> None:
     data = values.reshape(-1).view(np.uint8)
     if block.dtype.packed:
         data = pack_bits(data, block.dtype.bits)
-    block.writer.write_at(block.start, [data])
+    block.file.writer.write_at(block.start, [data])
+    files.written(block.file.plan.name)
 
 
 def _blocks(
@@ -128,7 +129,7 @@ def _blocks(
                 start * math.prod(entry.shape[axis + 1 :]) for axis, start in enumerate(box.start)
             )
             start = entry.start + first * entry.dtype.bits // 8
-            yield _leaf(pieces, entry, box), _Block(file.writer, entry.dtype, start)
+            yield _leaf(pieces, entry, box), _Block(file, entry.dtype, start)
 
 
 def _leaf(pieces: PieceCatalog, entry: TensorEntry, box: Box) -> LeafRead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,14 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.geometry.box import Box, Tile
+from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
+from orbax_safetensors_layout.options import KIB
 from orbax_safetensors_layout.plan.shards import box_of
 from orbax_safetensors_layout.plan.writes import LeafWrite, Part
-from orbax_safetensors_layout.transfer.parts import Fetch
+from orbax_safetensors_layout.transfer.parts import SUB_BYTE_FLOATS, Fetch
+
+_SLABS = 4  # that fit the budget together: some are written while the next come
+_LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
 
 
 class HostValues:
@@ -46,11 +51,34 @@ class HostValues:
             if isinstance(value, jax.Array) and value.is_fully_addressable
         ]
 
+    def cut(self, part: Part, budget_bytes: int | None) -> Iterable[Part]:
+        nbytes = self.held_bytes(part)
+        captured = (part.leaf, part.tile.members) in self._captured
+        if budget_bytes is None or nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
+            return [part]
+        slab_bytes = max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES)
+        return self._slabs(part, part.tile.box.size * slab_bytes // nbytes)
+
+    def _slabs(self, part: Part, most: int) -> Iterator[Part]:
+        start = part.start
+        for slab in part.tile.slabs(most, 8 if part.dtype.packed else 1):
+            stop = start + slab.box.size * part.dtype.bits // 8
+            yield part._replace(tile=slab, start=start, stop=stop)
+            start = stop
+
     def held_bytes(self, part: Part) -> int:
         value = self._values[part.leaf]
         if not isinstance(value, jax.Array) or _on_host(value):
             return 0
-        return part.tile.box.size * value.dtype.itemsize
+        # numpy makes a byte of each sub-byte element, beside the copy of the packed ones.
+        return part.tile.box.size * (2 if _is_packed(value.dtype) else value.dtype.itemsize)
+
+    def in_order(self, part: Part) -> bool:
+        value = self._values[part.leaf]
+        if not isinstance(value, np.ndarray):
+            return True
+        boxes = self._leaves[part.leaf].held.boxes
+        return all(value[boxes[n].slices].flags.c_contiguous for n in part.tile.members)
 
     def begin(self, part: Part) -> Fetch:
         captured = self._captured.pop((part.leaf, part.tile.members), None)
@@ -75,7 +103,12 @@ class HostValues:
         numbers = self._shards.of(value)
         shards = [value.addressable_data(numbers[box]) for box in boxes]
         if not _on_host(value):
-            shards = _to_host(shards)
+            shape = part.tile.member_shape
+            regions = [
+                shard if shape == shard.shape else _region(shard, box, part.tile.box)
+                for shard, box in zip(shards, boxes, strict=True)
+            ]
+            shards = _to_host(regions)
         return lambda: [np.asarray(shard) for shard in shards]
 
     def shard(self, leaf: int, held: int) -> np.ndarray:
@@ -108,8 +141,8 @@ class HostValues:
         held, begun, left = 0, [], 0
         for part in parts:
             nbytes = self.held_bytes(part)
-            if budget_bytes is not None and nbytes and held and held + nbytes > budget_bytes:
-                left += 1
+            if budget_bytes is not None and nbytes and held + nbytes > budget_bytes:
+                left += sum(1 for _ in self.cut(part, budget_bytes))
                 continue
             held += nbytes
             begun.append((part, self._begin(part)))
@@ -144,8 +177,29 @@ class _Nothing:
 
 
 def _on_host(array: jax.Array) -> bool:
+    """Whether numpy sees the memory of the array itself; sub-byte elements it does not."""
     devices: Iterable[Any] = array.sharding.addressable_devices
-    return all(device.platform == "cpu" for device in devices)
+    is_cpu = all(device.platform == "cpu" for device in devices)
+    return is_cpu and not _is_packed(array.dtype)
+
+
+def _is_packed(dtype: np.dtype) -> bool:
+    return dtype.name in NARROW_INTEGERS or dtype in SUB_BYTE_FLOATS
+
+
+def _region(shard: jax.Array, box: Box, wanted: Box) -> jax.Array:
+    """What is wanted of a shard, copied on its device."""
+    common = box.intersect(wanted)
+    assert common is not None
+    start = np.subtract(common.start, box.start).astype(np.int32)
+    # Put there explicitly, which a transfer guard allows; one compilation for all equal regions.
+    region: jax.Array = _slice(shard, jax.device_put(start, shard.sharding), common.shape)
+    return region
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _slice(array: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(array, [*start], shape)
 
 
 def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:

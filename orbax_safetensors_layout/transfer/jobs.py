@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.groups import Group
 from orbax_safetensors_layout.storage.base import Buffer, RangeReader
-from orbax_safetensors_layout.transfer.blocks import Block, Cut, Scratch, blocks_of
+from orbax_safetensors_layout.transfer.blocks import Block, Cut, Scratch, blocks_of, targets_of
 from orbax_safetensors_layout.transfer.buffers import Bytes, align
 from orbax_safetensors_layout.transfer.destinations import Destination
 
@@ -73,24 +73,20 @@ class RunsJob(NamedTuple):
 
 
 class BlocksJob(NamedTuple):
-    """Some blocks of one region, one after the other.
+    """Some blocks of one fetch, one after the other.
 
     Attributes:
         file: The file.
-        destination: The region in memory.
+        destinations: The fetch's regions in memory.
         blocks: The blocks.
     """
 
     file: str
-    destination: Destination
+    destinations: Sequence[Destination]
     blocks: Sequence[Block]
 
-    @property
-    def destinations(self) -> Sequence[Destination]:
-        return (self.destination,)
-
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
-        shared = self.destination.region.layout.shared
+        shared = self.destinations[0].region.layout.shared
         for block in self.blocks:
             staging = scratch.take(block.cut.staging_bytes)
             for offset, buffers in block.buffers(staging, scratch):
@@ -101,39 +97,38 @@ class BlocksJob(NamedTuple):
 
 
 class GroupJob(NamedTuple):
-    """Neighbouring small regions fetched by one request.
+    """Neighbouring small fetches as one request.
 
     Attributes:
         file: The file.
         destinations: The regions in memory, by file offset.
-        blocks: For each region that needs staging, its one block; else None.
+        parts: The fetches, each as its one block if it is staged, else as its region in memory.
     """
 
     file: str
     destinations: Sequence[Destination]
-    blocks: Sequence[Block | None]
+    parts: Sequence[Block | Destination]
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         start = self.destinations[0].region.start
         stop = self.destinations[-1].region.stop
-        staged = [align(block.cut.staging_bytes) for block in self.blocks if block]
-        staging = scratch.take(sum(staged) + (stop - start if self._has_gaps() else 0))
-        gap_at, stage_at = sum(staged), 0
+        staged = sum(align(p.cut.staging_bytes) for p in self.parts if isinstance(p, Block))
+        staging = scratch.take(staged + (stop - start if self._has_gaps() else 0))
+        stage_at = 0
         buffers = _BufferList()
         copies: list[tuple[Block, int]] = []
         position = start
-        for destination, block in zip(self.destinations, self.blocks, strict=True):
-            region = destination.region
-            if region.start > position:
-                buffers.add(staging, gap_at, gap_at + region.start - position)
-            length = region.stop - region.start
-            if block:
-                buffers.add(staging, stage_at, stage_at + length)
-                copies.append((block, stage_at))
-                stage_at += align(length)
+        for part in self.parts:
+            first, end = _span(part)
+            if first > position:
+                buffers.add(staging, staged, staged + first - position)
+            if isinstance(part, Block):
+                buffers.add(staging, stage_at, stage_at + end - first)
+                copies.append((part, stage_at))
+                stage_at += align(end - first)
             else:
-                buffers.extend(destination, length)
-            position = region.stop
+                buffers.extend(part, end - first)
+            position = end
         shared = self.destinations[0].region.layout.shared
         storage.read_into(self.file, start, buffers.views(), shared=shared)
         for block, at in copies:
@@ -141,7 +136,14 @@ class GroupJob(NamedTuple):
         return stop - start, 1
 
     def _has_gaps(self) -> bool:
-        return any(a.region.stop < b.region.start for a, b in itertools.pairwise(self.destinations))
+        return any(_span(a)[1] < _span(b)[0] for a, b in itertools.pairwise(self.parts))
+
+
+def _span(part: Block | Destination) -> tuple[int, int]:
+    """The bytes of a part in the file, half-open."""
+    if isinstance(part, Block):
+        return part.start, part.start + part.cut.requests.run_bytes
+    return part.region.start, part.region.stop
 
 
 class _BufferList:
@@ -171,30 +173,32 @@ def jobs_of(
     group: Group, destinations: Sequence[Destination], profile: StorageProfile
 ) -> Iterator[Job]:
     """The jobs that fill `destinations`, lazily."""
-    if len(destinations) > 1:
-        yield _group_job(group.file, destinations)
+    if len(group.fetches) > 1:
+        yield _group_job(group, destinations)
     elif destinations[0].region.read.direct:
         yield from _runs_jobs(group.file, destinations[0], profile)
     else:
-        blocks = blocks_of(destinations[0])
+        blocks = blocks_of(group.fetches[0], destinations)
         batch = _per_job(profile.staging_bytes, profile)
         while some := list(itertools.islice(blocks, batch)):
-            yield BlocksJob(group.file, destinations[0], some)
+            yield BlocksJob(group.file, destinations, some)
 
 
-def _group_job(file: str, destinations: Sequence[Destination]) -> GroupJob:
-    cuts: dict[int, Cut] = {}  # by the RegionRead, which tensors of one shape share
-    blocks: list[Block | None] = []
-    for destination in destinations:
-        region = destination.region
-        if region.read.direct:
-            blocks.append(None)
+def _group_job(group: Group, destinations: Sequence[Destination]) -> GroupJob:
+    cuts: dict[tuple[int, int], Cut] = {}  # by the RegionRead, which tensors of one shape share
+    parts: list[Block | Destination] = []
+    rest = iter(destinations)
+    for fetch in group.fetches:
+        mine = [*itertools.islice(rest, len(fetch.regions))]
+        if fetch.read.direct:
+            parts += mine
             continue
-        cut = cuts.get(id(region.read))
+        key = id(fetch.read), fetch.spread_bytes
+        cut = cuts.get(key)
         if cut is None:
-            cut = cuts[id(region.read)] = Cut.whole(region.read)
-        blocks.append(Block(destination, cut, region.start, destination.room.begin + region.at))
-    return GroupJob(file, destinations, blocks)
+            cut = cuts[key] = Cut.whole(fetch.read, fetch.spread_bytes)
+        parts.append(Block(cut, fetch.start, targets_of(mine)))
+    return GroupJob(group.file, destinations, parts)
 
 
 def _runs_jobs(file: str, destination: Destination, profile: StorageProfile) -> Iterator[RunsJob]:

@@ -22,7 +22,8 @@ from orbax_safetensors_layout.plan.writes import LeafWrite, Part
 from orbax_safetensors_layout.storage.base import Source
 from orbax_safetensors_layout.transfer.buffers import Bytes
 
-_SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
+SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
+"""Dtypes of which files hold fewer bits an element than numpy."""
 
 STAGING_BYTES = 1 << 20
 """A block of staged rows: what a core's cache holds."""
@@ -76,9 +77,10 @@ class PartBytes:
         part: The part.
         leaf: The leaf it belongs to.
         fetch: Waits for the members of the part's tile and gives them.
+        in_order: Whether each member is contiguous.
     """
 
-    def __init__(self, part: Part, leaf: LeafWrite, fetch: Fetch) -> None:
+    def __init__(self, part: Part, leaf: LeafWrite, fetch: Fetch, in_order: bool = True) -> None:
         self.part = part
         self._leaf = leaf
         self._fetch: Fetch | None = fetch
@@ -86,9 +88,10 @@ class PartBytes:
         self._lock = threading.Lock()
         # Sub-byte elements that another file than the final one holds are stored one a byte.
         self._packed = part.dtype.packed
-        raw = self._packed or (part.dtype.code == "U8" and leaf.values in _SUB_BYTE_FLOATS)
+        raw = self._packed or (part.dtype.code == "U8" and leaf.values in SUB_BYTE_FLOATS)
         self._cast = None if raw or leaf.values == part.dtype.numpy else part.dtype.numpy
-        self.staged = self._packed or self._cast is not None or not _members_in_order(part)
+        in_order = in_order and _members_in_order(part)
+        self.staged = self._packed or self._cast is not None or not in_order
 
     @functools.cached_property
     def rows(self) -> Rows:
@@ -123,7 +126,7 @@ class PartBytes:
         with self._lock:
             if self._fetch is not None:
                 members = self._fetch()
-                if not self.staged:  # a numpy leaf may be laid out in another way
+                if not self.staged:  # a device may have laid it out in another way
                     members = [np.ascontiguousarray(member) for member in members]
                 self._members = list(members)
                 self._fetch = None

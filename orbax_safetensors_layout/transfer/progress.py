@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from orbax_safetensors_layout.options import Progress
@@ -99,3 +100,23 @@ class ProgressLines:
             f" {size_text(done / seconds)}/s, {rest}\n"
         )
         self._stream.flush()
+
+
+def consecutive(
+    progress: Callable[[Progress], None] | None, total_bytes: Sequence[int]
+) -> Iterator[Callable[[Progress], None] | None]:
+    """For steps that come one after the other, what each tells its progress to.
+
+    Args:
+        progress: What is told the progress of all together.
+        total_bytes: The bytes of each.
+    """
+
+    def report(before: int, state: Progress) -> None:
+        assert progress is not None
+        progress(Progress(before + state.done_bytes, sum(total_bytes), state.tensor))
+
+    before = 0
+    for nbytes in total_bytes:
+        yield None if progress is None else functools.partial(report, before)
+        before += nbytes

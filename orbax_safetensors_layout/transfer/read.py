@@ -7,7 +7,7 @@ the buffers are dropped, and the one error names file, tensor, byte range and ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.blocks import Scratch
 from orbax_safetensors_layout.transfer.budget import Budget
+from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.destinations import Destination, Room, destinations_of
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
 from orbax_safetensors_layout.transfer.workers import Then, Workers
@@ -49,6 +50,10 @@ class ReadStats:
     num_reads: int = 0
     storage_reads: int = 0
     mapped_bytes: int = 0
+
+    def __add__(self, other: ReadStats) -> ReadStats:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return ReadStats(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
 
 def read_leaves(
@@ -107,22 +112,21 @@ class _Reader:
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
-        self._workers = Workers(plan.profile.concurrency, "safetensors-read")
+        self._workers = Workers(plan.profile.concurrency, "safetensors-read", storage.interrupt)
         self._budget = Budget(plan.memory_budget_bytes)
         self._tiles: dict[tuple[int, int], _OpenTile] = {}
         self._total_bytes = self._done_bytes = 0
         self._bytes_read = self._num_reads = self._storage_reads = self._mapped_bytes = 0
 
     def run(self) -> ReadStats:
-        needing: set[int] = set()
+        needing: dict[int, set[int]] = {}
         for _, regions in self._plan.batches:
             for region in regions:
-                needing.add(region.leaf)
+                needing.setdefault(region.leaf, set()).update(region.layout.tile.members)
                 self._total_bytes += region.read.runs.total_bytes
         for number, leaf in enumerate(self._plan.leaves):
-            if number not in needing:
-                empty = [np.empty(box.shape, leaf.dtype) for box in leaf.local.boxes]
-                self._deliver(number, range(len(empty)), empty)
+            if number not in needing or leaf.fills:
+                self._deliver_unread(number, needing.get(number, ()))
         try:
             with self._workers:
                 for group in self._plan.groups():
@@ -136,6 +140,19 @@ class _Reader:
         for file in self._mapped_files:
             self._storage.check_unchanged(file)
         return ReadStats(self._bytes_read, self._num_reads, self._storage_reads, self._mapped_bytes)
+
+    def _deliver_unread(self, number: int, read: Collection[int]) -> None:
+        """Delivers the boxes that are empty, or filled, so that no byte is read for them."""
+        leaf = self._plan.leaves[number]
+        rest = [box for box in range(len(leaf.local.boxes)) if box not in read]
+        parts = []
+        for box in map(leaf.local.boxes.__getitem__, rest):
+            values = allocate(box.size * leaf.dtype.itemsize).view(leaf.dtype).reshape(box.shape)
+            for fill in leaf.fills:
+                fill.put(box, values, fill.value)
+            parts.append(values)
+        if rest or not leaf.local.boxes:
+            self._deliver(number, rest, parts)
 
     def _schedule(self, group: Group) -> None:
         destinations = self._destinations(group)
@@ -207,6 +224,8 @@ class _Reader:
         """Takes a group's bytes from mapped pages where every shard is aligned there."""
         if self._map is None or not all(map(_adoptable, group.regions)):
             return False
+        if any(self._plan.leaves[region.leaf].fills for region in group.regions):
+            return False  # it would be written into the mapped pages
         mapped = np.frombuffer(self._map(group.file), np.uint8)
         self._mapped_files.add(group.file)
         for region in group.regions:
@@ -248,8 +267,15 @@ class _Reader:
                 unpack_box(value, dtype.bits, at).view(dtype.numpy)
                 for value, at in zip(values, packed, strict=True)
             ]
+        boxes = [leaf.local.boxes[member] for member in layout.tile.members]
+        for fill in leaf.fills:
+            for box, value in zip(boxes, values, strict=True):
+                fill.put(box, value, 0)  # nothing has been read there
         if leaf.is_computed or leaf.dtype != dtype.numpy:
             values = [self._convert(number, value) for value in values]
+        for fill in leaf.fills:
+            for box, value in zip(boxes, values, strict=True):
+                fill.put(box, value, fill.value)
         return values
 
     def _finish(self, region: Region, values: Sequence[np.ndarray], nbytes: int) -> None:

@@ -19,28 +19,29 @@ from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.mapping.values import apply_ops
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.scatter import Contribution
 from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.storage.base import FileWriter, Storage, join
+from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats
+from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WritePool, WriteStats
 
 
 class _Tensor:
     """One tensor on its way to its file."""
 
     def __init__(
-        self, entry: TensorEntry, writer: FileWriter, parts: Sequence[Contribution]
+        self, entry: TensorEntry, file: OpenFile, files: FileSet, parts: Sequence[Contribution]
     ) -> None:
         self.entry = entry
         self.parts = parts
         self.left = len(parts)
-        self._writer = writer
+        self._file = file
+        self._files = files
         self._lock = threading.Lock()
         self._elements: np.ndarray | None = None
 
@@ -63,13 +64,14 @@ class _Tensor:
         target[once] = values[once]
 
     def write(self) -> None:
-        """Writes it, complete."""
+        """Writes it, complete; the last of a file completes that."""
         assert self._elements is not None
         data = self._elements.view(np.uint8)
         if self.entry.dtype.packed:
             data = pack_bits(data, self.entry.dtype.bits)
-        self._writer.write_at(self.entry.start, [data])
+        self._file.writer.write_at(self.entry.start, [data])
         self._elements = None
+        self._files.written(self._file.plan.name)
 
 
 def _writable_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
@@ -87,6 +89,8 @@ def scatter(
     pieces_folder: str,
     *,
     memory_budget_bytes: int,
+    progress: Callable[[Progress], None] | None,
+    check: Callable[[], None],
 ) -> WriteStats:
     """Completes the files that this process owns.
 
@@ -100,25 +104,47 @@ def scatter(
         pieces_folder: The folder that the names of the files of pieces are relative to.
         memory_budget_bytes: Host bytes that tensors may hold while they are put together; one
             tensor may be larger.
+        progress: Told after each tensor.
+        check: Called before each tensor; raises where another process has failed.
     """
     unfinished = files.unfinished()
     tensors = [
-        _Tensor(entry, file.writer, parts[entry.name])
+        _Tensor(entry, file, files, parts[entry.name])
         for file in unfinished
         for entry in file.plan.layout.tensors
         if entry.nbytes
     ]
+    for file in unfinished:
+        files.expect(file.plan.name, sum(bool(e.nbytes) for e in file.plan.layout.tensors))
+    tell = _Teller(tensors, progress)
     read = 0
     if plan.stored is None:
-        _from_host(plan, tensors, pool, values, memory_budget_bytes)
+        _from_host(plan, tensors, pool, values, memory_budget_bytes, tell, check)
     else:
-        read = _from_pieces(plan, tensors, pool, storage, pieces_folder, memory_budget_bytes)
-    pool.join()
-    for file in unfinished:
-        pool.submit(functools.partial(files.finish, file.plan.name))
+        stored = _stored(plan, storage, pieces_folder)
+        read = _from_pieces(plan, tensors, pool, storage, stored, memory_budget_bytes, tell, check)
     pool.join()
     written = sum(tensor.entry.nbytes for tensor in tensors)
     return WriteStats(bytes_written=written, bytes_read=read)
+
+
+class _Teller:
+    """Tells of each tensor that is written."""
+
+    def __init__(
+        self, tensors: Sequence[_Tensor], progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._progress = progress
+        self._done_bytes = 0
+        self._total_bytes = sum(tensor.entry.nbytes for tensor in tensors)
+        self._lock = threading.Lock()
+
+    def written(self, tensor: _Tensor) -> None:
+        with self._lock:
+            self._done_bytes += tensor.entry.nbytes
+            if self._progress is not None:
+                done = Progress(self._done_bytes, self._total_bytes, tensor.entry.name)
+                self._progress(done)
 
 
 def _from_host(
@@ -127,6 +153,8 @@ def _from_host(
     pool: WritePool,
     values: HostValues,
     budget: int,
+    tell: _Teller,
+    check: Callable[[], None],
 ) -> None:
     held = [0]
     lock = threading.Lock()
@@ -137,10 +165,12 @@ def _from_host(
             shard = values.shard(part.leaf, part.held)
             tensor.add(part, shard[_within(part.box, box).slices])
         tensor.write()
+        tell.written(tensor)
         with lock:
             held[0] -= tensor.nbytes
 
     for tensor in tensors:
+        check()
         while held[0] and held[0] + tensor.nbytes > budget:
             pool.progress()
         with lock:
@@ -153,17 +183,23 @@ class _Wanted(NamedTuple):
     part: Contribution
 
 
+def _stored(plan: WritePlan, storage: Storage, folder: str) -> PieceCatalog:
+    """The pieces that all processes have written."""
+    assert plan.stored is not None
+    paths = [join(folder, name) for name in plan.stored.files]
+    return PieceCatalog(plan.stored, paths, Headers(storage).fetch)
+
+
 def _from_pieces(
     plan: WritePlan,
     tensors: Sequence[_Tensor],
     pool: WritePool,
     storage: Storage,
-    folder: str,
+    pieces: PieceCatalog,
     budget: int,
+    tell: _Teller,
+    check: Callable[[], None],
 ) -> int:
-    assert plan.stored is not None
-    paths = [join(folder, name) for name in plan.stored.files]
-    pieces = PieceCatalog(plan.stored, paths, Headers(storage).fetch)
     wanted: list[_Wanted] = []
     leaves: list[LeafRead] = []
     for tensor in tensors:
@@ -174,16 +210,22 @@ def _from_pieces(
     def deliver(
         number: int, boxes: Sequence[int], values: Sequence[np.ndarray]
     ) -> Callable[[], object] | None:
+        check()
         tensor, part = wanted[number]
         tensor.add(part, values[0])
         tensor.left -= 1
-        return pool.submit(tensor.write).result if not tensor.left else None
+        return None if tensor.left else pool.submit(functools.partial(write, tensor)).result
+
+    def write(tensor: _Tensor) -> None:
+        tensor.write()
+        tell.written(tensor)
 
     reads = plan_reads(
         leaves,
-        profile=ReadOptions().profile(storage.kind),
+        profile=ReadOptions().profile(storage.kind).within(budget),
         memory_budget_bytes=budget,
         adopt=False,
+        in_order=storage.appends,
     )
     stats = read_leaves(
         reads,

@@ -28,11 +28,15 @@ class Workers:
     Args:
         concurrency: Threads.
         name: Prefix of their names.
+        interrupt: Called after a failure, perhaps repeatedly: shortens what is in flight.
     """
 
-    def __init__(self, concurrency: int, name: str) -> None:
+    def __init__(
+        self, concurrency: int, name: str, interrupt: Callable[[], None] = lambda: None
+    ) -> None:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix=name)
         self._cancelled = threading.Event()
+        self._interrupt = interrupt
         self._events: queue.SimpleQueue[Then | _Failure] = queue.SimpleQueue()
         self._most_in_flight = 3 * concurrency
         self._in_flight = 0
@@ -47,6 +51,8 @@ class Workers:
         traceback: TracebackType | None,
     ) -> None:
         self._cancelled.set()
+        if error is not None:
+            self._interrupt()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._events = queue.SimpleQueue()  # what is left in it holds buffers
 
@@ -100,6 +106,7 @@ class Workers:
             then = work()
         except BaseException as error:
             self._cancelled.set()
+            self._interrupt()
             explain(error)
             self._events.put(_Failure(error))
         else:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
@@ -22,13 +23,22 @@ from orbax_safetensors_layout.transfer.digesting import DigestingWriter
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
 
 _JOB_BYTES = 8 * MIB
+_STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
 
 
 class Values(Protocol):
     """The shards of this process, as numpy arrays on the host."""
 
+    def cut(self, part: Part, budget_bytes: int | None) -> Iterable[Part]:
+        """A part, or slabs of one that would hold more than a budget."""
+        ...
+
     def held_bytes(self, part: Part) -> int:
         """Host memory that a part's members take, beyond what the arrays have on the host."""
+        ...
+
+    def in_order(self, part: Part) -> bool:
+        """Whether each of a part's members is contiguous, as far as that is known beforehand."""
         ...
 
     def begin(self, part: Part) -> Fetch:
@@ -64,46 +74,48 @@ class OpenFile(NamedTuple):
     Attributes:
         plan: What it will be.
         writer: Where its bytes go.
+        durable: Whether it must survive a crash of the machine.
     """
 
     plan: FileWrite
     writer: FileWriter
+    durable: bool
 
 
 class FileSet:
     """The files of a save that this process has begun and not completed.
 
     Attributes:
-        durable: Whether they must survive a crash of the machine.
         digests: CRC-32 of each file that is complete, by name; empty unless they are wanted.
 
     Args:
         storage: Where they are.
         folder: The checkpoint's folder.
-        durable: Whether they must survive a crash of the machine.
-        digest: Whether digests are wanted.
+        durable: Whether those that stay must survive a crash of the machine.
+        digest: Whether digests of those that stay are wanted.
     """
 
     def __init__(
         self, storage: Storage, folder: str, *, durable: bool, digest: bool = False
     ) -> None:
+        self.digests: dict[str, int] = {}
         self._storage = storage
         self._folder = folder
-        self.durable = durable
-        self.digests: dict[str, int] = {}
+        self._durable = durable
         self._digest = digest
         self._open: dict[str, OpenFile] = {}
+        self._left: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def begin(self, plan: FileWrite) -> OpenFile:
         """Creates a file and writes its header."""
         path = join(self._folder, plan.name)
-        size = plan.layout.size
-        writer = self._storage.create(path, size, durable=self.durable)
-        if self._digest:
+        durable = self._durable and not plan.is_temporary
+        writer = self._storage.create(path, plan.layout.size, durable=durable)
+        if self._digest and not plan.is_temporary:
             keep = functools.partial(self.digests.__setitem__, plan.name)
-            writer = DigestingWriter(writer, size, keep)
-        found = OpenFile(plan, writer)
+            writer = DigestingWriter(writer, plan.layout.size, keep)
+        found = OpenFile(plan, writer, durable)
         with self._lock:
             self._open[plan.name] = found
         writer.write_at(0, [memoryview(bytearray(plan.layout.header))])
@@ -118,6 +130,21 @@ class FileSet:
         except BaseException:
             found.writer.abort()
             raise
+
+    def expect(self, name: str, writes: int) -> None:
+        """Says how many more writes complete a file; without any it is complete."""
+        with self._lock:
+            self._left[name] = writes
+        if not writes:
+            self.finish(name)
+
+    def written(self, name: str) -> None:
+        """Says that one of the writes that a file expects is done; the last completes it."""
+        with self._lock:
+            self._left[name] -= 1
+            is_last = not self._left[name]
+        if is_last:
+            self.finish(name)
 
     def unfinished(self) -> list[OpenFile]:
         """The files that wait for more."""
@@ -137,13 +164,15 @@ class WritePool:
 
     Args:
         threads: How many.
+        interrupt: Called after a failure, perhaps repeatedly: shortens what runs.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, interrupt: Callable[[], None] = lambda: None) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "safetensors-write")
         self._running: set[Future[None]] = set()
         self._failed = threading.Event()
+        self._interrupt = interrupt
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Runs `work` on a thread; raises what an earlier one raised."""
@@ -177,6 +206,7 @@ class WritePool:
             work()
         except BaseException:
             self._failed.set()
+            self._interrupt()
             raise
 
 
@@ -265,16 +295,17 @@ class _PartWriter:
         """What one job writes: a piece of a large part, or several small neighbours."""
         pending: list[_Segment] = []
         first = 0
-        for part in plan.parts:
+        for part in self._parts(plan):
             size = part.stop - part.start
             adjoins = pending and pending[-1].source.part.stop == part.start
             held = self._values.held_bytes(part)
-            grows = adjoins and part.stop - first <= _JOB_BYTES and self._has_room(held)
+            grows = adjoins and part.stop - first <= _STAGED_BYTES and self._has_room(held)
             if pending and not grows:
                 yield pending
                 pending = []
             self._reserve(part, held)
-            source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part))
+            in_order = self._values.in_order(part)
+            source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part), in_order)
             step = _JOB_BYTES
             if source.staged:
                 step = max(1, _JOB_BYTES // source.block_bytes) * source.block_bytes
@@ -286,6 +317,10 @@ class _PartWriter:
                 yield [_Segment(source, start, min(start + step, size))]
         if pending:
             yield pending
+
+    def _parts(self, plan: FileWrite) -> Iterator[Part]:
+        for part in plan.parts:
+            yield from self._values.cut(part, self._budget)
 
     def _has_room(self, held: int) -> bool:
         with self._lock:
@@ -306,7 +341,7 @@ class _PartWriter:
 
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
         try:
-            for offset, buffers in self._batches(segments):
+            for offset, buffers in self._batches(segments, file.durable):
                 file.writer.write_at(offset, buffers)
         except BaseException as error:
             leaf = self._leaves[segments[0].source.part.leaf]
@@ -317,19 +352,24 @@ class _PartWriter:
             raise
         self._release(segments)
 
-    def _batches(self, segments: Sequence[_Segment]) -> Iterator[tuple[int, list[Source]]]:
+    def _batches(
+        self, segments: Sequence[_Segment], durable: bool
+    ) -> Iterator[tuple[int, list[Source]]]:
         """Offsets in the file, and what goes there; staged parts are put together here."""
         if len(segments) == 1 and segments[0].source.staged:
             source, start, stop = segments[0]
             # What a core's cache holds, unless large writes go straight to the disk.
-            step = stop - start if self._files.durable else source.block_bytes
+            step = source.block_bytes
+            if durable:
+                step *= max(1, _STAGED_BYTES // step)
             for at in range(start, stop, step):
                 end = min(at + step, stop)
-                scratch = self._take(end - at)
+                scratch = self._take(end - at, source.part.start + at)
                 yield source.part.start + at, source.buffers(at, end, scratch)
             return
         staged = sum(align(s.stop - s.start) for s in segments if s.source.staged)
-        scratch, used = self._take(staged), 0
+        first = segments[0].source.part.start + segments[0].start
+        scratch, used = self._take(staged, first), 0
         buffers: list[Source] = []
         for source, start, stop in segments:
             if source.staged:
@@ -337,13 +377,15 @@ class _PartWriter:
                 used += align(stop - start)
             else:
                 buffers += source.buffers(start, stop, None)
-        yield segments[0].source.part.start + segments[0].start, buffers
+        yield first, buffers
 
-    def _take(self, nbytes: int) -> Bytes:
+    def _take(self, nbytes: int, offset: int) -> Bytes:
+        """Memory of this thread, from which whole pages of the file can be written directly."""
         memory: Bytes | None = getattr(self._scratch, "memory", None)
-        if memory is None or memory.size < nbytes:
-            memory = self._scratch.memory = allocate(nbytes)
-        return memory
+        if memory is None or memory.size < nbytes + mmap.PAGESIZE:
+            memory = self._scratch.memory = allocate(nbytes + mmap.PAGESIZE)
+        shift = (offset - memory.ctypes.data) % mmap.PAGESIZE
+        return memory[shift : shift + nbytes]
 
     def _release(self, segments: Sequence[_Segment]) -> None:
         with self._lock:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.families.dims import Dims
-from orbax_safetensors_layout.mapping.families.steps import Group, Leaf, Step, Tree
+from orbax_safetensors_layout.mapping.families.steps import AS_IT_IS, Group, Leaf, Step, Tree
 from orbax_safetensors_layout.mapping.joins import concat, stack
 from orbax_safetensors_layout.mapping.matching import Rule
-from orbax_safetensors_layout.mapping.quantized import dequantize_block, dequantize_mxfp4
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
 
 
@@ -27,6 +26,7 @@ class Settings:
         untie: Whether a tied model has an output kernel of its own.
         prefix: What stands before the names of the checkpoint's tensors.
         root: What stands before the names of the model's leaves, with its dot.
+        keep: Whether quantised tensors stay as they are.
     """
 
     scan: bool
@@ -36,6 +36,7 @@ class Settings:
     untie: bool
     prefix: str
     root: str
+    keep: bool
 
 
 def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
@@ -73,7 +74,8 @@ class _Builder:
 
     def _group(self, group: Group) -> Iterator[Rule]:
         scan = self._settings.scan
-        for leaf in group.leaves:
+        # Two leaves of one quantised tensor, as gate and up of GPT-OSS, are one where it is kept.
+        for leaf in dict.fromkeys(kept for one in group.leaves for kept in self._kept(one)):
             if scan and group.scans:
                 yield self._stacked(group, leaf)
             elif not scan and group.indices == self._all:
@@ -95,7 +97,7 @@ class _Builder:
 
     def _stacked(self, group: Group, leaf: Leaf) -> Rule:
         axis = self._settings.scan_axis
-        if leaf.variable or self._rank(leaf) < axis:
+        if leaf.variable or leaf.step == AS_IT_IS or self._rank(leaf) < axis:
             axis = 0
         expr = stack(self._leaf(leaf, "{i}"), over="i", axis=axis, indices=group.indices)
         return rule(self._root(leaf) + group.scanned + leaf.target, expr)
@@ -133,16 +135,21 @@ class _Builder:
 
     def _source(self, name: str, step: Step) -> Expr:
         """All of a tensor, decoded."""
-        dims, dtype = self._dims, self._settings.dtype or "bfloat16"
-        if dims.quantized == "fp8" and step.projection:
-            scale = tensor(f"{name}_scale_inv")
-            return dequantize_block(tensor(name), scale, block=dims.block, dtype=dtype)
-        if dims.quantized == "mxfp4" and step.packed:
-            # `convert_moe_packed_tensors` of transformers 5.23.0, `integrations/mxfp4.py`: decoded
-            # rows are outputs, but the tensors of checkpoints without MXFP4 are [.., in, out].
-            packed = tensor(f"{name}_blocks"), tensor(f"{name}_scales")
-            return dequantize_mxfp4(*packed, dtype=dtype).rearrange("x o i -> x i o")
+        quantized = self._dims.quantized
+        if quantized is not None and quantized.covers(name, step):
+            return quantized.decoded(name, self._settings.dtype or "bfloat16")
         return tensor(name)
+
+    def _kept(self, leaf: Leaf) -> tuple[Leaf, ...]:
+        """A leaf that is stored quantised as the tensors that it is stored as."""
+        quantized = self._dims.quantized
+        if not self._settings.keep or quantized is None or not isinstance(leaf.source, str):
+            return (leaf,)
+        if not quantized.covers(f"{self._settings.prefix}layers.{{i}}.{leaf.source}", leaf.step):
+            return (leaf,)
+        return tuple(
+            Leaf(part.replace("{e}.", ""), part, AS_IT_IS) for part in quantized.parts(leaf.source)
+        )
 
     def _padded(self, expr: Expr, axis: int) -> Expr:
         """Room for tokens that the checkpoint does not have."""
@@ -177,6 +184,8 @@ def _ignored(dims: Dims, settings: Settings) -> Iterator[str]:
     if dims.extra:
         last = dims.layers + dims.extra - 1
         yield f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"
+    if dims.quantized is not None and dims.quantized.method == "int4" and not settings.keep:
+        yield "*.weight_shape"  # the rows and columns, which the scales tell too
     if dims.multimodal:
         yield "*vision_tower.*"
         yield "*multi_modal_projector.*"

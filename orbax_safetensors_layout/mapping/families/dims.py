@@ -10,6 +10,10 @@ from typing import Any
 
 from orbax_safetensors_layout.errors import FormatError, MappingError
 from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.mapping.families.quantization import (
+    Quantization,
+    quantization_of,
+)
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
@@ -78,8 +82,7 @@ class Dims:
         shared_experts: Whether layers have experts that all tokens take.
         extra: Layers after the last, for multi-token prediction.
         latent: DeepSeek's attention, else None.
-        quantized: `fp8`, `mxfp4`, or nothing.
-        block: Rows and columns that share a scale in FP8.
+        quantized: How weights are stored, where they are quantised.
         multimodal: Whether the checkpoint holds a vision model too.
     """
 
@@ -98,8 +101,7 @@ class Dims:
     shared_experts: bool
     extra: int
     latent: Latent | None
-    quantized: str
-    block: tuple[int, int]
+    quantized: Quantization | None
     multimodal: bool
 
     @property
@@ -191,7 +193,6 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     head_dim = read.get("head_dim") or hidden // heads
     sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
     rope = read.get("rope_parameters") or read.get("rope_scaling") or {}
-    quantized, block = _quantization(family, read)
     return Dims(
         family=family,
         layers=layers,
@@ -208,8 +209,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         shared_experts=family == "deepseek_v3" and read.get("n_shared_experts", 1) > 0,
         extra=read.get("num_nextn_predict_layers", 0) if family == "deepseek_v3" else 0,
         latent=latent,
-        quantized=quantized,
-        block=block,
+        quantized=quantization_of(family, read.get("quantization_config")),
         multimodal=isinstance(inner, Mapping),
     )
 
@@ -228,30 +228,3 @@ def _dense(family: str, read: _Reader, layers: int) -> tuple[int, ...]:
     # `Qwen3MoeDecoderLayer` of transformers 5.23.0.
     only, step = read.get("mlp_only_layers", ()), read.get("decoder_sparse_step", 1)
     return tuple(i for i in range(layers) if i in only or (i + 1) % step)
-
-
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def _quantization(family: str, read: _Reader) -> tuple[str, tuple[int, int]]:
-    """How the weights are stored, and the block of a scale."""
-    config = read.get("quantization_config")
-    if not config:
-        return "", (0, 0)
-    method, kept = config.get("quant_method"), config.get("modules_to_not_convert") or ()
-    if method == "mxfp4" and family == "gpt_oss":
-        return "mxfp4", (0, 0)
-    block = config.get("weight_block_size")
-    if method != "fp8" or not block or family == "gpt_oss":
-        raise MappingError(
-            f"there is no ready mapping for {family} quantised with {method!r}"
-            + ("" if block or method != "fp8" else " and one scale for each tensor"),
-            hint="Write rules with osl.dequantize_block, osl.dequantize_int4 or osl.opaque.",
-        )
-    odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
-    if odd:
-        raise MappingError(
-            f"the configuration leaves {odd[0]!r} unquantised, and its like quantised",
-            hint="Write rules for them.",
-        )
-    return "fp8", (int(block[0]), int(block[1]))

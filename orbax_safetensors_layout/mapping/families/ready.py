@@ -74,6 +74,8 @@ class Options(TypedDict, total=False):
         prefix: What stands before `embed_tokens.weight` in the checkpoint's names. By default what
             the folder's names say, else `model.`.
         root: The name of the tree that holds the leaves: `params` for MaxText, else none.
+        quantized: `decode` weights, or `keep` the tensors that they are stored as: these then have
+            their own names and shapes, stacked over layers and experts. Only for `plain`.
     """
 
     target: Literal["plain", "maxtext", "tunix"]
@@ -84,6 +86,7 @@ class Options(TypedDict, total=False):
     untie: bool
     prefix: str | None
     root: str | None
+    quantized: Literal["decode", "keep"]
 
 
 def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
@@ -211,7 +214,11 @@ def _settings(dims: Dims, config: Config, name: str, side: _Target, options: Opt
         prefix = find_prefix(config)
     if prefix is None:
         prefix = _MULTIMODAL_PREFIX if dims.multimodal else "model."
-    vocab = options.get("vocab_size")
+    vocab, quantized = options.get("vocab_size"), options.get("quantized", "decode")
+    if quantized not in ("decode", "keep"):
+        raise MappingError(f"quantized={quantized!r}", expected="'decode' or 'keep'")
+    if quantized == "keep" and name != "plain":
+        raise MappingError(f"quantized='keep': {name} has no quantised leaves of that kind")
     return Settings(
         scan=bool(side.scan) if scan is None else scan,
         scan_axis=side.scan_axis if axis is None else axis,
@@ -220,4 +227,5 @@ def _settings(dims: Dims, config: Config, name: str, side: _Target, options: Opt
         untie=options.get("untie", False),
         prefix=prefix,
         root=f"{root}." if root else "",
+        keep=quantized == "keep",
     )

@@ -121,6 +121,9 @@ class Tree:
     groups: tuple[Group, ...]
 
 
+AS_IT_IS = Step("... -> ...")
+"""A tensor of any shape."""
+
 SAME = Step("e -> e")
 """A vector."""
 

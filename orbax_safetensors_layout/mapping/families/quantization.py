@@ -1,0 +1,127 @@
+"""How quantised checkpoints store weights, from the `quantization_config` of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.expression import Expr, tensor
+from orbax_safetensors_layout.mapping.families.steps import Step
+from orbax_safetensors_layout.mapping.quantized import (
+    dequantize_block,
+    dequantize_int4,
+    dequantize_mxfp4,
+)
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_HINT = (
+    "Write rules with osl.dequantize_block, osl.dequantize_int4 or osl.opaque; or with osl.tensor,"
+    " to keep the tensors as they are."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantization:
+    """How weights are stored.
+
+    Attributes:
+        method: FP8 with block scales, MXFP4, or packed int4 of compressed-tensors.
+        block: Rows and columns that share a scale in FP8.
+        group: Columns that share a scale in int4.
+        plain: Modules that are stored as they are: names, or `re:` and a regular expression.
+    """
+
+    method: Literal["fp8", "mxfp4", "int4"]
+    block: tuple[int, int] = (0, 0)
+    group: int = 0
+    plain: tuple[str, ...] = ()
+
+    def covers(self, name: str, step: Step) -> bool:
+        """Whether a tensor is stored quantised.
+
+        Args:
+            name: Its name without quantisation; may have wildcards.
+            step: How it becomes a leaf.
+        """
+        if self.method == "mxfp4":
+            return step.packed
+        module = re.sub(r"\{\w+\}", "0", name).removesuffix(".weight")
+        return step.projection and not any(_names(pattern, module) for pattern in self.plain)
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The tensors that a quantised one is stored as."""
+        match self.method:
+            case "fp8":
+                return name, f"{name}_scale_inv"
+            case "mxfp4":
+                return f"{name}_blocks", f"{name}_scales"
+            case "int4":
+                return f"{name}_packed", f"{name}_scale", f"{name}_shape"
+
+    def decoded(self, name: str, dtype: str) -> Expr:
+        """The values of a quantised tensor."""
+        first, second = map(tensor, self.parts(name)[:2])
+        match self.method:
+            case "fp8":
+                return dequantize_block(first, second, block=self.block, dtype=dtype)
+            case "mxfp4":
+                # `convert_moe_packed_tensors` of transformers 5.23.0, `integrations/mxfp4.py`:
+                # decoded rows are outputs, but checkpoints without MXFP4 have [.., in, out].
+                return dequantize_mxfp4(first, second, dtype=dtype).rearrange("x o i -> x i o")
+            case "int4":
+                return dequantize_int4(first, second, group=self.group, dtype=dtype)
+
+
+def _names(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return module == pattern or module.endswith(f".{pattern}")
+
+
+def quantization_of(family: str, config: Mapping[str, Any] | None) -> Quantization | None:
+    """What a `quantization_config` says; None where there is none.
+
+    Raises:
+        MappingError: There is no ready mapping for it.
+    """
+    if not config:
+        return None
+    method = config.get("quant_method")
+    if method == "mxfp4" and family == "gpt_oss":
+        return Quantization("mxfp4")
+    if method == "compressed-tensors" and config.get("format") == "pack-quantized":
+        return _int4(family, config)
+    block = config.get("weight_block_size")
+    if method != "fp8" or not block or family == "gpt_oss":
+        raise MappingError(
+            f"there is no ready mapping for {family} quantised with {method!r}"
+            + ("" if block or method != "fp8" else " and one scale for each tensor"),
+            hint=_HINT,
+        )
+    kept = config.get("modules_to_not_convert") or ()
+    odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
+    if odd:
+        raise MappingError(
+            f"the configuration leaves {odd[0]!r} unquantised, and its like quantised",
+            hint="Write rules for them.",
+        )
+    return Quantization("fp8", (int(block[0]), int(block[1])))
+
+
+def _int4(family: str, config: Mapping[str, Any]) -> Quantization:
+    """`compressed-tensors` 0.12, `config/base.py`; Kimi K2 Thinking is stored so."""
+    groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+    wanted = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+    if len(groups) != 1 or any(groups[0].get(key) != value for key, value in wanted.items()):
+        raise MappingError(
+            f"there is no ready mapping for {family} quantised with 'compressed-tensors' in this"
+            " way",
+            expected=f"one group of weights with {wanted}",
+            found=groups,
+            hint=_HINT,
+        )
+    plain = tuple(map(str, config.get("ignore") or ()))
+    return Quantization("int4", group=int(groups[0]["group_size"]), plain=plain)

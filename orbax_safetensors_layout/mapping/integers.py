@@ -1,0 +1,67 @@
+"""Integer dtypes, those narrower than a byte too, and casts to them that must hold every value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+NARROW_INTEGERS = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4"})
+"""Names of the integer dtypes of ml_dtypes; their kind is "V"."""
+
+
+def is_integer(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype holds integers."""
+    return dtype.kind in "iu" or dtype.name in NARROW_INTEGERS
+
+
+def is_whole(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype holds integers or truth values."""
+    return is_integer(dtype) or dtype.kind == "b"
+
+
+def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Values as an integer dtype, or as truth values.
+
+    Checked by range, not by a round trip: what C makes of a number out of range is undefined.
+
+    Args:
+        values: Numbers.
+        dtype: The dtype.
+
+    Returns:
+        The values in the dtype, and those that it can not hold, flat. Where there are any, the
+        former mean nothing.
+
+    Example:
+        >>> to_whole(np.array([1.0, 2.5, 300.0]), np.dtype("int8"))[1]
+        array([  2.5, 300. ])
+    """
+    low, high = (0, 1) if dtype.kind == "b" else _range(dtype)
+    kept = np.ones(values.shape, np.bool_)
+    if not is_whole(values.dtype):
+        values = values.astype(np.float64)  # holds every float of 32 bits and fewer
+        # As floats: `high + 1` is a power of two and exact, `high` may not be.
+        kept = np.isfinite(values) & (np.trunc(values) == values)
+        kept &= (values >= low) & (values < float(high + 1))
+    elif values.dtype.kind != "b":
+        if values.dtype.name in NARROW_INTEGERS:
+            values = values.astype(np.int8)
+        bounds = np.iinfo(values.dtype)
+        if low > bounds.min:
+            kept &= values >= low
+        if high < bounds.max:
+            kept &= values <= high
+    if not kept.all():
+        return values, values[~kept]
+    if dtype.name in NARROW_INTEGERS:
+        values = values.astype(np.int8)  # numpy has no cast from all floats
+    return values.astype(dtype), values.reshape(-1)[:0]
+
+
+def _range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """The least and the greatest integer of an integer dtype."""
+    narrow: Any = ml_dtypes.iinfo  # untyped
+    bounds = narrow(dtype) if dtype.name in NARROW_INTEGERS else np.iinfo(dtype)
+    return int(bounds.min), int(bounds.max)

@@ -1,0 +1,132 @@
+"""Mappings by name, for command lines: a family and a model side, or a variable of a module."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any, cast
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.nearest import nearest_names
+from orbax_safetensors_layout.mapping import families
+from orbax_safetensors_layout.mapping.families.dims import Config
+from orbax_safetensors_layout.mapping.families.ready import Options
+from orbax_safetensors_layout.mapping.rules import Mapping
+
+FORMS = (
+    "FAMILY[:TARGET[-scanned|-unscanned][-quantized]] ('llama:maxtext-scanned'; 'auto' takes the"
+    " family from config.json), MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE"
+)
+"""What a name may be; for the help of a command."""
+
+_AUTO = "auto"
+_WORDS: dict[str, Options] = {
+    "scanned": {"scan": True},
+    "unscanned": {"scan": False},
+    "quantized": {"quantized": "keep"},
+}
+_FAMILIES = families.TARGETS["plain"]
+
+
+def find_mapping(name: str, config: Config | None = None) -> Mapping:
+    """The mapping of a name.
+
+    Args:
+        name: `llama`, `llama:maxtext`, `llama:maxtext-unscanned`: a family, a model side, whether
+            its layers are stacked, and `-quantized` to keep quantised tensors; `auto` in the place
+            of the family takes it from the configuration. Or `package.module:attribute`, or
+            `path/to/file.py:attribute`: a `Mapping`, or a function that makes one of `config`.
+        config: The Hugging Face checkpoint, its `config.json`, or what that holds as a dict.
+            Families need it.
+
+    Raises:
+        MappingError: The name means nothing, or its module can not be imported; there is no ready
+            mapping for the model.
+        CheckpointNotFoundError: There is no configuration at the path.
+
+    Example:
+        >>> config = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16,
+        ...           "num_attention_heads": 2}
+        >>> find_mapping("llama:maxtext-unscanned", config).rules[4].target
+        'params.decoder.layers_{i}.post_self_attention_layer_norm.scale'
+    """
+    before, colon, after = name.partition(":")
+    if before == _AUTO or before in _FAMILIES:
+        return _family(before, after if colon else "plain", config)
+    where, colon, attribute = name.rpartition(":")
+    if not (where and colon and attribute):
+        hint = _did_you_mean(name, (_AUTO, *_FAMILIES))
+        raise MappingError(f"there is no mapping {name!r}", expected=FORMS, hint=hint)
+    return _attribute(_module(where), where, attribute, config)
+
+
+def _family(family: str, side: str, config: Config | None) -> Mapping:
+    target, *words = side.split("-")
+    options = Options(target=cast(Any, target))  # whether it is one is seen where it is used
+    for word in words:
+        if word not in _WORDS:
+            raise MappingError(
+                f"a model side can not be {word!r}, as in {side!r}",
+                expected=f"one of {', '.join(_WORDS)}",
+            )
+        options |= _WORDS[word]
+    if config is None:
+        raise MappingError(
+            f"the mapping {family}:{side} needs the facts of a model",
+            hint="Give the Hugging Face checkpoint, or its config.json.",
+        )
+    make = families.mapping if family == _AUTO else getattr(families, family)
+    made: Mapping = make(config, **options)
+    return made
+
+
+def _module(where: str) -> ModuleType:
+    """A module by its dotted name, or by its file's path."""
+    try:
+        if where.endswith(".py"):
+            return _from_file(where)
+        return importlib.import_module(where)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == where
+        raise MappingError(
+            f"can not import {where!r}: {type(error).__name__}: {error}",
+            expected=FORMS if missing else None,
+            hint=_did_you_mean(where, (_AUTO, *_FAMILIES)) if missing else None,
+        ) from error
+
+
+def _from_file(path: str) -> ModuleType:
+    name = os.path.basename(path).removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the ending says so
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, where: str, attribute: str, config: Config | None) -> Mapping:
+    try:
+        value = functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        hint = _did_you_mean(attribute, [n for n in vars(module) if not n.startswith("_")])
+        raise MappingError(f"{where!r} has no {attribute!r}", hint=hint) from error
+    made = value(config) if callable(value) else value
+    if not isinstance(made, Mapping):
+        raise MappingError(
+            f"{where}:{attribute} is no mapping",
+            expected="an osl.Mapping, or a function that makes one of a checkpoint's path",
+            found=type(made).__name__,
+        )
+    return made
+
+
+def _did_you_mean(name: str, names: Collection[str]) -> str | None:
+    close = nearest_names(name, names, 1)
+    return f"Did you mean {close[0]!r}?" if close else None

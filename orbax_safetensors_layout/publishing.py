@@ -1,0 +1,119 @@
+"""A save that becomes visible when it is complete; how, is a property of its storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.format.digests import DIGESTS
+from orbax_safetensors_layout.format.index import INDEX_SUFFIX, SUFFIX
+from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
+from orbax_safetensors_layout.plan.writes import PIECES_FOLDER
+from orbax_safetensors_layout.storage.base import Publication, Storage
+from orbax_safetensors_layout.transfer.coordination import Group
+
+
+def publication_of(storage: Storage, target: str, *, overwrite: bool) -> Publication:
+    """How a checkpoint comes to stand at a folder.
+
+    Args:
+        storage: Where the folder is.
+        target: The folder.
+        overwrite: Whether a checkpoint that stands there is replaced.
+    """
+    return storage.publication(
+        target, overwrite=overwrite, rank=appearance_rank, scratch=(PIECES_FOLDER,)
+    )
+
+
+def appearance_rank(name: str) -> int | None:
+    """When a file of a checkpoint appears; None for a file that belongs to none.
+
+    The manifest comes first, the index last. So every part of a save that a crash leaves is refused
+    as incomplete: pieces by the manifest that names them all, numbered files by each other. With
+    the index missing alone, nothing of the checkpoint is.
+
+    Example:
+        >>> names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+        >>> [appearance_rank(name) for name in (MANIFEST, *names, "config.json")]
+        [0, 1, 2, None]
+    """
+    if name == MANIFEST:
+        return 0
+    if name.endswith(INDEX_SUFFIX):
+        return 2
+    return 1 if name.endswith(SUFFIX) or name == DIGESTS else None
+
+
+def publish(
+    publication: Publication,
+    write: Callable[[str], object],
+    *,
+    group: Group,
+    storage: Storage,
+    overwrite: bool,
+) -> None:
+    """Writes a checkpoint, and puts it in its place when it is complete.
+
+    Args:
+        publication: Its place.
+        write: Writes everything into a folder, and waits until all processes have.
+        group: The processes.
+        storage: Where the folder is.
+        overwrite: Whether a checkpoint that stands there is replaced.
+
+    Raises:
+        CheckpointExistsError: One stands there, without `overwrite`.
+        StorageError: A step failed.
+        PeerError: Another process failed.
+    """
+    error: BaseException | None = None
+    try:
+        _publish(publication, write, group, storage, overwrite)
+    except BaseException as problem:
+        error = problem
+        group.leave()
+        if group.is_leader:
+            group.await_others()
+    if group.is_leader:
+        publication.end()
+    group.meet("publishing the checkpoint", error)
+
+
+def _publish(
+    publication: Publication,
+    write: Callable[[str], object],
+    group: Group,
+    storage: Storage,
+    overwrite: bool,
+) -> None:
+    error: BaseException | None = None
+    try:
+        if group.is_leader:
+            publication.begin()
+            _check_target(storage, publication.target, overwrite)
+            publication.prepare()
+    except BaseException as problem:
+        error = problem
+    group.meet("preparing the folder", error)
+    write(publication.folder)
+    if group.is_leader:
+        publication.publish()
+
+
+def _check_target(storage: Storage, target: str, overwrite: bool) -> None:
+    if target.endswith(SUFFIX):
+        raise SafetensorsLayoutError(
+            "a checkpoint is saved as a folder",
+            file=target,
+            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
+        )
+    if storage.is_file(target):
+        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
+    if not overwrite and is_safetensors_checkpoint(target, storage=storage):
+        raise CheckpointExistsError(
+            "a safetensors checkpoint stands there already",
+            file=target,
+            hint="Pass overwrite=True to replace it.",
+        )

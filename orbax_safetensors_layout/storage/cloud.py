@@ -1,0 +1,299 @@
+"""Objects in a bucket of Google Cloud Storage, Amazon S3 (or what speaks its API), or Azure.
+
+Through `obstore`, the Python door of Rust's `object_store`. Reads, listings and deletions are
+tried again here, so that a failure elsewhere ends their pauses; uploads in parts are by the client
+itself. docs/storage.md has the figures behind the choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+import obstore
+from obstore import exceptions
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
+from orbax_safetensors_layout.storage.buffers import fill, truncated
+from orbax_safetensors_layout.storage.cloud_client import (
+    NOT_FOUND,
+    Client,
+    classify,
+    open_client,
+)
+from orbax_safetensors_layout.storage.cloud_publish import InPlace, StagedCopy
+from orbax_safetensors_layout.storage.cloud_write import CloudFileWriter, part_bytes
+from orbax_safetensors_layout.storage.retry import Retrier
+
+T = TypeVar("T")
+
+_LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
+_REPLACED_HINT = "Load again when nothing writes to the checkpoint."
+
+
+class _Seen(NamedTuple):
+    """An object as it was when it was first looked at.
+
+    Attributes:
+        size: Its bytes.
+        tag: Its ETag, if the store tells one.
+        version: Its generation or version, if the store tells one. Listings do not.
+        modified: When it was written.
+    """
+
+    size: int
+    tag: str | None
+    version: str | None
+    modified: datetime.datetime
+
+    @classmethod
+    def of(cls, meta: Any) -> Self:
+        return cls(meta["size"], meta["e_tag"], meta["version"], meta["last_modified"])
+
+    def is_same(self, other: _Seen) -> bool:
+        """Whether two looks saw one object, by all that both tell."""
+        if self.size != other.size or (self.tag and other.tag and self.tag != other.tag):
+            return False
+        if self.version and other.version:
+            return self.version == other.version
+        return bool(self.tag and other.tag) or self.modified == other.modified
+
+
+class CloudStorage:
+    """The objects of one bucket. A folder is what keys have before a slash; it is never made.
+
+    Attributes:
+        kind: `"gs"`, `"s3"` or `"az"`.
+        lists: True.
+        appends: True.
+
+    Args:
+        kind: The same.
+        bucket: The bucket; for Azure the container.
+        retries: How long requests are tried.
+    """
+
+    lists = True
+    appends = True
+
+    def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:
+        self.kind = kind
+        self._root = f"{kind}://{bucket}/"
+        self._retrier = Retrier(retries or RetryPolicy())
+        self._make_client: Callable[[bool], Client] = lambda retrying: open_client(
+            kind, bucket, self._retrier.policy, retrying=retrying
+        )
+        self._clients: dict[bool, Client] = {}  # by whether they try again by themselves
+        self._seen: dict[str, _Seen] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def size(self, file: str) -> int:
+        return self._look(file).size
+
+    def modified_seconds(self, file: str) -> float:
+        return self._look(file).modified.timestamp()
+
+    def is_file(self, path: str) -> bool:
+        try:
+            self._look(path)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def list(self, folder: str) -> list[str]:
+        prefix = self._key(folder)
+        found = self._run(
+            lambda: obstore.list_with_delimiter(self._client(), prefix or None), "listing", folder
+        )
+        names = []
+        for meta in found["objects"]:
+            name = meta["path"].removeprefix(f"{prefix}/" if prefix else "")
+            names.append(name)
+            self._remember(f"{self._root}{meta['path']}", _Seen.of(meta))
+        return sorted(names)
+
+    def read_into(
+        self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
+    ) -> None:
+        total = sum(len(buffer) for buffer in buffers)
+        seen = self._look(file)
+        if offset + total > seen.size:
+            raise truncated(file, offset, total, seen.size)
+        if total:
+            doing = f"reading bytes [{offset}, {offset + total})"
+            self._run(lambda: self._fetch(file, seen, offset, total, buffers), doing, file)
+
+    def _fetch(
+        self, file: str, seen: _Seen, offset: int, total: int, buffers: Sequence[Buffer]
+    ) -> None:
+        options: Any = {"range": (offset, offset + total)}
+        if seen.tag and not seen.tag.startswith("W/"):  # a weak one never matches (RFC 9110, 13.1)
+            options["if_match"] = seen.tag
+        try:
+            result = obstore.get(self._client(), self._key(file), options=options)
+            if not seen.is_same(_Seen.of(result.meta)):  # a server that knows no If-Match
+                raise _replaced(file, offset, total)
+            got = fill(buffers, result.stream(min_chunk_size=0))
+        except (exceptions.PreconditionError, *NOT_FOUND):
+            raise _replaced(file, offset, total) from None
+        if got != total:
+            raise ConnectionError(f"the body has {got} bytes in place of {total}")
+
+    def check_unchanged(self, file: str) -> None:
+        seen = self._look(file)
+        if not seen.is_same(self._head(file)):
+            raise _replaced(file, 0, seen.size)
+
+    def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
+        self._forget(file)
+        key = self._key(file)
+        if size <= part_bytes(size):
+            put = self._client()
+
+            def put_whole(data: Any) -> None:
+                self._run(lambda: obstore.put(put, key, data, use_multipart=False), "writing", file)
+
+            return CloudFileWriter(file, size, put_whole=put_whole)
+        client = self._client(retrying=True)
+
+        def put_parts(parts: Any, chunk: int, concurrency: int) -> None:
+            obstore.put(
+                client,
+                key,
+                parts,
+                use_multipart=True,
+                chunk_size=chunk,
+                max_concurrency=concurrency,
+            )
+
+        return CloudFileWriter(file, size, put_parts=put_parts)
+
+    def copy(self, source: str, target: str) -> None:
+        """Copies an object within the bucket: in the store, or through this process if too large.
+
+        Raises:
+            StorageError: It failed.
+        """
+        seen = self._look(source)
+        self._forget(target)
+        if seen.size <= _LARGEST_COPY_BYTES.get(self.kind, seen.size):
+            keys = self._key(source), self._key(target)
+            self._run(
+                lambda: obstore.copy(self._client(), *keys, overwrite=True), "copying", source
+            )
+            return
+        writer = self.create(target, seen.size, durable=True)
+        try:
+            step = part_bytes(seen.size)
+            buffer = memoryview(bytearray(step))
+            for start in range(0, seen.size, step):
+                some = buffer[: min(step, seen.size - start)]
+                self.read_into(source, start, [some])
+                writer.write_at(start, [some])
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def publication(
+        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
+    ) -> Publication:
+        if overwrite:
+            return StagedCopy(target, self, rank)
+        return InPlace(target, self, rank, scratch)
+
+    def make_folder(self, folder: str) -> None:
+        pass  # it is there as soon as something is in it
+
+    def flush_folder(self, folder: str) -> None:
+        pass  # what is written is durable
+
+    def remove(self, path: str) -> None:
+        key = self._key(path)
+        if not key:
+            raise StorageError("a whole bucket is not removed", file=path)
+
+        def remove() -> None:
+            client = self._client()
+            for some in ([key], *([m["path"] for m in part] for part in obstore.list(client, key))):
+                with contextlib.suppress(*NOT_FOUND):
+                    obstore.delete(client, some)
+
+        self._run(remove, "removing", path)
+        with self._lock:
+            for file in [f for f in self._seen if f == path or f.startswith(f"{path}/")]:
+                del self._seen[file]
+
+    def interrupt(self) -> None:
+        self._retrier.interrupt()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._clients.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _client(self, *, retrying: bool = False) -> Client:
+        with self._lock:
+            if self._closed:
+                raise StorageError("the storage is closed", file=self._root)
+            client = self._clients.get(retrying)
+            if client is None:
+                client = self._clients[retrying] = self._make_client(retrying)
+            return client
+
+    def _run(self, call: Callable[[], T], doing: str, path: str) -> T:
+        return self._retrier.run(call, classify, doing=doing, url=path)
+
+    def _key(self, path: str) -> str:
+        if not f"{path}/".startswith(self._root):
+            raise StorageError("the path is in another bucket", file=path, expected=self._root)
+        return path[len(self._root) :].rstrip("/")
+
+    def _look(self, file: str) -> _Seen:
+        """An object as it was first seen."""
+        with self._lock:
+            seen = self._seen.get(file)
+        return seen or self._remember(file, self._head(file))
+
+    def _head(self, file: str) -> _Seen:
+        key = self._key(file)
+
+        def head() -> _Seen:
+            try:
+                return _Seen.of(obstore.head(self._client(), key))
+            except NOT_FOUND:
+                raise CheckpointNotFoundError("no such object", file=file) from None
+
+        if not key:
+            raise CheckpointNotFoundError("a bucket is no file", file=file)
+        return self._run(head, "looking", file)
+
+    def _remember(self, file: str, seen: _Seen) -> _Seen:
+        with self._lock:
+            return self._seen.setdefault(file, seen)
+
+    def _forget(self, file: str) -> None:
+        with self._lock:
+            self._seen.pop(file, None)
+
+
+def _replaced(file: str, offset: int, total: int) -> StorageError:
+    return StorageError(
+        f"the object was replaced or removed before bytes [{offset}, {offset + total}) were read",
+        file=file,
+        expected="the object that was there when it was first looked at",
+        found="another, or none",
+        hint=_REPLACED_HINT,
+    )

@@ -1,0 +1,297 @@
+"""Writing an object as a stream of parts, whatever the order in which its bytes come.
+
+An object store takes an object as a sequence of parts and shows it when the last has come. What
+comes before its turn is held in memory, up to a bound, and beyond that in a temporary file: to make
+the writers of later bytes wait could make them wait for each other.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from absl import logging
+
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.storage.cloud_client import classify
+from orbax_safetensors_layout.storage.local_write import storage_errors
+from orbax_safetensors_layout.storage.retry import RequestFailed, redact
+
+PARTS_AT_ONCE = 4
+"""Parts of one object that are on their way together; one more is being filled."""
+
+HELD_BYTES = 32 * MIB
+"""Bytes of one object that wait in memory for their turn."""
+
+_PART_BYTES = 8 * MIB  # at 8 to 16 MiB a request, S3's latency is a tenth of its time
+_MOST_PARTS = 10_000  # of S3 and GCS
+
+PutWhole = Callable[[Any], None]
+PutParts = Callable[[Iterator[Any], int, int], None]
+
+
+def part_bytes(size: int) -> int:
+    """The size of the parts of an object: 8 MiB, or what makes at most 10,000 of them.
+
+    Args:
+        size: The object's bytes.
+
+    Example:
+        >>> part_bytes(10**6) // MIB, part_bytes(5 * 10**12) // MIB
+        (8, 477)
+    """
+    needed = -(-size // _MOST_PARTS)
+    return max(_PART_BYTES, -(-needed // MIB) * MIB)
+
+
+class _Aborted(Exception):
+    """Ends an upload that is not wanted any more."""
+
+
+class _Held(NamedTuple):
+    """Bytes before their turn: in memory, or else so many in the temporary file."""
+
+    data: np.ndarray | None
+    nbytes: int
+
+
+class CloudFileWriter:
+    """A new object of known size. Safe to use from many threads, for ranges that do not overlap.
+
+    Args:
+        file: The object's URL.
+        size: Its size in bytes.
+        put_whole: Stores all of it at once, if it is small.
+        put_parts: Stores parts, of a size and so many at once, one after the other, and makes the
+            object of them; if the iterator raises, drops them.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        size: int,
+        *,
+        put_whole: PutWhole | None = None,
+        put_parts: PutParts | None = None,
+    ) -> None:
+        self.file = file
+        self._size = size
+        self._part_bytes = part_bytes(size)
+        self._put_whole = put_whole
+        self._put_parts = put_parts
+        self._order = threading.Lock()  # who holds it may append
+        self._position = 0
+        self._held: dict[int, _Held] = {}
+        self._held_bytes = 0
+        self._spill: IO[bytes] | None = None
+        self._part = np.empty(0, np.uint8)
+        self._filled = 0
+        self._handover = _Handover()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._finished = False
+
+    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+        sources = [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
+        if not sources:
+            return
+        with self._order:
+            self._check()
+            if offset != self._position:
+                self._hold(offset, sources)
+                return
+            for source in sources:
+                self._append(source)
+            while self._position in self._held:
+                self._append(self._take(self._position))
+
+    def finish(self) -> None:
+        with self._order:
+            self._check()
+            if self._position != self._size:
+                raise StorageError(
+                    "the object is not complete",
+                    file=self.file,
+                    expected=f"{self._size} bytes",
+                    found=f"{self._position} bytes",
+                )
+            if self._put_whole is not None:
+                self._put_whole(self._part[: self._filled])
+            else:
+                self._send_part()
+                self._handover.end()
+                self._join()
+                self._check()
+            self._finished = True
+            self._drop()
+
+    def abort(self) -> None:
+        if self._finished:
+            return
+        self._error = self._error or _Aborted()
+        self._handover.abort()  # before the lock: who holds it may wait for the upload
+        with self._order:
+            self._join()
+            self._drop()
+
+    def _hold(self, offset: int, sources: Sequence[np.ndarray]) -> None:
+        total = sum(source.nbytes for source in sources)
+        if self._held_bytes + total <= HELD_BYTES:
+            self._held[offset] = _Held(np.concatenate(sources), total)
+            self._held_bytes += total
+            return
+        with storage_errors("keeping bytes in a temporary file failed", self.file):
+            if self._spill is None:
+                # Closed, and so removed, by `_drop`.
+                self._spill = tempfile.TemporaryFile(prefix="orbax-safetensors-")  # noqa: SIM115
+            at = offset
+            for source in sources:
+                _write_at(self._spill.fileno(), at, source)
+                at += source.nbytes
+        self._held[offset] = _Held(None, total)
+
+    def _take(self, offset: int) -> np.ndarray:
+        data, nbytes = self._held.pop(offset)
+        if data is not None:
+            self._held_bytes -= nbytes
+            return data
+        assert self._spill is not None
+        data = np.empty(nbytes, np.uint8)
+        with storage_errors("reading back a temporary file failed", self.file):
+            at = 0
+            while at < nbytes:
+                at += os.preadv(self._spill.fileno(), [data[at:].data], offset + at)
+        return data
+
+    def _append(self, source: np.ndarray) -> None:
+        while source.nbytes:
+            if self._filled == self._part.nbytes:
+                self._send_part()
+                left = self._size - self._position
+                self._part = np.empty(min(self._part_bytes, left), np.uint8)
+            count = min(source.nbytes, self._part.nbytes - self._filled)
+            self._part[self._filled : self._filled + count] = source[:count]
+            self._filled += count
+            self._position += count
+            source = source[count:]
+
+    def _send_part(self) -> None:
+        """Hands over the part that is full; the uploading thread begins with the first."""
+        if not self._filled:
+            return
+        if self._thread is None:
+            # Not waited for at the end of a program that never finished or aborted the file.
+            self._thread = threading.Thread(
+                target=self._upload, name="safetensors-upload", daemon=True
+            )
+            self._thread.start()
+        part, self._part, self._filled = self._part[: self._filled], self._part[:0], 0
+        self._handover.give(part)
+        self._check()
+
+    def _upload(self) -> None:
+        assert self._put_parts is not None
+        try:
+            self._put_parts(self._handover.parts(), self._part_bytes, PARTS_AT_ONCE)
+        except _Aborted:
+            pass
+        except BaseException as error:
+            if isinstance(self._error, _Aborted):
+                cause = redact(str(error).partition("\n")[0])
+                logging.warning("%s: dropping the upload failed: %s", self.file, cause)
+            self._error = self._error or self._explained(error)
+        finally:
+            self._handover.stop()
+
+    def _explained(self, error: BaseException) -> BaseException:
+        failure = classify(error) if isinstance(error, Exception) else None
+        if failure is None:
+            return error
+        explained = StorageError("writing failed", file=self.file, found=redact(failure.cause))
+        explained.__cause__ = RequestFailed(redact(failure.cause))
+        return explained
+
+    def _check(self) -> None:
+        if isinstance(self._error, SafetensorsLayoutError):
+            raise self._error
+        if self._error is not None:
+            raise StorageError("the upload was given up", file=self.file) from self._error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _drop(self) -> None:
+        self._held.clear()
+        self._part = np.empty(0, np.uint8)
+        if self._spill is not None:
+            self._spill.close()
+
+
+class _Handover:
+    """One part at a time from those who write to the thread that uploads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._part: np.ndarray | None = None
+        self._ended = False
+        self._aborted = False
+        self._stopped = False
+
+    def give(self, part: np.ndarray) -> None:
+        """Waits until the part before it was taken, or nothing is taken any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._part is None or self._stopped)
+            self._part = part
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No part comes any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Lets `parts` raise."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Says that nothing is taken any more."""
+        with self._changed:
+            self._stopped = True
+            self._part = None
+            self._changed.notify_all()
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """What is given, until the end.
+
+        Raises:
+            _Aborted: The upload is not wanted any more.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._part is not None or self._ended or self._aborted
+                )
+                if self._aborted:
+                    raise _Aborted
+                part, self._part = self._part, None
+                self._changed.notify_all()
+            if part is None:
+                return
+            yield part
+
+
+def _write_at(fd: int, offset: int, source: np.ndarray) -> None:
+    rest = source.data
+    while rest:
+        count = os.pwrite(fd, rest, offset)
+        rest, offset = rest[count:], offset + count

@@ -1,0 +1,80 @@
+"""`hf://` paths: repositories of the Hugging Face hub, or of a server that speaks like it.
+
+What is the hub's own is asked through `huggingface_hub`; ranges are read as from any server.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.storage import hub_api
+from orbax_safetensors_layout.storage.hub_path import HubPath
+from orbax_safetensors_layout.storage.remote import RemoteStorage
+from orbax_safetensors_layout.storage.remote_file import Place
+
+
+class HubStorage(RemoteStorage):
+    """Files of one repository, all of the commit that the revision named when it was first asked.
+
+    Attributes:
+        kind: `"hf"`.
+
+    Args:
+        path: Any path in the repository.
+        retries: How long requests are tried.
+
+    Raises:
+        StorageError: The path is malformed.
+    """
+
+    kind = "hf"
+    lists = True
+
+    def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
+        super().__init__(retries)
+        self._path = HubPath.parse(path)
+        self._repository = hub_api.Repository(self._path)
+        self._snapshot: hub_api.Snapshot | None = None
+        self._snapshot_lock = threading.Lock()
+        self._upload_hint = (
+            f"Save to a local folder and upload that: `hf upload {self._path.repo_id} FOLDER"
+            f" --repo-type {self._path.repo_type}`."
+        )
+
+    def is_file(self, path: str) -> bool:
+        return self._within(path) in self._listed().files
+
+    def list(self, folder: str) -> list[str]:
+        prefix = f"{self._within(folder)}/".lstrip("/")
+        inside = (name for name in self._listed().files if name.startswith(prefix))
+        names = (name.removeprefix(prefix) for name in inside)
+        return sorted(name for name in names if "/" not in name)
+
+    def modified_seconds(self, file: str) -> float:
+        self._file(file)
+        return self._listed().modified_seconds
+
+    def _place(self, file: str) -> Place:
+        listed, name = self._listed(), self._within(file)
+        if name not in listed.files:
+            found = f"commit {listed.commit} of {self._path}, without it"
+            raise CheckpointNotFoundError("no such file", file=file, found=found)
+        return self._repository.place(name, listed.commit, listed.files[name])
+
+    def _within(self, path: str) -> str:
+        """The path inside the repository."""
+        return path.removeprefix(self._path.root).strip("/")
+
+    def _listed(self) -> hub_api.Snapshot:
+        with self._snapshot_lock:
+            if self._snapshot is None:
+                seconds = self._retrier.policy.attempt_seconds
+                self._snapshot = self._retrier.run(
+                    lambda: self._repository.snapshot(seconds),
+                    hub_api.classify,
+                    doing="listing the repository",
+                    url=self._path.root,
+                )
+            return self._snapshot

@@ -1,0 +1,302 @@
+"""One file of a server: where it is now, what it was when it was first seen, its ranges."""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import re
+import socket
+import ssl
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.options import KIB, MIB
+from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Buffer
+from orbax_safetensors_layout.storage.buffers import scatter, skip
+from orbax_safetensors_layout.storage.http import Answer, Connections, Headers, Origin
+from orbax_safetensors_layout.storage.retry import (
+    Failure,
+    is_transient_status,
+    redact,
+    retry_after_seconds,
+)
+
+_HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
+_REDIRECTS = {301, 302, 303, 307, 308}
+_MOST_REDIRECTS = 6
+_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+)\s*")
+_EMPTY_RANGE = re.compile(r"\s*bytes\s+\*/0\s*")
+_PROGRESS_BYTES = 1 * MIB  # a body that breaks after so much is no failed attempt
+_SMALL_BUFFER_BYTES = 64 * KIB
+
+
+class RequestError(Exception):
+    """One attempt failed.
+
+    Args:
+        failure: What it means.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(failure.cause)
+
+
+class AccessDenied(StorageError):
+    """A server answers 401 or 403."""
+
+
+def classify(error: Exception) -> Failure | None:
+    """What an error of one attempt means."""
+    if isinstance(error, RequestError):
+        return error.failure
+    if isinstance(error, http.client.IncompleteRead):
+        return Failure(f"the body ended {error.expected} bytes too soon", transient=True)
+    if isinstance(error, OSError | http.client.HTTPException):
+        lasting = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL) or (
+            isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+        )
+        return Failure(f"{type(error).__name__}: {error}".rstrip(": "), transient=not lasting)
+    return None
+
+
+class Place(NamedTuple):
+    """Where a file is asked for, and what is known of it before.
+
+    Attributes:
+        url: Its URL; redirects are followed from there, and again when they expire.
+        headers: Sent to this URL's host alone: credentials.
+        size: Its bytes, if they are known.
+        digest: What the `X-Linked-Etag` of a redirect has to be, if it has one.
+        hint: From the headers of a 401 or 403 to what the user can do.
+    """
+
+    url: str
+    headers: Mapping[str, str]
+    size: int | None = None
+    digest: str | None = None
+    hint: Callable[[Headers], str | None] = lambda headers: None
+
+
+class _Target(NamedTuple):
+    """What is asked now.
+
+    Attributes:
+        url: The URL, perhaps with a signature that expires.
+        headers: Those that may go there.
+        is_verified: Whether a redirect has told that it is the right content.
+    """
+
+    url: str
+    headers: Mapping[str, str]
+    is_verified: bool = False
+
+    @property
+    def host(self) -> str:
+        """The server's name."""
+        return Origin.of(self.url).host
+
+    @property
+    def version_of(self) -> str:
+        """What an ETag is compared within: servers may have different ones of the same content."""
+        parts = urllib.parse.urlsplit(self.url)
+        return f"{parts.netloc}{parts.path}" if self.is_verified else ""
+
+
+class RemoteFile:
+    """A file that is read by ranges. Safe to use from many threads.
+
+    What is first seen of it is pinned: the size, and the ETag or else the date. An answer that
+    has others is an error.
+
+    Args:
+        name: Its path, as errors name it.
+        place: Where it is asked for.
+        connections: Who asks.
+
+    Attributes:
+        name: As above.
+        size: Its bytes; None until they are known.
+        head: Its first bytes, when `open` has fetched them.
+        modified_seconds: When it was last written, if the server has told.
+        lock: For whoever opens it.
+    """
+
+    def __init__(self, name: str, place: Place, connections: Connections) -> None:
+        self.name = name
+        self.size = place.size
+        self.head = memoryview(b"")
+        self.modified_seconds: float | None = None
+        self.lock = threading.Lock()
+        self._place = place
+        self._connections = connections
+        self._start = self._target = _Target(place.url, place.headers)
+        self._pin_lock = threading.Lock()
+        self._versions: dict[str, str] = {}
+
+    def open(self) -> None:
+        """One attempt to fetch `head`, from which the size is known.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+            StorageError: It is refused.
+            Exception: The attempt failed; see `classify`.
+        """
+        head = memoryview(bytearray(FIRST_READ_BYTES))
+        self.head = head[: self._ask(0, [head])]
+
+    def fetch(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """One attempt to fill `buffers` from the bytes that begin at `start`.
+
+        Returns:
+            How many bytes are there; not all, where the body broke after a good part.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+            StorageError: It is refused, or is another one than before.
+            Exception: The attempt failed; see `classify`.
+        """
+        wanted = sum(map(len, buffers))
+        got = self._ask(start, buffers)
+        if got < min(wanted, _PROGRESS_BYTES):
+            raise _failure(f"{got} bytes came where {wanted} were asked for")
+        return got
+
+    def _ask(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Follows redirects to the bytes; where the last ones have expired, from the begin."""
+        stop = start + sum(map(len, buffers))
+        target = self._target
+        may_expire = target is not self._start
+        for _ in range(_MOST_REDIRECTS):
+            headers = {**_HEADERS, **target.headers, "Range": f"bytes={start}-{stop - 1}"}
+            with self._connections.get(target.url, headers) as answer:
+                if answer.status in _REDIRECTS:
+                    target = self._redirected(target, answer)
+                elif may_expire and 400 <= answer.status < 500 and answer.status not in (408, 429):
+                    target, may_expire = self._start, False
+                else:
+                    length = self._check(target, answer, start, stop)
+                    self._target = target
+                    return _receive(answer, buffers, length)
+        raise _failure(f"{_MOST_REDIRECTS} redirects led to no file", transient=False)
+
+    def _redirected(self, target: _Target, answer: Answer) -> _Target:
+        try:
+            url = urllib.parse.urljoin(target.url, answer.headers.get("Location", ""))
+            origin, before = Origin.of(url), Origin.of(target.url)
+        except ValueError as error:
+            raise _failure(f"a redirect to no place: {error}", transient=False) from None
+        if (before.scheme, origin.scheme) == ("https", "http"):
+            cause = f"a redirect from https to unencrypted http at {origin.host}"
+            raise _failure(cause, transient=False)
+        told, known = answer.headers.get("X-Linked-Etag"), self._place.digest
+        if told is not None and known is not None and told.removeprefix("W/").strip('"') != known:
+            raise self._changed(f"content {known}", f"content {told}")
+        is_verified = target.is_verified or None not in (told, known)
+        return _Target(url, target.headers if origin == before else {}, is_verified)
+
+    def _check(self, target: _Target, answer: Answer, start: int, stop: int) -> int:
+        """Checks that an answer is the asked one, of the file as it was; gives the body's bytes."""
+        headers, status = answer.headers, answer.status
+        is_plain = headers.get("Content-Encoding", "identity") == "identity"
+        if status == 206 and is_plain:
+            text = headers.get("Content-Range", "")
+            found = _CONTENT_RANGE.fullmatch(text)
+            first, last, total = map(int, found.groups()) if found else (-1, -1, -1)
+            length = last + 1 - first
+            in_range = first == start and start <= last < min(stop, total)
+            if not in_range or answer.length not in (None, length):
+                cause = f"Content-Range {text!r} and a body of {answer.length} bytes"
+                raise _failure(f"{cause} from {target.host} for bytes [{start}, {stop})")
+        elif status == 200 and is_plain and start == 0 and answer.length in range(stop + 1):
+            length = total = answer.length or 0  # a server without ranges; all of a small file
+        elif status == 416 and _EMPTY_RANGE.fullmatch(headers.get("Content-Range", "")):
+            length = total = 0
+        else:
+            raise self._refusal(target, answer, start, stop)
+        self._pin(target, headers, total)
+        return length
+
+    def _pin(self, target: _Target, headers: Headers, total: int) -> None:
+        version = headers.get("ETag") or headers.get("Last-Modified") or "of unknown date"
+        with self._pin_lock:
+            expected = self._versions.setdefault(target.version_of, version)
+            if self.size is None:
+                self.size = total
+            if self.modified_seconds is None:
+                self.modified_seconds = _seconds(headers.get("Last-Modified"))
+        if (version, total) != (expected, self.size):
+            raise self._changed(
+                f"{self.size} bytes, version {expected}", f"{total} bytes, version {version}"
+            )
+
+    def _changed(self, expected: str, found: str) -> StorageError:
+        return StorageError(
+            "the file was replaced or removed while it was read",
+            file=self.name,
+            expected=expected,
+            found=found,
+            hint="Load again when nothing writes to the checkpoint.",
+        )
+
+    def _refusal(self, target: _Target, answer: Answer, start: int, stop: int) -> Exception:
+        status = answer.status
+        cause = f"status {status} from {target.host}"
+        if told := answer.headers.get("X-Error-Message"):
+            cause += f": {redact(told)}"
+        if status in (401, 403):
+            hint = self._place.hint(answer.headers)
+            return AccessDenied("access denied", file=self.name, found=cause, hint=hint)
+        if status in (404, 410) and not self._versions:
+            return CheckpointNotFoundError("no such file", file=self.name, found=cause)
+        if status in (404, 410, 416):
+            return self._changed(f"{self.size} bytes, as before", cause)
+        if status in (200, 206):
+            return StorageError(
+                f"the server does not serve bytes [{start}, {stop}) alone, as they are",
+                file=self.name,
+                expected="status 206 to a Range request, without Content-Encoding",
+                found=cause,
+                hint="Download the checkpoint, or serve it by a server that knows ranges.",
+            )
+        after = retry_after_seconds(answer.headers.get("Retry-After"))
+        return RequestError(Failure(cause, is_transient_status(status), after))
+
+
+def _receive(answer: Answer, buffers: Sequence[Buffer], length: int) -> int:
+    """Fills `buffers` with the `length` bytes of a body, or with what comes before it breaks."""
+    staged = length < len(buffers) * _SMALL_BUFFER_BYTES  # many small ones: through a large one
+    staging = np.empty(min(length, _PROGRESS_BYTES) if staged else 0, np.uint8).data
+    done = 0
+    try:
+        while done < length:
+            rest = skip(buffers, done)
+            some = (staging if staged else rest[0])[: length - done]
+            answer.read_into(some)
+            if staged:
+                scatter(some, rest)
+            done += len(some)
+    except (OSError, http.client.HTTPException):
+        if not staged:
+            done = answer.received
+        if done < _PROGRESS_BYTES:
+            raise
+    return done
+
+
+def _seconds(date: str | None) -> float | None:
+    if date is None:
+        return None
+    try:
+        return email.utils.parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+
+
+def _failure(cause: str, *, transient: bool = True) -> RequestError:
+    return RequestError(Failure(cause, transient))

@@ -1,0 +1,176 @@
+"""Requests that may fail for a while: tried again with jittered pauses, in a bounded time."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import itertools
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from absl import logging
+
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.options import RetryPolicy
+
+T = TypeVar("T")
+
+_PASSING_STATUS = {408, 425, 429}
+_LASTING_SERVER_STATUS = {501, 505}
+_URL = re.compile(
+    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/?#\"'<>@]*@)?(?P<rest>[^\s?#\"'<>]*)", re.I
+)
+_QUERY = re.compile(r"[?#][^\s\"'<>?#]*=[^\s\"'<>)]*")
+_SECRET = re.compile(
+    r"(?P<name>(authorization|bearer|token|secret|signature|password|credential|access.?key"
+    r"|api.?key)[\w-]*[\"']?\s*[:= ]\s*[\"']?(bearer\s+|basic\s+)?)(?P<value>[^\s\"'<>,;)]{8,})",
+    re.I,
+)
+
+
+class Failure(NamedTuple):
+    """What a classifier says about an error of one attempt.
+
+    Attributes:
+        cause: What happened, in a few words; what looks like a secret is taken out of it.
+        transient: Whether another attempt may do better.
+        after_seconds: How long the server asked to be left alone, if it did.
+    """
+
+    cause: str
+    transient: bool
+    after_seconds: float | None = None
+
+
+Classify = Callable[[Exception], Failure | None]
+"""Tells what an error means; None for one that has nothing to do with the request."""
+
+
+class RequestFailed(Exception):
+    """The last failure of a request, as text without secrets; what a `StorageError` chains."""
+
+
+class Retrier:
+    """Runs requests of one storage by one policy. Safe to use from many threads.
+
+    Args:
+        policy: How often and how long to try.
+        clock: Seconds; for tests.
+        wait: Waits for some seconds, or until `interrupt`; tells whether it was that. For tests.
+        jitter: A number in [0, 1), drawn for each pause; for tests.
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.policy = policy
+        self._interrupted = threading.Event()
+        self._clock = clock
+        self._wait = wait or self._interrupted.wait
+        self._jitter = jitter
+
+    def interrupt(self) -> None:
+        """Ends all pauses: from now on nothing is tried again."""
+        self._interrupted.set()
+
+    def run(self, call: Callable[[], T], classify: Classify, *, doing: str, url: str) -> T:
+        """What `call` returns, tried until it succeeds or it is no use.
+
+        Args:
+            call: One attempt. What it raises of this package's own errors is passed on.
+            classify: What another error of it means.
+            doing: What is being done, with the byte range, as "reading bytes [0, 8)".
+            url: Where; query string and user info do not appear in errors.
+
+        Raises:
+            StorageError: A permanent failure, or too many others; names all of this, the attempts
+                and the last cause.
+        """
+        begun = self._clock()
+        for attempt in itertools.count(1):
+            try:
+                return call()
+            except SafetensorsLayoutError:
+                raise
+            except Exception as error:
+                found = classify(error)
+                if found is None:
+                    raise
+            failure = found._replace(cause=redact(found.cause))
+            elapsed = self._clock() - begun
+            pause = self._pause(attempt, failure, self.policy.total_seconds - elapsed)
+            if pause is None:
+                break
+            logging.vlog(1, "%s: %s failed: %s", redact(url), doing, failure.cause)
+            if self._wait(pause) or self._interrupted.is_set():
+                break
+        times = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+        raise StorageError(
+            f"{doing} failed after {times} in {self._clock() - begun:.1f} s",
+            file=redact(url),
+            found=failure.cause,
+            hint=self._hint(failure),
+        ) from RequestFailed(failure.cause)
+
+    def _pause(self, attempt: int, failure: Failure, left_seconds: float) -> float | None:
+        """Seconds until the next attempt; None if there is to be none."""
+        policy = self.policy
+        given_up = self._interrupted.is_set() or attempt == policy.attempts
+        if not failure.transient or given_up or left_seconds <= 0:
+            return None
+        longest = min(policy.max_seconds, policy.base_seconds * 2.0 ** min(attempt - 1, 60))
+        pause = longest * (1 - policy.jitter * self._jitter())
+        asked = failure.after_seconds or 0.0
+        return None if asked > left_seconds else min(max(pause, asked), left_seconds)
+
+    def _hint(self, failure: Failure) -> str | None:
+        if not failure.transient or self._interrupted.is_set():
+            return None
+        return "A `retries=osl.RetryPolicy(...)` of the options sets how long it is tried."
+
+
+def is_transient_status(status: int) -> bool:
+    """Whether an HTTP status may be another one later: 408, 425, 429 and most from 500 on."""
+    return status in _PASSING_STATUS or (status >= 500 and status not in _LASTING_SERVER_STATUS)
+
+
+def retry_after_seconds(header: str | None) -> float | None:
+    """The seconds that a `Retry-After` header asks for: a number, or a date (RFC 9110, 10.2.3).
+
+    Example:
+        >>> retry_after_seconds("2"), retry_after_seconds("soon")
+        (2.0, None)
+    """
+    if header is None:
+        return None
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        date = email.utils.parsedate_to_datetime(header)
+    except ValueError:
+        return None
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=datetime.UTC)
+    return max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())
+
+
+def redact(text: str) -> str:
+    """A URL, or a text with URLs in it, without user info, query strings and what names secrets.
+
+    Example:
+        >>> redact("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
+        'GET https://host/model 403'
+        >>> redact("Authorization: Bearer hf_abcdefghijkl")
+        'Authorization: Bearer ***'
+    """
+    text = _URL.sub(lambda found: found["scheme"] + found["rest"], text)
+    return _SECRET.sub(lambda found: found["name"] + "***", _QUERY.sub("", text))

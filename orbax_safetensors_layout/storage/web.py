@@ -1,0 +1,105 @@
+"""`https://` paths: a file, or a folder with an index or a single file; there is no listing."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.storage.base import join
+from orbax_safetensors_layout.storage.http import Headers, Origin, basic_login
+from orbax_safetensors_layout.storage.remote import RemoteStorage
+from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
+
+ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
+"""Environment variable: 1 to read `http://` paths of other machines, too."""
+
+PROBED = ("model.safetensors.index.json", "orbax_safetensors_layout.json", "model.safetensors")
+"""What a folder is asked for, since it can not be listed."""
+
+_FILE_SUFFIXES = (".safetensors", ".json")
+_UNQUOTED = "%/:@!$&'()*+,;=~"
+
+
+class WebStorage(RemoteStorage):
+    """Files of web servers that know range requests.
+
+    A query string, such as a signature, and a user's name and password are taken out of the path:
+    they are sent along with every file of it, and no error shows them.
+
+    Attributes:
+        kind: `"https"`.
+        path: The path without them.
+
+    Args:
+        path: The URL of a file or a folder.
+        retries: How long requests are tried.
+
+    Raises:
+        StorageError: It is no URL, or one of unencrypted http to another machine.
+    """
+
+    kind = "https"
+    lists = False
+    _upload_hint = "Save to a local folder, and upload that by the server's own means."
+
+    def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
+        super().__init__(retries)
+        parts = urllib.parse.urlsplit(path)
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
+        self.path = shown.geturl()
+        self._query = parts.query
+        login = basic_login(parts)
+        self._headers = {} if login is None else {"Authorization": login}
+        try:
+            origin = Origin.of(path)
+        except ValueError as error:
+            raise StorageError("can not open the path", file=self.path, found=error) from None
+        is_safe = origin.scheme == "https" or origin.is_loopback
+        if not is_safe and os.environ.get(ALLOW_HTTP) != "1":
+            raise StorageError(
+                "unencrypted http:// paths of other machines are not read",
+                file=self.path,
+                hint=f"Use https://, or set {ALLOW_HTTP}=1.",
+            )
+
+    def is_file(self, path: str) -> bool:
+        # Servers answer for folders, too: with a page, or with a refusal.
+        return path.endswith(_FILE_SUFFIXES) and self._exists(path)
+
+    def list(self, folder: str) -> list[str]:
+        """Those of `PROBED` that are there."""
+        with ThreadPoolExecutor(len(PROBED), "safetensors-probe") as pool:
+            files = [join(folder, name) for name in PROBED]
+            answers = dict(zip(PROBED, pool.map(self._probe, files), strict=True))
+        found = sorted(name for name, answer in answers.items() if answer is True)
+        for answer in answers.values():
+            # A store that may not be listed denies what is not there.
+            if isinstance(answer, AccessDenied) and not found:
+                raise answer
+        return found
+
+    def _probe(self, file: str) -> bool | AccessDenied:
+        try:
+            return self._exists(file)
+        except AccessDenied as error:
+            return error
+
+    def _exists(self, file: str) -> bool:
+        try:
+            self.size(file)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def _place(self, file: str) -> Place:
+        parts = urllib.parse.urlsplit(file)
+        path = urllib.parse.quote(parts.path, _UNQUOTED)
+        url = parts._replace(path=path, query=self._query)
+        return Place(url.geturl(), self._headers, hint=_hint)
+
+
+def _hint(headers: Headers) -> str:
+    return "Check the path, and the credentials in it if it needs any."

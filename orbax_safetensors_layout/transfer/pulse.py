@@ -1,0 +1,74 @@
+"""Signs of life: how processes that wait for each other learn that one of them was killed.
+
+`jax.distributed` finds out by itself only when its own heartbeat has been missing for 100 s, the
+default of `jax.distributed.initialize(heartbeat_timeout_seconds=...)`, and then ends all processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Protocol
+
+PULSE_SECONDS = 1.0
+SILENCE_SECONDS = 15.0
+"""Longer than anything here keeps a thread of a live process from running."""
+
+
+class PulseStore(Protocol):
+    """What signs of life need of a key-value store."""
+
+    def renew(self, key: str, value: str) -> None:
+        """Sets a key, whether or not it is set."""
+        ...
+
+    def list(self, prefix: str) -> dict[str, str]:
+        """The keys below a prefix that ends in a slash, and their values."""
+        ...
+
+
+class Pulse:
+    """A thread that says now and then that this process lives.
+
+    Args:
+        store: Where it says so.
+        prefix: Below which key.
+        process_index: This process.
+    """
+
+    def __init__(self, store: PulseStore, prefix: str, process_index: int) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._process_index = process_index
+        self._stopped = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._next_look_seconds = 0.0
+        self._thread = threading.Thread(target=self._beat, name="safetensors-pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+        self._thread.join(SILENCE_SECONDS)
+
+    def silent(self) -> set[int]:
+        """Processes that gave signs of life and then none for `SILENCE_SECONDS`."""
+        now = time.monotonic()
+        if now >= self._next_look_seconds:
+            self._next_look_seconds = now + PULSE_SECONDS
+            for key, value in self._store.list(f"{self._prefix}/").items():
+                process = int(key.rpartition("/")[2])
+                if self._seen.get(process, ("", 0.0))[0] != value:
+                    self._seen[process] = value, time.monotonic()
+        return {p for p, (_, seen) in self._seen.items() if now - seen > SILENCE_SECONDS}
+
+    def _beat(self) -> None:
+        key, count = f"{self._prefix}/{self._process_index}", 0
+        while True:
+            # Where the store is gone, so is the first process: whoever waits for it is told.
+            with contextlib.suppress(Exception):
+                self._store.renew(key, str(count))
+            count += 1
+            if self._stopped.wait(PULSE_SECONDS):
+                return

@@ -1,0 +1,174 @@
+"""The storages that pass one contract: each a place where a test puts files behind its back.
+
+To register a backend, add a class like those here and its name to `BACKENDS`; everything in
+tests/test_storage_contract.py, and what else is parametrised by them, then runs on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from object_server import BUCKET, ObjectServer, configured, object_server
+from read_only_servers import ReadOnlyServer, read_only_server
+
+REMOTE = ("s3", "gs")
+READ_ONLY = ("hf", "https")
+BACKENDS = ("local", *REMOTE, *READ_ONLY)
+WRITABLE = tuple(kind for kind in BACKENDS if kind not in READ_ONLY)
+LISTING = tuple(kind for kind in BACKENDS if kind != "https")
+
+
+class Place(Protocol):
+    """A folder of a storage, seen from behind.
+
+    Attributes:
+        url: What `open_storage` is given.
+        server: The server that it is on, if any.
+    """
+
+    url: str
+    server: ObjectServer | None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Stores a file, in place of one that is there: another one, not the same written to."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """What a file holds."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Deletes a file."""
+        ...
+
+    def names(self) -> list[str]:
+        """The files in the folder and below it, sorted."""
+        ...
+
+
+class LocalPlace:
+    """A local folder."""
+
+    server = None
+
+    def __init__(self, folder: Path) -> None:
+        self.url = str(folder)
+        self._folder = folder
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.fresh")
+        fresh.write_bytes(data)
+        os.replace(fresh, path)
+
+    def get(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def delete(self, name: str) -> None:
+        (self._folder / name).unlink()
+
+    def names(self) -> list[str]:
+        found = (path for path in self._folder.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self._folder).as_posix() for path in found)
+
+
+class WebPlace(LocalPlace):
+    """A folder of a web server."""
+
+    def __init__(self, server: ReadOnlyServer) -> None:
+        name = uuid.uuid4().hex
+        super().__init__(server.folder / name)
+        (server.folder / name).mkdir()
+        self.url = f"{server.url}/files/{name}"
+
+
+class HubPlace(LocalPlace):
+    """A repository of the hub; every change is a commit."""
+
+    def __init__(self, server: ReadOnlyServer) -> None:
+        name = uuid.uuid4().hex
+        super().__init__(server.folder / name / "0")
+        self._folder.mkdir(parents=True)
+        self.url = f"hf://org/{name}"
+
+    def put(self, name: str, data: bytes) -> None:
+        self._commit()
+        super().put(name, data)
+
+    def delete(self, name: str) -> None:
+        self._commit()
+        super().delete(name)
+
+    def _commit(self) -> None:
+        before = self._folder
+        self._folder = before.with_name(str(int(before.name) + 1))
+        shutil.copytree(before, self._folder, copy_function=os.link)
+
+
+class BucketPlace:
+    """A prefix in the bucket of a server."""
+
+    def __init__(self, server: ObjectServer) -> None:
+        self.server: ObjectServer | None = server
+        self._server = server
+        self._prefix = uuid.uuid4().hex
+        self.url = f"{server.kind}://{BUCKET}/{self._prefix}"
+
+    def put(self, name: str, data: bytes) -> None:
+        self._server.put(f"{self._prefix}/{name}", data)
+
+    def get(self, name: str) -> bytes:
+        return self._server.get(f"{self._prefix}/{name}")
+
+    def delete(self, name: str) -> None:
+        self._server.delete(f"{self._prefix}/{name}")
+
+    def names(self) -> list[str]:
+        prefix = f"{self._prefix}/"
+        return sorted(key.removeprefix(prefix) for key in self._server.keys(prefix))
+
+
+@contextlib.contextmanager
+def running(kind: str) -> Iterator[ObjectServer | ReadOnlyServer | None]:
+    """What a backend needs for a test session; one for all places."""
+    if kind == "local":
+        yield None
+        return
+    if kind in READ_ONLY:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            read_only_server(kind, Path(folder)) as server,
+        ):
+            yield server
+        return
+    with object_server(kind) as server, configured(server):
+        yield server
+
+
+@contextlib.contextmanager
+def place(server: ObjectServer | ReadOnlyServer | None, folder: Path) -> Iterator[Place]:
+    """A fresh place.
+
+    Args:
+        server: As `running` gave it.
+        folder: An empty local folder.
+    """
+    if server is None:
+        yield LocalPlace(folder)
+        shutil.rmtree(folder)
+        return
+    if isinstance(server, ReadOnlyServer):
+        yield HubPlace(server) if server.kind == "hf" else WebPlace(server)
+        return
+    server.fail()
+    server.take_log()
+    yield BucketPlace(server)
+    server.fail()

@@ -1,0 +1,52 @@
+"""What tests of remote storages have in common: two servers, and a look for what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+import huggingface_hub
+import numpy as np
+import pytest
+from hub_server import Hub, running_hub
+
+TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz"
+SECRETS = (TOKEN, "X-Amz", "Signature", "secret", "pass%20word", "pass word", "sig=")
+
+
+@contextlib.contextmanager
+def hub_in_use(monkeypatch: pytest.MonkeyPatch, home: os.PathLike[str]) -> Iterator[Hub]:
+    """A hub that `huggingface_hub` takes for the hub; at the end nobody may be connected to it."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(home / "token"))
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.hub.url)
+        yield hub
+        huggingface_hub.close_session()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def threads() -> set[str]:
+    """Names of the threads that are not a test server's."""
+    names = {thread.name for thread in threading.enumerate()}
+    return {name for name in names if "test-server" not in name and "serve_forever" not in name}
+
+
+def assert_same(found: dict, expected: dict[str, np.ndarray]) -> None:
+    """Equal names, shapes, dtypes and bits."""
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        got = np.asarray(found[name])
+        assert got.dtype == values.dtype, name
+        assert got.shape == values.shape, name
+        assert got.tobytes() == values.tobytes(), name
+
+
+def assert_no_secret(text: str) -> None:
+    assert not [secret for secret in SECRETS if secret in text], text

@@ -1,0 +1,335 @@
+"""Checkpoints in buckets: loads read what the plan names, saves have the bytes of local ones."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from unittest import mock
+
+import backends
+import jax
+import numpy as np
+import obstore
+import pytest
+from checkpoints import assert_same_bits, llama_like, save
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from multiprocess import run_processes
+from object_server import BUCKET, Fault
+
+import orbax_safetensors_layout as osl
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", params=backends.REMOTE)
+def server(request):
+    with backends.running(request.param) as running:
+        yield running
+
+
+@pytest.fixture
+def place(server, tmp_path):
+    with backends.place(server, tmp_path / "unused") as found:
+        yield found
+
+
+def upload(place, folder):
+    for path in folder.rglob("*"):
+        place.put(path.relative_to(folder).as_posix(), path.read_bytes())
+
+
+def local_files(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
+
+
+def files_of(place):
+    return {name: place.get(name) for name in place.names()}
+
+
+def sharded(tensors, spec):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    return {
+        name: jax.ShapeDtypeStruct(
+            value.shape,
+            value.dtype,
+            sharding=NamedSharding(mesh, P(*spec) if value.ndim > 1 else P()),
+        )
+        for name, value in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("spec", [("x", "y"), (None, "x"), ("y", None), ()])
+def test_a_load_equals_that_of_a_disk_and_reads_what_the_plan_names(place, tmp_path, spec):
+    tensors = llama_like(layers=2, hidden=128)
+    upload(place, save(tmp_path, tensors, files=3))
+    abstract = sharded(tensors, spec)
+    options = osl.ReadOptions(latency_seconds={place.server.kind: 0.0}, request_bytes=50_000)
+    place.server.take_log()
+    loaded = osl.load(place.url, abstract, options=options)
+    log = place.server.take_log()
+    for name, array in loaded.items():
+        assert array.sharding == abstract[name].sharding
+        assert_same_bits(np.asarray(array), tensors[name])
+
+    gets = [e for e in log if e["method"] == "GET" and e["key"].endswith(".safetensors")]
+    prefix = f"{place.server.kind}://{BUCKET}/"
+    read = sorted((prefix + e["key"], e["first"], e["last"] + 1) for e in gets if e["first"])
+    planned = sorted(osl.plan_load(place.url, abstract, options=options).ranges())
+    assert joined(read) == joined(planned)
+    assert sum(stop - start for _, start, stop in read) == sum(z - a for _, a, z in planned)
+    headers = [e["key"] for e in gets if not e["first"]]
+    assert len(headers) == len(set(headers)) == 3
+    assert {e["method"] for e in log} == {"GET", "HEAD"}
+    assert sum(e["method"] == "HEAD" for e in log) == 1, "sizes come from the listing"
+
+
+def joined(ranges):
+    """Ranges of which neighbours are one."""
+    found = []
+    for file, start, stop in ranges:
+        if found and found[-1][0] == file and found[-1][2] == start:
+            found[-1] = (file, found[-1][1], stop)
+        else:
+            found.append((file, start, stop))
+    return found
+
+
+def test_a_file_and_patterns(place, tmp_path):
+    tensors = llama_like(layers=1)
+    upload(place, save(tmp_path, tensors))
+    assert osl.is_safetensors_checkpoint(place.url)
+    assert osl.is_safetensors_checkpoint(f"{place.url}/model.safetensors")
+    assert not osl.is_safetensors_checkpoint(f"{place.url}/other")
+    loaded = osl.load(f"{place.url}/model.safetensors", only="*norm*")
+    assert set(loaded) == {name for name in tensors if "norm" in name}
+    assert set(osl.metadata(place.url)) == set(tensors)
+
+
+def test_nothing_there(place):
+    with pytest.raises(osl.CheckpointNotFoundError, match="does not exist"):
+        osl.load(place.url)
+    with pytest.raises(osl.StorageError, match="no-such-bucket"):
+        osl.load(f"{place.server.kind}://no-such-bucket/model")
+
+
+def test_without_the_library_the_extra_is_named():
+    modules = dict.fromkeys(("obstore", "orbax_safetensors_layout.storage.cloud"))
+    with (
+        mock.patch.dict(sys.modules, modules),
+        pytest.raises(osl.StorageError, match=r"orbax-safetensors-layout\[cloud\]"),
+    ):
+        osl.load("gs://bucket/model")
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_has_the_bytes_of_a_local_one(place, tmp_path, layout, overwrite):
+    tree = {**llama_like(layers=1), "step": 7, "nested": {"a": [np.arange(3.0), None]}}
+    options = osl.WriteOptions(layout=layout, max_file_bytes=50_000)
+    osl.save(tmp_path / "local", tree, options=options)
+    if overwrite:
+        osl.save(place.url, {"old": np.arange(5)})
+        place.put("config.json", b"{}")
+    osl.save(place.url, tree, options=options, overwrite=overwrite)
+    found = files_of(place)
+    assert found.pop("config.json", None) == (b"{}" if overwrite else None)
+    assert found == local_files(tmp_path / "local")
+    loaded = osl.load(place.url)
+    assert loaded["step"] == 7
+    np.testing.assert_array_equal(loaded["nested"]["a"][0], np.arange(3.0))
+    assert place.server.uploads() == 0
+
+
+def test_a_large_file_goes_up_in_parts_and_bounded_memory(place, tmp_path):
+    tree = {"weight": np.arange(9 * MIB, dtype=np.float32), "bias": np.arange(3)}
+    osl.save(place.url, tree)
+    osl.save(tmp_path / "local", tree)
+    assert files_of(place) == local_files(tmp_path / "local")
+    parts = [e["nbytes"] for e in place.server.take_log() if "partNumber" in e["query"]]
+    assert len(parts) == 5
+    assert max(parts) == 8 * MIB
+
+
+def test_consolidating_in_place(place, tmp_path):
+    tree = llama_like(layers=1)
+    osl.save(tmp_path / "local", tree)
+    osl.save(place.url, tree, options=osl.WriteOptions(layout="sharded"))
+    osl.consolidate(place.url)
+    assert files_of(place) == local_files(tmp_path / "local")
+
+
+def test_what_stands_there_is_not_replaced_unasked(place):
+    osl.save(place.url, {"a": np.arange(3)})
+    before = files_of(place)
+    with pytest.raises(osl.CheckpointExistsError, match="overwrite=True"):
+        osl.save(place.url, {"b": np.arange(3)})
+    with pytest.raises(osl.CheckpointExistsError, match="the path is a file"):
+        osl.save(f"{place.url}/orbax_safetensors_layout.json", {"b": np.arange(3)})
+    assert files_of(place) == before
+
+
+SAVE = """
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import orbax_safetensors_layout as osl
+from checkpoints import llama_like
+
+def main(cloud, local):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {"step": 7, "host": np.arange(5.0)}
+    for number, (name, value) in enumerate(llama_like(layers=1, hidden=512).items()):
+        spec = [P("x"), P(), P(None, "x")][number % 3] if value.ndim > 1 else P()
+        sharding = NamedSharding(mesh, spec)
+        tree[name] = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
+    arrays = [name for name, value in tree.items() if isinstance(value, jax.Array)]
+    done = []
+    for layout in ("hf", "sharded"):
+        options = osl.WriteOptions(layout=layout, max_file_bytes=1_000_000)
+        for parent in (cloud, local):
+            osl.save(f"{parent}/{layout}", tree, options=options)
+            osl.save(f"{parent}/{layout}-again", {"old": np.arange(3)}, options=options)
+            osl.save(f"{parent}/{layout}-again", tree, options=options, overwrite=True)
+        loaded = osl.load(f"{cloud}/{layout}", dict(tree))
+        done += [
+            np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+            for name in arrays
+            for a, b in zip(tree[name].addressable_shards, loaded[name].addressable_shards)
+        ]
+    return all(done)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_save_the_bytes_of_local_saves(place, tmp_path, processes):
+    local = tmp_path / "local"
+    local.mkdir()
+    done = run_processes(
+        SAVE, processes=processes, devices=4 // processes, cloud=place.url, local=str(local)
+    )
+    assert done == [True] * processes
+    found = files_of(place)
+    assert {name.partition("/")[0] for name in found} == {
+        "hf",
+        "hf-again",
+        "sharded",
+        "sharded-again",
+    }
+    assert found == local_files(local)
+    assert place.server.uploads() == 0
+
+
+class Crash(BaseException):
+    """The process dies."""
+
+
+@contextlib.contextmanager
+def crash_after(changes):
+    """After so many requests that change the store, none does anything any more."""
+    left = itertools.count(changes, -1)
+    lock = threading.Lock()
+
+    def dying(function):
+        def call(*args, **kwargs):
+            with lock:
+                if next(left) <= 0:
+                    raise Crash
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("put", "copy", "delete"):
+            patched = mock.patch.object(obstore, name, dying(getattr(obstore, name)))
+            stack.enter_context(patched)
+        yield
+
+
+def trees_equal(one, other):
+    return set(one) == set(other) and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+OLD = {"a": np.arange(10.0), "b": np.ones(7), "c": np.zeros(3), "step": 1}
+NEW = {"a": np.arange(10.0) + 1, "b": np.ones(7) + 1, "c": np.zeros(3) + 1, "step": 2}
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded", "one file"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_crash_never_leaves_what_passes_for_a_checkpoint(place, layout, overwrite):
+    """After every single change of the store: what was there, or the new, or a clear error."""
+    options = osl.WriteOptions(
+        layout="sharded" if layout == "sharded" else "hf",
+        max_file_bytes=10**6 if layout == "one file" else 1,
+        concurrency=1,
+    )
+    outcomes = []
+    for changes in itertools.count():
+        target = f"{place.url}/{changes}"
+        if overwrite:
+            osl.save(target, OLD, options=options)
+        try:
+            with crash_after(changes):
+                osl.save(target, NEW, options=options, overwrite=overwrite)
+        except Crash:
+            pass
+        else:
+            break
+        outcomes.append(outcome(target))
+    assert trees_equal(osl.load(target), NEW)
+    assert len(outcomes) >= 2
+    order = {"old": 0, "nothing": 1, "incomplete": 1, "new": 2}
+    assert outcomes == sorted(outcomes, key=order.__getitem__)
+    if overwrite:
+        assert outcomes[0] == "old"
+        assert "old" in outcomes[len(outcomes) // 3 :], "only putting it in place destroys the old"
+
+
+def outcome(target):
+    try:
+        found = osl.load(target)
+    except osl.CheckpointNotFoundError:
+        return "nothing"
+    except osl.FormatError:
+        return "incomplete"
+    assert trees_equal(found, OLD) or trees_equal(found, NEW), "a mixture"
+    return "old" if trees_equal(found, OLD) else "new"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_fails_leaves_what_was_there(place, overwrite):
+    target = f"{place.url}/step"
+    if overwrite:
+        osl.save(target, OLD)
+    place.put("step/config.json", b"{}")
+    before = files_of(place)
+    place.server.fail(Fault("status", "PUT", key="model-00002", status=403, times=99))
+    options = osl.WriteOptions(max_file_bytes=1)
+    with pytest.raises(osl.StorageError, match="403"):
+        osl.save(target, NEW, overwrite=overwrite, options=options)
+    assert files_of(place) == before
+
+
+def test_a_failing_copy_says_where_the_new_checkpoint_is(place):
+    osl.save(place.url, OLD)
+    with (
+        mock.patch.object(obstore, "copy", side_effect=obstore.exceptions.GenericError("broken")),
+        pytest.raises(osl.StorageError, match="putting the finished checkpoint in its place") as e,
+    ):
+        osl.save(
+            place.url,
+            NEW,
+            overwrite=True,
+            options=osl.WriteOptions(retries=osl.RetryPolicy(attempts=1)),
+        )
+    where = e.value.hint.split()[4].rstrip(":")
+    assert trees_equal(osl.load(where), NEW)
+
+
+def test_objects_too_large_for_one_copy_go_through_the_process(place, monkeypatch):
+    where = "orbax_safetensors_layout.storage.cloud._LARGEST_COPY_BYTES"
+    monkeypatch.setattr(where, {place.server.kind: 5000})
+    osl.save(place.url, OLD)
+    osl.save(place.url, {**NEW, "large": np.arange(3 * MIB)}, overwrite=True)
+    assert trees_equal(osl.load(place.url), {**NEW, "large": np.arange(3 * MIB)})

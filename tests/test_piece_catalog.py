@@ -1,0 +1,70 @@
+"""Of pieces that several files hold, those in files that are opened anyway are taken."""
+
+from __future__ import annotations
+
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format.header import Header, TensorEntry
+from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
+from orbax_safetensors_layout.format.pieces import (
+    StoredBox,
+    StoredPieces,
+    StoredTensor,
+    piece_file_prefix,
+    piece_name,
+)
+from orbax_safetensors_layout.geometry.box import Box
+
+FILES = tuple(f"{piece_file_prefix(n)}00004.safetensors" for n in range(4))
+STORED = StoredPieces(
+    FILES,
+    (
+        tuple(StoredBox((0,), (8,), file) for file in range(4)),  # in every file
+        tuple(StoredBox((2 * n,), (2 * n + 2,), n) for n in range(4)),  # each part in one
+    ),
+    {"bias": StoredTensor("U8", (8,), 0), "kernel": StoredTensor("U8", (8,), 1)},
+)
+
+
+def opened(process: int, wanted: dict[str, tuple[Box, ...]]) -> set[int]:
+    """The files whose headers are fetched."""
+    files: list[str] = []
+
+    def fetch(names):
+        files.extend(names)
+        return {name: header(name) for name in names}
+
+    def header(file):
+        number, entries = FILES.index(file), {}
+        for name, tensor in STORED.tensors.items():
+            for stored in STORED.boxes(name):
+                if stored.file == number:
+                    key = piece_name(name, tensor.shape, stored)
+                    shape = stored.box.shape
+                    entries[key] = TensorEntry(key, DTYPES["U8"], shape, file, 0, shape[0])
+        return Header(file, entries, {}, 0, 8)
+
+    catalog = PieceCatalog(STORED, FILES, fetch)
+    catalog.prefer(process)
+    found = catalog.find(wanted)
+    assert list(found) == list(wanted)
+    return {FILES.index(file) for file in files}
+
+
+WHOLE = (Box((0,), (8,)),)
+
+
+def test_the_own_file_comes_first():
+    assert opened(2, {"bias": WHOLE}) == {2}
+    assert opened(2, {"bias": WHOLE, "kernel": WHOLE}) == {0, 1, 2, 3}
+    assert opened(2, {"bias": WHOLE, "kernel": (Box((4,), (6,)),)}) == {2}
+
+
+def test_a_process_without_a_file_takes_one_that_it_opens_anyway():
+    """Whichever tensor is asked for first."""
+    part = (Box((2,), (4,)),)
+    assert opened(7, {"bias": WHOLE, "kernel": part}) == {1}
+    assert opened(7, {"kernel": part, "bias": WHOLE}) == {1}
+
+
+def test_processes_without_files_do_not_all_open_the_same():
+    assert [opened(process, {"bias": WHOLE}) for process in (4, 5, 6, 7)] == [{0}, {1}, {2}, {3}]

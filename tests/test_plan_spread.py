@@ -1,0 +1,196 @@
+"""Who reads what of replicas: every byte once, in balance, from few files, alike for all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import Counter, defaultdict
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import llama_like, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.geometry.box import cover
+from orbax_safetensors_layout.plan.shards import ProcessShards
+from orbax_safetensors_layout.plan.spread import Limits, SharedLeaf, plan_spread
+
+NO_LIMITS = Limits(1 << 30, 1 << 30, 25_000)
+MESHES = [(2, 1, 1), (4, 2, 1), (8, 1, 4), (2, 6, 3), (16, 1, 16)]
+"""Sizes of the axes `data` and `fsdp`, and processes."""
+
+
+@st.composite
+def problems(draw):
+    data, fsdp, processes = draw(st.sampled_from(MESHES))
+    mesh = AbstractMesh((data, fsdp), ("data", "fsdp"))
+    shards = ProcessShards(0, processes)
+    leaves = []
+    for number in range(draw(st.integers(1, 12))):
+        spec = draw(st.sampled_from([(), ("fsdp",), (None, "fsdp"), ("data",)]))
+        ways = [math.prod({"data": data, "fsdp": fsdp}[n] for n in [p] if n) for p in spec]
+        extents = draw(st.sampled_from([(), (1,), (3, 5), (40, 2), (2, 300), (7, 1, 9)]))
+        rank = max(len(ways), len(extents))
+        ways += [1] * (rank - len(ways))
+        extents += (1,) * (rank - len(extents))
+        shape = tuple(w * e for w, e in zip(ways, extents, strict=True))
+        replicas = shards.replicas(NamedSharding(mesh, PartitionSpec(*spec)), shape)
+        dtype = np.dtype(draw(st.sampled_from([np.int8, ml_dtypes.bfloat16, np.float64])))
+        place = (f"file {draw(st.integers(0, 3))}", number)
+        direct = draw(st.booleans())
+        strides = row_major_strides(shape)
+        if draw(st.booleans()):
+            strides = strides[::-1]
+        leaves.append(SharedLeaf(number, replicas, dtype, direct, place, strides))
+    most = draw(st.sampled_from([1, 100, 10_000, 1 << 30]))
+    stage, gap = draw(st.sampled_from([1, 1000, 1 << 30])), draw(st.sampled_from([0, 100]))
+    return leaves, processes, Limits(most, stage, gap)
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems())
+def test_every_byte_is_read_once_and_fits_its_round(problem):
+    leaves, processes, limits = problem
+    stages = plan_spread(leaves, limits)
+    assert stages == plan_spread(leaves, limits)
+    rounds = [one for stage in stages for one in stage]
+    travelling = Counter(item.leaf for one in rounds for lane in one.lanes for item in lane)
+    assert travelling == Counter(range(len(leaves)))
+    owned = defaultdict(list)
+    for one in rounds:
+        held = {}
+        for process in range(processes):
+            for leaf, box, row, column, offset in one.fragments(process):
+                assert one.grid.processes[row][column] == process
+                owned[leaf, row].append(box)
+                nbytes = box.size * leaves[leaf].dtype.itemsize
+                if one.is_packed:
+                    assert offset + nbytes <= one.slot_bytes
+                    before = held.setdefault((row, column), [])
+                    assert all(offset >= stop or offset + nbytes <= start for start, stop in before)
+                    before.append((offset, offset + nbytes))
+                else:
+                    fits = zip(box.shape, one.part_shape, strict=True)
+                    assert all(extent <= most for extent, most in fits)
+                    # It stands where the gather expects it.
+                    part = column % one.parts * one.part_shape[one.axis]
+                    whole = leaves[leaf].replicas.boxes[row]
+                    assert box.start[one.axis] == whole.start[one.axis] + part
+        filled = len(one.lanes) * math.prod(one.shape) * one.dtype.itemsize
+        alone = sum(map(len, one.lanes)) == 1
+        assert alone or filled <= max(limits.round_bytes, 64 * one.grid.columns)
+    for (leaf, row), boxes in owned.items():
+        assert cover(boxes, leaves[leaf].replicas.boxes[row])
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems())
+def test_stages_are_as_small_as_they_can_be(problem):
+    leaves, processes, limits = problem
+    for stage in plan_spread(leaves, limits):
+        held = [
+            sum(one.slot_bytes * len(one.grid.slots(process)) for one in stage)
+            for process in range(processes)
+        ]
+        assert len(stage) == 1 or max(held) <= limits.stage_bytes
+
+
+def shared(count, shape, *, devices=8, processes=4, files=4, dtype=np.float32, spec=()):
+    mesh = AbstractMesh((devices,), ("x",))
+    shards = ProcessShards(0, processes)
+    replicas = shards.replicas(NamedSharding(mesh, PartitionSpec(*spec)), shape)
+    per_file = -(-count // files)
+    return [
+        SharedLeaf(
+            n, replicas, np.dtype(dtype), True, (f"{n // per_file}", n), row_major_strides(shape)
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("shape", [(64,), (512, 1024)])
+def test_processes_read_equally_much_each_from_its_own_files(shape):
+    """Layers of a model: 32 alike in 4 files, for 4 processes of 2 devices."""
+    leaves = shared(32, shape)
+    (stage,) = plan_spread(leaves, NO_LIMITS)
+    read, files = Counter(), defaultdict(set)
+    for one in stage:
+        for process in range(4):
+            for leaf, box, *_ in one.fragments(process):
+                read[process] += box.size
+                files[process].add(leaves[leaf].place[0])
+    assert set(read.values()) == {8 * math.prod(shape)}
+    assert [files[process] for process in range(4)] == [{"0"}, {"1"}, {"2"}, {"3"}]
+
+
+def test_few_programs_serve_many_leaves():
+    """Two for each shape of large leaves and one for all small ones, whatever their number."""
+    groups = [shared(61, (512, 1024)), shared(13, (1024, 1024)), shared(300, (77,))]
+    leaves = [
+        leaf._replace(number=number)
+        for number, leaf in enumerate(itertools.chain.from_iterable(groups))
+    ]
+    stages = plan_spread(leaves, Limits(64 << 20, 1 << 40, 0))
+    rounds = [one for stage in stages for one in stage]
+    assert len({(len(o.lanes), o.part_shape, o.is_packed, o.dtype) for o in rounds}) == 5
+    assert len(rounds) == (7 + 5) + (1 + 5) + 1
+    (stage,) = plan_spread(shared(69, (512, 1024)), NO_LIMITS)
+    assert [len(one.lanes) for one in stage] == [8] * 9  # three lanes have nothing at last
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "devices", "axis"),
+    [
+        ((1024, 768), (768, 1), 8, 0),
+        ((1024, 768), (1, 1024), 8, 1),  # transposed: the second dimension is the file's first
+        ((3, 1 << 20), (1 << 20, 1), 8, 1),  # evenly, and the gaps are long
+        ((3, 1 << 18), (1 << 18, 1), 8, 1),
+        ((100, 5000), (5000, 1), 256, 0),  # along the other, everyone would read all of it
+        ((2, 1 << 20, 256), (1 << 28, 256, 1), 64, 1),
+        ((1, 1 << 20), (sys.maxsize, 1), 8, 1),
+    ],
+)
+def test_a_split_is_even_and_nobody_reads_what_another_does(shape, strides, devices, axis):
+    (leaf,) = shared(1, shape, devices=devices)
+    (stage,) = plan_spread([leaf._replace(strides=strides)], NO_LIMITS)
+    assert stage[0].axis == axis
+
+
+@pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp"), ("data", "fsdp")])
+def test_plans_of_all_processes_read_the_checkpoint_once(tmp_path, spec):
+    """On a cluster that one does not have; and more than once where each reads for itself."""
+    tensors = {n: t for n, t in llama_like(layers=4, hidden=64).items() if t.ndim == 2}
+    path = save(tmp_path, tensors, files=4)
+    mesh = AbstractMesh((8, 4), ("data", "fsdp"))
+    tree = {
+        name: jax.ShapeDtypeStruct(
+            t.shape, t.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        for name, t in tensors.items()
+    }
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    exact = {"latency_seconds": {"local": 0.0}}
+
+    def plans(how):
+        options = osl.ReadOptions(replicated=how, **exact)
+        return [
+            osl.plan_load(path, tree, options=options, process_index=p, process_count=8)
+            for p in range(8)
+        ]
+
+    once, each = plans("read_once"), plans("each")
+    ranges = sorted(r for plan in once for r in plan.ranges())
+    assert sum(stop - start for _, start, stop in ranges) == total
+    assert sum(plan.cost().read_bytes for plan in once) == total
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(ranges))
+    largest = max(tensor.nbytes for tensor in tensors.values())  # small ones are not split
+    assert max(plan.cost().read_bytes for plan in once) <= total / 8 + largest
+    if spec != ("data", "fsdp"):
+        assert sum(plan.cost().read_bytes for plan in each) == 8 * total

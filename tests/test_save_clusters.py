@@ -1,0 +1,155 @@
+"""Saves by 1, 2 and 4 processes of 1, 2 and 4 devices: the same bytes, each its share, bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from forks import ForkServer
+from multiprocess import free_port
+
+SOURCE = """
+import gc, shutil
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import orbax_safetensors_layout as osl
+for name in osl.__all__:
+    getattr(osl, name)
+
+SPECS = {"leading": P("x"), "inner": P(None, "x"), "both": P("x", "y"), "other": P("y", "x")}
+
+
+def tree_of(split, rows, tensors):
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("x", "y"))
+    if split in ("both", "other") and len(jax.devices()) > 2:
+        mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("x", "y"))
+    sharding = NamedSharding(mesh, SPECS[split])
+
+    def part(number, index):
+        high, low = (np.arange(*i.indices(n), dtype=np.int32) for i, n in zip(index, (rows, 1024)))
+        return (high[:, None] + number) * 1024 + low
+
+    return {
+        f"layers.{n}": jax.make_array_from_callback(
+            (rows, 1024), sharding, lambda index, n=n: part(n, index)
+        )
+        for n in range(tensors)
+    }
+
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+
+
+def main(target, index, count, port, devices, split, layout, rows, tensors, budget):
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    say("begin")
+    if count > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=60)
+    written = []
+    jax.monitoring.register_scalar_listener(
+        lambda name, value, **_: written.append(value) if name.endswith("bytes_written") else None
+    )
+    options = osl.WriteOptions(
+        layout=layout, max_file_bytes=4096 * rows, memory_budget_bytes=budget, fsync=False
+    )
+    osl.save(target + ".warm", tree_of(split, 16, 2), options=options)
+    tree = tree_of(split, rows, tensors)
+    jax.block_until_ready(tree)
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as peaks:
+        peaks.write("5")
+    before = peak()
+    osl.save(target, tree, options=options)
+    say({"written": written[-1], "grown": peak() - before,
+         "planned": osl.plan_save(tree, options=options).cost().written_bytes})
+    if count > 1:
+        jax.distributed.shutdown()  # together: who is left when process 0 has gone is ended
+"""
+CLUSTERS = [*itertools.product((1, 2, 4), (1, 2, 4))]
+SPLITS = ["leading", "inner", "both", "other"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ForkServer(SOURCE)
+    yield server
+    server.close()
+
+
+def save(server, target: Path, processes: int, **arguments) -> list[dict[str, Any]]:
+    """What each process wrote, and by how much its memory grew."""
+    port = free_port() if processes > 1 else 0
+    ended = server.run(
+        [
+            {"target": str(target), "index": index, "count": processes, "port": port, **arguments}
+            for index in range(processes)
+        ]
+    )
+    for one in ended:
+        assert one.status == 0, one.errors
+    shutil.rmtree(f"{target}.warm")
+    return [one.said[0] for one in ended]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of the files, without what names the devices."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("model*")
+    }
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_same_bytes_whoever_writes_them(server, tmp_path, split):
+    rows, tensors = 48, 9
+    seen = []
+    for processes, devices in CLUSTERS:
+        target = tmp_path / f"{processes}x{devices}"
+        results = save(
+            server, target, processes,
+            devices=devices, split=split, layout="hf", rows=rows, tensors=tensors, budget=1 << 20,
+        )  # fmt: skip
+        written = [result["written"] for result in results]
+        assert written == [result["planned"] for result in results]
+        # A file has one writer: of nine equal files some process of four writes three.
+        assert max(written) <= 1.4 * sum(written) / processes
+        seen.append(digests(target))
+    assert all(one == seen[0] for one in seen)
+    found = {}
+    for file in target.glob("*.safetensors"):
+        found |= safetensors.numpy.load_file(file)
+    assert found.keys() == {f"layers.{n}" for n in range(tensors)}
+    for n in range(tensors):
+        expected = np.arange(n * 1024, (n + rows) * 1024, dtype=np.int32).reshape(rows, 1024)
+        assert found[f"layers.{n}"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_memory_beyond_the_shards_does_not_grow_with_the_model(server, tmp_path, split, layout):
+    """With 128 MB and with 512 MB."""
+    budget = 32 << 20
+    for processes, devices in CLUSTERS:
+        for rows in (4096, 16384):
+            results = save(
+                server, tmp_path / "target", processes,
+                devices=devices, split=split, layout=layout, rows=rows, tensors=8, budget=budget,
+            )  # fmt: skip
+            grown = [result["grown"] for result in results]
+            print(f"{split} {layout} {processes}x{devices} {rows >> 5} MB:", end=" ")
+            print(*(f"{one / 2**20:.1f}" for one in grown), end="; written ")
+            print(*(f"{result['written'] / 2**20:.0f}" for result in results))
+            assert max(grown) <= (64 << 20) + budget
+            assert [one["written"] for one in results] == [one["planned"] for one in results]
+            shutil.rmtree(tmp_path / "target")

@@ -1,0 +1,382 @@
+"""Training that is killed while it saves a step: the last committed step stands, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from checkpoints import values_of
+from forks import Ended, ForkServer
+from multiprocess import free_port
+from saving import opened, run_alone
+
+SOURCE = """
+import contextlib, functools, resource
+import jax
+import numpy as np
+from checkpoints import values_of
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp1
+import orbax_safetensors_layout as osl
+jax.config.update("jax_enable_x64", True)
+for name in osl.__all__:
+    getattr(osl, name)  # imported now, not in every child
+
+SPECS = {"rows": P("x"), "columns": P(None, "x"), "all": P(), "scalar": P(), "empty": P()}
+
+
+def tree_of(step):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {
+        name: jax.make_array_from_callback(
+            value.shape, NamedSharding(mesh, SPECS[name]), value.__getitem__
+        )
+        for name, value in values_of(step).items()
+    }
+    return {"params": tree, "step": step}
+
+
+def is_same(found, expected):
+    def one(a, b):
+        if not isinstance(b, jax.Array):
+            return a == b
+        pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
+        return a.sharding == b.sharding and all(
+            np.asarray(p.data).tobytes() == np.asarray(q.data).tobytes() for p, q in pairs
+        )
+    return all(jax.tree.leaves(jax.tree.map(one, found, expected)))
+
+
+class V0:
+    def __init__(self, root, write, is_async):
+        self._manager = ocp.CheckpointManager(
+            root,
+            handler_registry=osl.handler_registry("state", write=write),
+            options=ocp.CheckpointManagerOptions(
+                enable_async_checkpointing=is_async, max_to_keep=2
+            ),
+        )
+        self.latest = self._manager.latest_step
+        self.close = self._manager.close
+
+    def restore(self, step):
+        return self._manager.restore(step)["state"]
+
+    def save(self, step, tree):
+        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(tree)))
+        self._manager.wait_until_finished()
+
+
+class V1:
+    def __init__(self, root, write, is_async):
+        self._is_async = is_async
+        self._using = functools.partial(osl.using, write=write)
+        self._training = ocp1.training.Checkpointer(
+            root,
+            context=osl.context("state"),
+            preservation_policy=ocp1.training.preservation_policies.LatestN(2),
+        )
+        self.close = self._training.close
+
+    def latest(self):
+        return None if self._training.latest is None else self._training.latest.step
+
+    def restore(self, step):
+        return self._training.load(step)
+
+    def save(self, step, tree):
+        with self._using():
+            if self._is_async:
+                self._training.save_async(step, tree).result()
+            else:
+                self._training.save(step, tree)
+
+
+def main(root, api, layout, kill, step, index=0, count=1, port=0, full=False):
+    if count > 1:
+        # The service of process 0 notices after so many seconds that another has died.
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", count, index,
+            initialization_timeout=60, heartbeat_timeout_seconds=10,
+        )
+    api, _, mode = api.partition(" ")
+    write = osl.WriteOptions(layout=layout, max_file_bytes=1000)
+    make = functools.partial({"v0": V0, "v1": V1}[api], root, write, mode == "async")
+    calls = kill_at(kill)
+    say("begin")
+    if full:
+        fill_disk(make(), step)
+    with contextlib.closing(make()) as manager:
+        latest = manager.latest()
+        same = latest is None or is_same(manager.restore(latest), tree_of(latest))
+        say({"latest": latest, "same": same})
+        manager.save(step, tree_of(step))
+        say("saved")
+    say(calls[0])
+    if count > 1:
+        jax.distributed.shutdown()  # together: who is left when process 0 has gone is ended
+
+
+def fill_disk(manager, step):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        manager.save(step, tree_of(step))
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with contextlib.suppress(osl.SafetensorsLayoutError):  # v1 raises it once more
+        manager.close()
+"""
+APIS = ["v0 sync", "v0 async", "v1 sync", "v1 async"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ForkServer(SOURCE)
+    yield server
+    server.close()
+
+
+class Run:
+    """A training run: what stands in its folder, and what its processes do next."""
+
+    def __init__(self, root: Path, api: str, layout: str, processes: int) -> None:
+        self.root = root
+        self._arguments = {"root": str(root), "api": api, "layout": layout}
+        self._processes = processes
+        self.step: int | None = None
+        self.outcomes: set[str] = set()
+
+    @property
+    def next_step(self) -> int:
+        return 0 if self.step is None else self.step + 1
+
+    def children(self, kill: dict[int, int] | None = None, **more) -> list[dict]:
+        """Processes that restore the last step and save the next.
+
+        Args:
+            kill: For each process to be killed, before which system call.
+            more: More arguments of `main`.
+        """
+        kill = kill or {}
+        port = free_port() if self._processes > 1 else 0
+        return [
+            {
+                **self._arguments, "kill": kill.get(index, -1), "step": self.next_step,
+                "index": index, "count": self._processes, "port": port, **more,
+            }
+            for index in range(self._processes)
+        ]  # fmt: skip
+
+    def check(self, ended: list[Ended]) -> None:
+        """What stands there is what stood there, or the next step, complete."""
+        steps = [int(name) for name in os.listdir(self.root) if name.isdigit()]
+        latest = max(steps, default=None)
+        assert latest in (self.step, self.next_step)
+        for one in ended:
+            for said in one.said:
+                if isinstance(said, dict):
+                    assert said == {"latest": self.step, "same": True}
+                elif said == "saved":
+                    assert latest == self.next_step
+            # An error is no more than what a process meets when another has been killed.
+            assert one.status <= 0 or any(map(killed, ended)), one.errors
+        self.outcomes.add("new" if latest == self.next_step else "old")
+        self.step = latest
+        if latest is not None and self._arguments["layout"] == "hf":
+            found = opened(self.root / str(latest) / "state")
+            assert {name: value.tobytes() for name, value in found.items()} == {
+                f"params.{name}": value.tobytes() for name, value in values_of(latest).items()
+            }
+
+    def check_saved(self, ended: list[Ended]) -> int:
+        """The next step was saved, and nothing of crashes is left; how many calls that took."""
+        before = self.next_step
+        self.check(ended)
+        for one in ended:
+            assert one.status == 0, one.errors
+        assert self.step == before
+        left = [path.name for path in self.root.rglob("*") if "tmp" in path.name]
+        left += [path.name for path in self.root.rglob("*") if path.name.endswith(".partial")]
+        assert left == []
+        return min(one.said[-1] for one in ended)
+
+
+def killed(ended: Ended) -> bool:
+    return ended.status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_killed_while_saving(server, tmp_path, api):
+    """Each crash is followed by processes that go on from the last step."""
+    run = Run(tmp_path, api, "hf", 1)
+    calls = [run.check_saved(server.run(run.children())) for _ in range(3)][-1]
+    rng = random.Random(api)
+    points = sorted(rng.sample(range(calls), 9))
+    for number, point in enumerate(points):
+        ended = server.run(run.children({0: point}))
+        assert killed(ended[0])
+        run.check(ended)
+        if number % 3 == 2:
+            run.check_saved(server.run(run.children()))
+    assert run.outcomes == {"old", "new"}
+    run.check_saved(server.run(run.children()))
+
+
+@pytest.mark.parametrize("api", ["v0 async", "v1 async"])
+def test_both_processes_are_killed_while_saving(server, tmp_path, api):
+    run = Run(tmp_path, api, "hf", 2)
+    calls = [run.check_saved(server.run(run.children())) for _ in range(3)][-1]
+    rng = random.Random(api)
+    for number in range(5):
+        point = rng.randrange(calls)
+        ended = server.run(run.children({number % 2: point}), together=True)
+        assert any(map(killed, ended))
+        run.check(ended)
+    run.check_saved(server.run(run.children()))
+
+
+def test_one_of_two_processes_is_killed_while_saving(server, tmp_path):
+    """The other ends, too: `jax.distributed` ends it, at once or when heartbeats are missed."""
+    runs = []
+    for api in APIS[1::2]:
+        for index in range(2):
+            runs.append((index, Run(tmp_path / f"{api} {index}", api, "hf", 2)))
+    rng = random.Random(0)
+    for index, run in runs:
+        run.root.mkdir()
+        calls = [run.check_saved(server.run(run.children())) for _ in range(2)][-1]
+        run.kill = {index: rng.randrange(calls // 2, calls - 5)}
+    ended = server.run([child for _, run in runs for child in run.children(run.kill)])
+    for (index, run), number in zip(runs, range(0, len(ended), 2), strict=True):
+        both = ended[number : number + 2]
+        assert killed(both[index])
+        other = both[1 - index]
+        if other.status != -signal.SIGABRT:  # nothing was left to wait for
+            assert other.status == 0
+            assert "saved" in other.said
+        assert other.seconds < 60
+        run.check(both)
+        run.check_saved(server.run(run.children()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("api", APIS)
+def test_killed_at_hundreds_of_moments(server, tmp_path, api, processes, layout):
+    """Before random system calls of random processes, and from outside at random times."""
+    run = Run(tmp_path, api, layout, processes)
+    rng = random.Random(f"{api} {processes} {layout}")
+    ended = server.run(run.children())
+    run.check_saved(ended)
+    seconds = ended[0].seconds
+    for number in range(40):
+        if rng.random() < 0.3:
+            after_seconds = rng.uniform(0, 1.1 * seconds)
+            run.check(server.run(run.children(), after_seconds=after_seconds))
+        else:
+            kill = {rng.randrange(processes): rng.randrange(200)}
+            run.check(server.run(run.children(kill), together=True))
+        if number % 10 == 9:
+            run.check_saved(server.run(run.children()))
+    assert run.outcomes == {"old", "new"}
+
+
+@pytest.mark.slow
+def test_one_of_many_processes_is_killed_at_many_moments(server, tmp_path):
+    """Whoever is left ends, and nothing is lost, with two and with four processes."""
+    rng = random.Random(1)
+    for processes in (2, 4):
+        runs = [
+            Run(tmp_path / f"{processes} {api} {layout}", api, layout, processes)
+            for api in APIS
+            for layout in ("hf", "sharded")
+        ]
+        for run in runs:
+            run.root.mkdir()
+            run.check_saved(server.run(run.children()))
+        for _ in range(10):
+            kills = [{rng.randrange(processes): rng.randrange(200)} for _ in runs]
+            ended = server.run(
+                [
+                    child
+                    for run, kill in zip(runs, kills, strict=True)
+                    for child in run.children(kill)
+                ]
+            )
+            assert max(one.seconds for one in ended) < 60
+            for number, run in enumerate(runs):
+                run.check(ended[number * processes :][:processes])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("api", APIS)
+def test_a_full_disk(server, tmp_path, api, processes):
+    """It is an error in every process; what stood there stands, and the next save succeeds."""
+    run = Run(tmp_path, api, "hf", processes)
+    run.check_saved(server.run(run.children()))
+    ended = server.run(run.children(full=True))
+    for one in ended:
+        (error,) = [said for said in one.said if isinstance(said, str) and said != "saved"]
+        assert error.startswith(("StorageError", "PeerError"))
+        assert "File too large" in error
+    run.check_saved(ended)
+
+
+SMALL_DISK = """
+import json, sys
+from multiprocess import run_processes
+
+SOURCE = '''
+import numpy as np, os
+import orbax.checkpoint as ocp
+import orbax_safetensors_layout as osl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def state(value, rows):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+    array = np.full((rows, 1000), value, np.float32)
+    return {"w": jax.make_array_from_callback(array.shape, sharding, array.__getitem__)}
+
+def manager_of(root):
+    return ocp.CheckpointManager(root, handler_registry=osl.handler_registry("default"))
+
+def main(root):
+    found = []
+    manager = manager_of(root)
+    manager.save(0, args=ocp.args.StandardSave(state(0, 100)))
+    manager.wait_until_finished()
+    try:
+        manager.save(1, args=ocp.args.StandardSave(state(1, 2000)))
+        manager.wait_until_finished()
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    with manager_of(root) as manager:
+        found.append(manager.latest_step())
+        restored = manager.restore(0)["w"]
+        found.append(all((np.asarray(s.data) == 0).all() for s in restored.addressable_shards))
+        manager.save(1, args=ocp.args.StandardSave(state(1, 100)))
+        manager.wait_until_finished()
+        found.append(manager.latest_step())
+    return found
+'''
+print(json.dumps(run_processes(SOURCE, processes=int(sys.argv[2]), devices=2, root=sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_small_disk(tmp_path, processes):
+    """A real file system of 6 MB, which holds the first step and not the second."""
+    found = json.loads(run_alone(SMALL_DISK, tmp_path, processes, mount=("6m", tmp_path)))
+    for error, *after in found:
+        assert error.startswith(("StorageError", "PeerError"))
+        assert "No space left" in error
+        assert after == [0, True, 1]

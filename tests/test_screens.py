@@ -1,0 +1,38 @@
+"""The README's screens and picture are what the tool makes now."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def screens():
+    spec = importlib.util.spec_from_file_location("screens", REPOSITORY / "docs" / "screens.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.checkpoint():
+        yield module
+
+
+def test_the_screens_are_what_is_printed(screens):
+    text = screens.README.read_text(encoding="utf-8")
+    assert screens.with_screens(text) == text, "run `python docs/screens.py`"
+    for command in screens.SCREENS.values():
+        assert f"$ {screens.shown(command)}\n" in text
+
+
+def test_the_picture_is_what_is_drawn(screens, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    image = pytest.importorskip("matplotlib.image")
+    target = tmp_path / "reads.png"
+    screens.draw(target)
+    made, committed = (image.imread(path) for path in (target, screens.PICTURE))
+    assert made.shape == committed.shape
+    # Letters are drawn otherwise by another version.
+    if f"Matplotlib version{matplotlib.__version__}".encode() in screens.PICTURE.read_bytes():
+        assert np.array_equal(made, committed), "run `python docs/screens.py`"
+    assert "docs/reads.png" in screens.README.read_text(encoding="utf-8")

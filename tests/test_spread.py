@@ -1,0 +1,143 @@
+"""Replicas read once and spread: values, with all devices in one process."""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same_bits, random_tensor, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from mapping_expressions import ALL_OPS, cases
+from test_load_dtypes import decode, sample, write
+from test_load_mapped import sharded
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.plan.spread import Grid
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SPECS = [(), ("a",), (None, "a"), ("a", "b"), (("b", "a"),), (None, "b")]
+BUDGETS = [2 << 30, 4096, 1]  # all in one round; many rounds and stages; each as small as can be
+
+
+@pytest.fixture(autouse=True)
+def _as_if_shared(monkeypatch):
+    """Takes replicas on devices of one process for replicas of several."""
+    monkeypatch.setattr(Grid, "is_shared", True)
+
+
+def once(budget: int = 2 << 30) -> osl.ReadOptions:
+    return osl.ReadOptions(replicated="read_once", memory_budget_bytes=budget)
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(sizes), ("a", "b"))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_dtype_under_every_sharding_has_the_same_bits(tmp_path, budget):
+    shape = (8, 48)
+    codes = [
+        c for c in sorted(DTYPES) if not c.startswith("F6_") or jax.__version_info__ >= (0, 12)
+    ]
+    raws = {code: sample(code, shape) for code in codes}
+    path = write(tmp_path / "t.safetensors", {c: (c, shape, raws[c]) for c in codes})
+    expected = {code: decode(code, shape, raws[code]) for code in codes}
+    jax.config.update("jax_enable_x64", True)
+    try:
+        for spec in SPECS:
+            sharding = NamedSharding(mesh_of(4, 2), P(*spec))
+            tree = {
+                code: jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding)
+                for code, value in expected.items()
+            }
+            for code, array in osl.load(path, tree, options=once(budget)).items():
+                assert array.sharding == sharding
+                for shard in array.addressable_shards:
+                    assert_same_bits(shard.data, expected[code][shard.index])
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize("budget", [2 << 30, 1])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_expression_under_any_sharding(tmp_path_factory, budget, data):
+    case = data.draw(cases(ALL_OPS, depth=3))
+    folder = tmp_path_factory.mktemp("mapped")
+    tensors = {name: np.asarray(array) for name, array in case.tensors.items()}
+    save(folder, tensors)
+    mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
+    value = np.asarray(case.array)
+    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded(data, value.shape))
+    found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=once(budget))["leaf"]
+    assert found.sharding == leaf.sharding
+    assert_same_bits(np.asarray(found), value)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_kind_of_leaf(tmp_path, budget):
+    tensors = {
+        "uneven": random_tensor((7, 5, 3), BF16, 1),  # no dimension that eight devices divide
+        "scalar": random_tensor((), np.float32, 2),
+        "empty": np.zeros((0, 4), np.float32),
+        "cast": random_tensor((16, 3), np.int8, 3),
+        "int4": np.arange(-8, 8, dtype=np.int8),
+        "wide": np.arange(24, dtype=np.int64).reshape(4, 6),
+        "host": random_tensor((3,), np.float64, 4),
+        "keys": np.arange(8, dtype=np.uint32).reshape(4, 2),
+    }
+    path = save(tmp_path, tensors)
+    everywhere = NamedSharding(mesh_of(4, 2), P())
+    few = NamedSharding(Mesh(np.array(jax.devices()[2:5]), ("x",)), P())
+    pinned = everywhere.with_memory_kind("pinned_host")
+    formatted = Format(Layout((1, 0)), NamedSharding(mesh_of(4, 2), P("a")))
+
+    def leaf(name, sharding, dtype=None):
+        return jax.ShapeDtypeStruct(
+            tensors[name].shape, dtype or tensors[name].dtype, sharding=sharding
+        )
+
+    tree = {
+        "uneven": leaf("uneven", few),
+        "scalar": leaf("scalar", everywhere),
+        "empty": leaf("empty", everywhere),
+        "cast": leaf("cast", formatted, np.float32),
+        "int4": leaf("int4", everywhere, ml_dtypes.int4),
+        "wide": leaf("wide", pinned, np.int32),
+        "host": np.zeros(3, np.float64),
+        "keys": leaf("keys", SingleDeviceSharding(jax.devices()[5])),
+    }
+    found = osl.load(path, tree, options=once(budget))
+    for name, value in found.items():
+        assert_same_bits(np.asarray(value), tensors[name].astype(tree[name].dtype))
+        if name != "host":
+            assert value.sharding == (tree[name].sharding)
+    assert found["cast"].format.layout.major_to_minor == (1, 0)
+    assert found["wide"].sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("budget", [2 << 30, 1])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: jax.set_mesh(Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))),
+        lambda: jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))),
+        lambda: jax.debug_nans(True),
+        lambda: jax.transfer_guard("disallow"),
+        lambda: jax.default_device(jax.devices()[3]),
+    ],
+    ids=["mesh", "explicit mesh", "debug_nans", "transfer_guard", "default_device"],
+)
+def test_what_surrounds_a_load_does_not_touch_it(tmp_path, budget, around):
+    value = np.full((16, 64), np.nan, np.float32)
+    path = save(tmp_path, {"w": value})
+    leaf = jax.ShapeDtypeStruct((16, 64), np.float32, sharding=NamedSharding(mesh_of(4, 2), P("a")))
+    with around():
+        found = osl.load(path, {"w": leaf}, options=once(budget))["w"]
+    assert_same_bits(np.asarray(found), value)

@@ -1,0 +1,553 @@
+"""`hf://` and `https://` paths: real clients, servers on loopback, exact ranges, clear errors."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import checkpoints
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from http_server import Reply, Server, file_server, serve_range
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, threads
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.index import MAIN_INDEX
+from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.storage import hub_api, web
+from orbax_safetensors_layout.storage.hub_path import HubPath
+from orbax_safetensors_layout.storage.resolve import open_storage
+
+MIB = 1 << 20
+TENSORS = checkpoints.llama_like()
+QUICK = osl.RetryPolicy(attempts=3, base_seconds=0.001, attempt_seconds=5)
+ONCE = osl.RetryPolicy(attempts=1, attempt_seconds=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoints.save(tmp_path_factory.mktemp("remote") / "model", TENSORS, files=3)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with hub_in_use(monkeypatch, tmp_path) as hub:
+        yield hub
+
+
+@pytest.fixture
+def files(folder):
+    with file_server(folder) as server:
+        yield server
+
+
+def abstract(spec):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    return {
+        name: jax.ShapeDtypeStruct(
+            values.shape,
+            values.dtype,
+            sharding=NamedSharding(mesh, spec if values.ndim == 2 else P()),
+        )
+        for name, values in TENSORS.items()
+    }
+
+
+def planned(path, tree=None, **kwargs):
+    """Names of files without their folders, and the ranges that the plan tells."""
+    ranges = osl.plan_load(path, tree, **kwargs).ranges()
+    return sorted((file.rpartition("/")[2], start, stop) for file, start, stop in ranges)
+
+
+def failure(path, **kwargs):
+    with pytest.raises(osl.SafetensorsLayoutError) as caught:
+        osl.load(path, options=osl.ReadOptions(retries=ONCE), **kwargs)
+    assert_no_secret(f"{caught.value!r} {caught.value.__cause__}")
+    return caught.value
+
+
+@pytest.mark.parametrize("spec", [P(("x", "y")), P(None, ("x", "y")), P("x", "y")], ids=str)
+def test_sharded_load_from_the_hub_equals_the_one_from_disk(hub, folder, spec):
+    hub.add("org/model", folder)
+    found = osl.load("hf://org/model", abstract(spec))
+    expected = osl.load(folder, abstract(spec))
+    assert_same(found, TENSORS)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, found, expected)
+    )
+
+
+def test_hub_is_asked_for_the_ranges_of_the_plan_alone(hub, folder):
+    hub.add("org/model", folder)
+    only = "model.layers.1.*"
+    plan = planned("hf://org/model", only=only)
+    hub.hub.log.clear()
+    hub.cdn.log.clear()
+    assert_same(
+        osl.load("hf://org/model", only=only),
+        {name: values for name, values in TENSORS.items() if ".layers.1." in name},
+    )
+    names = {hub.digest(file): file.name for file in folder.iterdir()}
+    ranges = [(names[path.rpartition("/")[2]], a, b) for path, a, b in hub.cdn.ranges()]
+    assert sorted(r for r in ranges if r[1] > 0) == plan
+    # The headers of the files that hold these tensors, each with the request that finds the file.
+    assert {r[0] for r in ranges if r[1] == 0} == {file for file, _, _ in plan}
+    asked = [request for request, _ in hub.hub.log if "/resolve/" in request.path]
+    assert len(asked) == len({file for file, _, _ in plan}) + 1  # and the index
+    assert all(request.range for request in asked)
+
+
+def test_web_server_is_asked_for_the_ranges_of_the_plan_alone(files, folder):
+    path = f"{files.url}/files"
+    plan = planned(path, abstract(P("x", "y")))
+    files.log.clear()
+    assert_same(osl.load(path, abstract(P("x", "y"))), TENSORS)
+    ranges = [(name.rpartition("/")[2], a, b) for name, a, b in files.ranges()]
+    assert sorted(r for r in ranges if r[1] > 0) == plan
+    heads = [name for name, start, _ in ranges if start == 0]
+    assert sorted(heads) == sorted([MAIN_INDEX, *{file for file, _, _ in plan}])
+
+
+def test_a_web_folder_is_asked_for_the_names_that_the_formats_have():
+    assert set(web.PROBED) == {MAIN_INDEX, MANIFEST, "model.safetensors"}
+
+
+@pytest.mark.parametrize("whole", ["model", "model/model.safetensors"])
+def test_a_single_file_on_the_web(tmp_path, whole):
+    checkpoints.save(tmp_path / "model", TENSORS)
+    with file_server(tmp_path) as server:
+        path = f"{server.url}/files/{whole}"
+        assert_same(osl.load(path), TENSORS)
+        assert osl.is_safetensors_checkpoint(path)
+        assert not osl.is_safetensors_checkpoint(f"{server.url}/files/other")
+        assert osl.metadata(path)["model.norm.weight"].file.startswith(server.url)
+        with pytest.raises(osl.CheckpointNotFoundError, match=r"no such file|does not exist"):
+            osl.load(f"{server.url}/files/model/other.safetensors")
+
+
+def test_what_a_process_saved_in_pieces_loads_from_the_web_and_the_hub(hub, tmp_path):
+    tree = {"w": jax.device_put(np.arange(64.0, dtype=np.float32)), "step": 3}
+    osl.save(tmp_path / "saved", tree, options=osl.WriteOptions(layout="sharded"))
+    hub.add("org/state", tmp_path / "saved")
+    with file_server(tmp_path) as server:
+        for path in ("hf://org/state", f"{server.url}/files/saved"):
+            found = osl.load(path)
+            assert found["step"] == 3
+            np.testing.assert_array_equal(found["w"], tree["w"])
+
+
+def test_connections_are_kept(files, folder):
+    options = osl.ReadOptions(request_bytes=8192, concurrency=4)
+    assert_same(osl.load(f"{files.url}/files", options=options), TENSORS)
+    assert len(files.log) > 20
+    # Those of the threads that read, and of the probes and the headers before.
+    assert files.connections <= 4 + 3
+
+
+def test_one_commit_is_read_whatever_is_pushed_meanwhile(hub, folder, tmp_path):
+    first = hub.add("org/model", folder)
+    other = checkpoints.save(tmp_path / "other", checkpoints.llama_like(seed=1), files=3)
+    storage, path = open_storage("hf://org/model")
+    with storage:
+        name = f"{path}/model-00001-of-00003.safetensors"
+        size = storage.size(name)
+        hub.add("org/model", other)
+        found = bytearray(size)
+        storage.read_into(name, 0, [memoryview(found)])
+    assert found == (folder / "model-00001-of-00003.safetensors").read_bytes()
+    assert_same(osl.load("hf://org/model"), checkpoints.llama_like(seed=1))
+    assert_same(osl.load(f"hf://org/model@{first}"), TENSORS)
+
+
+def test_revisions_types_folders_and_files(hub, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "repo/a b/ü")
+    hub.add("org/model", tmp_path / "repo", revision="refs/pr/7")
+    hub.add("org/data", tmp_path / "repo", repo_type="datasets", revision="my/branch")
+    inside = "a b/ü"
+    for path in (
+        f"hf://org/model@refs/pr/7/{inside}",
+        f"hf://models/org/model@refs%2Fpr%2F7/{inside}/",
+        f"hf://datasets/org/data@my%2Fbranch/{inside}",
+    ):
+        assert_same(osl.load(path), TENSORS)
+    one = f"hf://org/model@refs/pr/7/{inside}/model-00001-of-00003.safetensors"
+    assert set(osl.load(one)) == set(list(TENSORS)[::3])
+    assert failure("hf://org/model@refs/pr/7").message.startswith("the path does not exist")
+
+
+@pytest.mark.parametrize("path", ["hf://", "hf:///x", "hf://org/model@", "hf://@main"])
+def test_a_path_that_names_no_repository(path):
+    with pytest.raises(osl.StorageError, match="can not open the path"):
+        HubPath.parse(path)
+    assert not osl.is_safetensors_checkpoint(path)
+
+
+@pytest.mark.parametrize("path", ["hf://org/model", "https://host/model", "gs://bucket/model"])
+def test_a_url_that_pathlib_has_changed(path):
+    with pytest.raises(osl.StorageError, match=r"lacks a slash.*as a string"):
+        osl.load(Path(path))
+
+
+def test_a_renamed_repository_is_found(hub, folder):
+    hub.add("org/new", folder)
+    hub.moved["models/org/old"] = "models/org/new"
+    assert_same(osl.load("hf://org/old"), TENSORS)
+
+
+def test_a_repository_of_more_files_than_its_summary_has(hub, folder, monkeypatch):
+    hub.add("org/model", folder)
+    monkeypatch.setattr(hub_api, "_MOST_SUMMED_UP", 2)
+    assert_same(osl.load("hf://org/model"), TENSORS)
+    assert any("/tree/" in request.path for request, _ in hub.hub.log)
+
+
+def test_signatures_that_expire_are_fetched_again(hub, folder):
+    hub.add("org/model", folder)
+    hub.uses = 2
+    options = osl.ReadOptions(request_bytes=16384, retries=ONCE)
+    assert_same(osl.load("hf://org/model", options=options), TENSORS)
+    assert sum(status == 403 for _, status in hub.cdn.log) > 3
+
+
+def test_tokens_go_to_the_hub_and_nowhere_else(hub, folder, monkeypatch):
+    hub.add("org/private", folder, readers=frozenset([TOKEN]))
+    error = failure("hf://org/private")
+    assert isinstance(error, osl.CheckpointNotFoundError)
+    assert "HF_TOKEN" in error.hint
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert_same(osl.load("hf://org/private"), TENSORS)
+    assert {r.authorization for r, status in hub.hub.log if status in (206, 302)} == {
+        f"Bearer {TOKEN}"
+    }
+    assert {request.authorization for request, _ in hub.cdn.log} == {None}
+
+
+def test_a_gated_repository_tells_what_to_do(hub, folder, monkeypatch):
+    hub.add("org/gated", folder, readers=frozenset(["another"]), gated=True)
+    for token in ("", TOKEN):
+        monkeypatch.setenv("HF_TOKEN", token)
+        error = failure("hf://org/gated")
+        assert error.message == "access denied"
+        assert f"Accept its conditions at {hub.hub.url}/org/gated" in error.hint
+
+
+def test_unknown_repository_revision_and_file(hub, folder):
+    hub.add("org/model", folder)
+    for path, message in {
+        "hf://org/nothing": "the hub has no such repository, or does not show it",
+        "hf://org/model@v9": "the repository has no revision 'v9'",
+        "hf://org/model/model-9.safetensors": "the path does not exist",
+    }.items():
+        error = failure(path)
+        assert isinstance(error, osl.CheckpointNotFoundError)
+        assert message in error.message
+        assert not osl.is_safetensors_checkpoint(path)
+
+
+def test_offline_mode_is_respected(hub, folder):
+    hub.add("org/model", folder)
+    code = (
+        "import orbax_safetensors_layout as osl\n"
+        "try:\n    osl.load('hf://org/model')\n"
+        "except osl.StorageError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "offline mode is set" in done.stdout
+    assert "Unset HF_HUB_OFFLINE" in done.stdout
+    assert not hub.hub.log
+
+
+def test_offline_mode_that_begins_later_is_respected(hub, folder, monkeypatch):
+    hub.add("org/model", folder)
+    storage, path = open_storage("hf://org/model")
+    with storage:
+        assert MAIN_INDEX in storage.list(path)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(osl.StorageError, match="offline mode is set"):
+            storage.read_into(f"{path}/{MAIN_INDEX}", 0, [memoryview(bytearray(8))])
+
+
+def test_without_huggingface_hub_the_error_tells_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax_safetensors_layout.storage.hub", None)
+    with pytest.raises(osl.StorageError, match=r"pip install 'orbax-safetensors-layout\[hf\]'"):
+        osl.load("hf://org/model")
+
+
+@pytest.mark.parametrize(
+    ("path", "how"),
+    [("hf://org/model", "hf upload org/model FOLDER"), ("https://127.0.0.1/x", "upload that by")],
+)
+def test_remote_paths_can_not_be_written_to(path, how):
+    storage, text = open_storage(path)
+    with storage:
+        for write in (
+            lambda: storage.create(f"{text}/f", 1, durable=False),
+            lambda: storage.make_folder(text),
+            lambda: storage.remove(text),
+        ):
+            with pytest.raises(osl.StorageError, match="can not be written to") as caught:
+                write()
+            assert how in caught.value.hint
+
+
+def test_credentials_of_a_url_are_sent_and_never_shown(folder):
+    def answer(request):
+        if request.authorization != "Basic bWU6cGFzcyB3b3Jk" or request.query != {"sig": "s3cr"}:
+            return Reply(403, {})
+        path = folder / request.path[1:]
+        return serve_range(request, path, {}) if path.is_file() else Reply(404, {})
+
+    with Server(answer) as server:
+        host = server.url.removeprefix("http://")
+        path = f"http://me:pass%20word@{host}?sig=s3cr"
+        assert_same(osl.load(path), TENSORS)
+        error = failure(f"http://me:wrong@{host}/model.safetensors?sig=s3cr")
+        assert (error.message, error.file) == ("access denied", f"http://{host}/model.safetensors")
+        assert "me:" not in str(error)
+        assert "does not exist" in failure(f"http://me:pass%20word@{host}/x?sig=s3cr").message
+
+
+def test_credentials_do_not_follow_a_redirect_to_another_host(files):
+    def answer(request):
+        return Reply(302, {"Location": f"{files.url}{request.path}?token=secret"})
+
+    with Server(answer) as server:
+        path = server.url.replace("http://", "http://me:pw@") + "/files"
+        assert_same(osl.load(path), TENSORS)
+        assert all(request.authorization for request, _ in server.log)
+        assert not any(request.authorization for request, _ in files.log)
+        files.faults = lambda request: "403"
+        assert failure(path).message == "access denied"
+
+
+@pytest.mark.parametrize("target", ["/files/again", "ftp://host/file", "http://[", ""])
+def test_redirects_that_lead_nowhere(target):
+    with Server(lambda request: Reply(302, {"Location": target})) as server:
+        assert "redirect" in str(failure(f"{server.url}/model.safetensors").found)
+
+
+def test_unencrypted_http_to_other_machines_is_asked_for(files, monkeypatch):
+    with pytest.raises(osl.StorageError, match="unencrypted http:// paths of other machines"):
+        osl.load("http://example.org/model")
+    # As a proxy the server is asked for whole URLs.
+    monkeypatch.setenv(web.ALLOW_HTTP, "1")
+    monkeypatch.setenv("http_proxy", files.url.replace("http://", "http://me:pw@"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert_same(osl.load("http://example.org/files"), TENSORS)
+    assert {host for host, _ in files.hosts} == {"example.org"}
+
+
+def certificate(folder: Path) -> Path:
+    """A certificate for 127.0.0.1 that signs itself, with its key."""
+    x509 = pytest.importorskip("cryptography.x509")
+    import ipaddress
+
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
+        )
+        .add_extension(x509.BasicConstraints(True, None), True)
+        .sign(key, hashes.SHA256())
+    )
+    file = folder / "certificate.pem"
+    file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return file
+
+
+def test_https(folder, tmp_path, monkeypatch):
+    file = certificate(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(file)
+    with file_server(folder, tls=tls) as server:
+        path = f"{server.url}/files"
+        assert path.startswith("https://")
+        with pytest.raises(osl.StorageError, match=r"after 1 attempt.*CERTIFICATE_VERIFY_FAILED"):
+            osl.load(path)
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+        assert_same(osl.load(path), TENSORS)
+
+
+def test_a_server_without_ranges_is_told_from_one_with(folder):
+    def answer(request):
+        path = folder / request.path[1:]
+        if not path.is_file():
+            return Reply(404, {})
+        return serve_range(request._replace(range=None), path, {})
+
+    with Server(answer) as server:
+        error = failure(server.url)  # the small index is taken, whole files are not
+        assert "does not serve bytes" in error.message
+        assert "a server that knows ranges" in error.hint
+
+
+def test_long_headers_take_a_second_request(tmp_path, hub):
+    tensors = {f"a{number}" * 40: np.zeros(1, np.float32) for number in range(4000)}
+    checkpoints.save(tmp_path / "model", tensors)
+    hub.add("org/model", tmp_path / "model")
+    with file_server(tmp_path) as server:
+        for path in ("hf://org/model", f"{server.url}/files/model"):
+            assert set(osl.metadata(path)) == set(tensors)
+        heads = [r for r in server.ranges() if r[0].endswith("model.safetensors")]
+        assert [start for _, start, _ in heads] == [0, 256 * 1024]
+
+
+def test_a_body_that_breaks_is_read_on_from_there(tmp_path):
+    tensors = {"w": checkpoints.random_tensor((6 * MIB,), np.uint8)}
+    checkpoints.save(tmp_path, tensors)
+    faults = iter(["truncated"] * 2)
+    options = osl.ReadOptions(retries=ONCE, request_bytes=8 * MIB)
+    with file_server(tmp_path) as server:
+        server.faults = lambda request: next(faults, None) if request.range[0] > 0 else None
+        assert_same(osl.load(f"{server.url}/files", options=options), tensors)
+        starts = [request.range[0] for request, _ in server.log if request.range[0] > 0]
+        assert len(starts) == 3
+        assert starts == sorted(set(starts))
+
+
+def test_a_body_that_breaks_among_small_buffers(tmp_path):
+    data = np.random.default_rng(0).bytes(5 * MIB)
+    (tmp_path / "f.safetensors").write_bytes(data)
+    faults = iter(["truncated", "reset in body"])
+    with file_server(tmp_path) as server:
+        storage, path = open_storage(f"{server.url}/files/f.safetensors", retries=QUICK)
+        with storage:
+            storage.size(path)
+            server.faults = lambda request: next(faults, None)
+            rows = [bytearray(1000) for _ in range(5000)]
+            storage.read_into(path, 7, [memoryview(row) for row in rows])
+        assert b"".join(rows) == data[7 : 7 + 5_000_000]
+
+
+def test_a_failure_elsewhere_breaks_off_what_waits(tmp_path):
+    """A server that keeps silent for a minute does not hold up the error of another file."""
+    tensors = {f"w{n}": checkpoints.random_tensor((1000,), np.uint8, n) for n in range(2)}
+    checkpoints.save(tmp_path, tensors, files=2)
+    waiting = threading.Event()
+
+    def faults(request):
+        if not request.range or request.range[0] == 0:
+            return None
+        if "00001" in request.path:
+            waiting.set()
+            return "stall"
+        waiting.wait(60)
+        return "404"
+
+    with file_server(tmp_path) as server:
+        server.faults = faults
+        with pytest.raises(osl.StorageError, match="the file was replaced or removed"):
+            osl.load(f"{server.url}/files", options=osl.ReadOptions(concurrency=2))
+    assert not [name for name in threads() if name.startswith("safetensors")]
+
+
+def test_a_header_that_fails_breaks_off_the_others(tmp_path):
+    tensors = {f"w{n}": checkpoints.random_tensor((1000,), np.uint8, n) for n in range(2)}
+    checkpoints.save(tmp_path, tensors, files=2)
+    waiting = threading.Event()
+
+    def faults(request):
+        if "00001" in request.path:
+            waiting.wait(60)
+            return "403"
+        if "00002" in request.path:
+            waiting.set()
+            return "stall"
+        return None
+
+    with file_server(tmp_path) as server:
+        server.faults = faults
+        with pytest.raises(osl.StorageError, match="access denied"):
+            osl.metadata(f"{server.url}/files")
+
+
+def test_a_final_error_names_url_range_attempts_and_cause(files):
+    path = f"{files.url}/files"
+    files.faults = lambda request: "503" if request.range and request.range[0] > 0 else None
+    with pytest.raises(osl.StorageError) as caught:
+        osl.load(f"{path}?sig=secret", options=osl.ReadOptions(retries=QUICK, concurrency=1))
+    error = caught.value
+    assert error.file.startswith(f"{path}/model-0000")
+    assert "reading bytes [" in error.message
+    assert "failed after 3 attempts" in error.message
+    assert error.found == "status 503 from 127.0.0.1"
+    assert error.tensor in TENSORS
+    assert_no_secret(str(error))
+
+
+def test_nothing_is_cached_on_disk(hub, folder, tmp_path, monkeypatch):
+    hub.add("org/model", folder)
+    before = sorted(tmp_path.rglob("*"))
+    code = "import orbax_safetensors_layout as osl; osl.load('hf://org/model')"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert not [file for file in tmp_path.rglob("*safetensors*") if file not in before]
+
+
+def test_orbax_reaches_the_hub_through_its_own_path_layer(hub, folder):
+    """`etils.epath` has `hf://` from fsspec, in which huggingface_hub registers itself."""
+    hub.add("org/model", folder)
+    code = """
+        import json, orbax.checkpoint as v0, orbax.checkpoint.experimental.v1 as v1
+        import orbax_safetensors_layout as osl
+        osl.install()
+        found = [v0.Checkpointer(osl.SafetensorsCheckpointHandler()).restore("hf://org/model")]
+        for layout in ("safetensors", "auto"):
+            with v1.Context(checkpoint_layout=layout):
+                found.append(v1.load("hf://org/model"))
+                found.append(v1.metadata("hf://org/model").metadata)
+        print(json.dumps([sorted(tree) for tree in found]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(line[8:] for line in code.splitlines())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [sorted(TENSORS)] * 5
+
+
+def test_a_models_configuration_is_read_from_the_hub(hub, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
+    hub.add("org/model", tmp_path / "model")
+    from orbax_safetensors_layout.mapping.families.dims import read_config
+
+    assert read_config("hf://org/model") == {"model_type": "llama"}
