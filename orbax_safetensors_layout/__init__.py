@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, context
     from orbax_safetensors_layout.consolidate import consolidate
+    from orbax_safetensors_layout.convert import Converted, convert
     from orbax_safetensors_layout.errors import (
         CheckpointExistsError,
         CheckpointNotFoundError,
@@ -58,7 +59,13 @@ if TYPE_CHECKING:
         dequantize_mxfp4,
     )
     from orbax_safetensors_layout.mapping.rules import Mapping, rule
-    from orbax_safetensors_layout.options import Progress, ReadOptions, RetryPolicy, WriteOptions
+    from orbax_safetensors_layout.options import (
+        ConvertOptions,
+        Progress,
+        ReadOptions,
+        RetryPolicy,
+        WriteOptions,
+    )
     from orbax_safetensors_layout.plan.cost import Cost
     from orbax_safetensors_layout.plan.reads import ReadPlan
     from orbax_safetensors_layout.plan.writes import WritePlan
@@ -80,6 +87,7 @@ _NAMES_BY_MODULE = {
     ),
     "adapters.v1": ("SafetensorsHandler", "context"),
     "consolidate": ("consolidate",),
+    "convert": ("Converted", "convert"),
     "errors": (
         "CheckpointExistsError",
         "CheckpointNotFoundError",
@@ -107,7 +115,7 @@ _NAMES_BY_MODULE = {
     "mapping.joins": ("concat", "stack"),
     "mapping.quantized": ("dequantize_block", "dequantize_int4", "dequantize_mxfp4"),
     "mapping.rules": ("Mapping", "rule"),
-    "options": ("Progress", "ReadOptions", "RetryPolicy", "WriteOptions"),
+    "options": ("ConvertOptions", "Progress", "ReadOptions", "RetryPolicy", "WriteOptions"),
     "plan.cost": ("Cost",),
     "plan.reads": ("ReadPlan",),
     "plan.writes": ("WritePlan",),
@@ -120,6 +128,8 @@ _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for nam
 __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equal to the table
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "ConvertOptions",
+    "Converted",
     "Cost",
     "DtypeMismatchError",
     "Expr",
@@ -156,6 +166,7 @@ __all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equ
     "concat",
     "consolidate",
     "context",
+    "convert",
     "dequantize_block",
     "dequantize_int4",
     "dequantize_mxfp4",

@@ -329,6 +329,46 @@ class WriteOptions:
         return self.concurrency or min(8, max(2, os.cpu_count() or 1) * (2 if self.fsync else 1))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How a checkpoint is converted.
+
+    Attributes:
+        memory_budget_bytes: Host bytes that a conversion may hold, whatever the checkpoint's size.
+            Arrays of an Orbax checkpoint that are larger than half of it pass through a temporary
+            file beside the target.
+        dtype: Writes floating-point arrays in this dtype, rounded as numpy does.
+        max_file_bytes: In format `"hf"` the most bytes of tensors in one file.
+        metadata: `__metadata__` strings of safetensors files, besides the source's.
+        use_ocdbt: In format `"orbax"` whether arrays stand in OCDBT databases.
+        use_zarr3: In format `"orbax"` whether arrays are of version 3 of zarr, or of 2.
+        use_compression: In format `"orbax"` whether arrays are compressed with zstd.
+        verify: Read back what was written, and compare every bit with what was read.
+        progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
+            given a `Progress`.
+        timeout_seconds: How long a process waits for the others at each step.
+    """
+
+    memory_budget_bytes: int = 2 * GIB
+    dtype: Any = None
+    max_file_bytes: int = 5 * 10**9
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    use_ocdbt: bool = True
+    use_zarr3: bool = True
+    use_compression: bool = True
+    verify: bool = True
+    progress: bool | Callable[[Progress], None] = False
+    timeout_seconds: float = 7 * 24 * 3600.0
+
+    def __post_init__(self) -> None:
+        _check_counts(self, ("memory_budget_bytes",))
+        for name in ("use_ocdbt", "use_zarr3", "use_compression", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"ConvertOptions.{name} must be True or False.")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _floating(self.dtype))
+
+
 def _floating(dtype: Any) -> np.dtype:
     """A floating-point dtype of whole bytes."""
     try:

@@ -1,6 +1,6 @@
 """Storage that fails: equal arrays or one clear error; no hang, nothing left behind.
 
-The long forms (`slow`) are the same runs with other seeds.
+The long forms (`soak`) are the same runs with other seeds.
 """
 
 from __future__ import annotations

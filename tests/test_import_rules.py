@@ -31,8 +31,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "transfer",
         "load save publishing tree saved_tree structure placements recorded prng wants"
         " origins filling leaf_values sharing",
-        "convert consolidate inspection forecast forecast_tree comparison report soundness verify",
+        "conversion consolidate inspection forecast forecast_tree comparison report soundness"
+        " verify",
         "adapters",
+        "convert",
         "cli __main__",
     )
 )
@@ -57,11 +59,13 @@ MAY_IMPORT_JAX = (
     "sharing",
     "structure",
     "placements",
-    "convert",
+    "conversion.design",
+    "conversion.source",
     "consolidate",
     "forecast_tree",
     "comparison",
     "adapters",
+    "convert",
 )
 MAY_IMPORT_ORBAX = ("adapters",)
 MAY_IMPORT_PRIVATE_ORBAX = ("adapters._orbax",)

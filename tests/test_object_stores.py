@@ -150,7 +150,7 @@ def test_a_save_has_the_bytes_of_a_local_one(place, tmp_path, layout, overwrite)
     assert place.server.uploads() == 0
 
 
-def test_a_large_file_goes_up_in_parts_and_bounded_memory(place, tmp_path):
+def test_a_large_file_goes_up_in_parts(place, tmp_path):
     tree = {"weight": np.arange(9 * MIB, dtype=np.float32), "bias": np.arange(3)}
     osl.save(place.url, tree)
     osl.save(tmp_path / "local", tree)

@@ -381,3 +381,43 @@ def test_saved_by_two_processes(tmp_path, publish, check):
     results = run_processes(SOURCE, processes=2, devices=2, max_file_bytes=FILE_BYTES, **arguments)
     assert not any(map(any, results))
     check(tmp_path / "saved", original)
+
+
+def orbax_v0(folder: Path, state: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state)
+
+
+@pytest.mark.parametrize("save", [orbax_v0, ocp_v1.save])
+@pytest.mark.parametrize("names", ["flat", "nested", "maxtext"])
+def test_converted_from_what_orbax_saved(tmp_path, publish, save, names, check):
+    published = publish("llama")
+    mapping = None
+    state: Any = load(published.folder)
+    if names == "nested":
+        state = nested(state)
+    elif names == "maxtext":
+        mapping = osl.families.mapping(published.folder, target="maxtext")
+        state = osl.load(published.folder, mapping.abstract(published.folder), mapping=mapping)
+    save(tmp_path / "orbax", state)
+    osl.convert(
+        tmp_path / "orbax",
+        tmp_path / "hf",
+        mapping=mapping,
+        config=published.folder,
+        # MaxText's norms are in float32.
+        options=osl.ConvertOptions(max_file_bytes=FILE_BYTES, dtype="bfloat16"),
+    )
+    assert (tmp_path / "hf" / "config.json").exists()
+    assert len([*(tmp_path / "hf").glob("model-*-of-*.safetensors")]) > 1
+    check(tmp_path / "hf", published)
+
+
+def test_converted_for_maxtext_and_restored_by_orbax(tmp_path, publish):
+    folder = publish("llama").folder
+    mapping = osl.families.mapping(folder, target="maxtext")
+    osl.convert(folder, tmp_path / "model", mapping=mapping, mesh={"fsdp": 4})
+    expected = osl.load(folder, mapping.abstract(folder), mapping=mapping)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "model", expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -8,14 +8,20 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.cli import consolidate, inspect, plan, verify
+from orbax_safetensors_layout.cli import consolidate, convert, inspect, plan, verify
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.verb import UsageError, Verb
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 PROGRAM = "orbax-safetensors"
 
-VERBS: tuple[Verb, ...] = (inspect.VERB, plan.VERB, verify.VERB, consolidate.VERB)
+VERBS: tuple[Verb, ...] = (
+    inspect.VERB,
+    plan.VERB,
+    verify.VERB,
+    convert.VERB,
+    consolidate.VERB,
+)
 
 FINDING, MISUSE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 

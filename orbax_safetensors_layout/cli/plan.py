@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from orbax_safetensors_layout.cli.arguments import mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
 from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
@@ -17,28 +15,17 @@ from orbax_safetensors_layout.forecast import Forecast, forecast, forecast_save
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.plan.grid import DeviceGrid
-from orbax_safetensors_layout.plan.sharding_rules import ShardingRule, parse_rules
+from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
 from orbax_safetensors_layout.units import parse_seconds, parse_size
 
 _AUTO = ShardingRule(".*", None)
-
-
-def _mesh(text: str) -> dict[str, int]:
-    """Axes from `fsdp=64,tensor=4`."""
-    axes = {}
-    for part in text.split(","):
-        name, separator, size = (piece.strip() for piece in part.partition("="))
-        if not (name and separator and size.isdecimal() and int(size)) or name in axes:
-            raise ValueError(f"{text!r} is no mesh; write for instance fsdp=64,tensor=4")
-        axes[name] = int(size)
-    return axes
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", help="a .safetensors file, or a folder of them")
     parser.add_argument(
         "--mesh",
-        type=argument(_mesh),
+        type=argument(mesh_axes),
         metavar="AXES",
         help="axes of the mesh, outermost first: fsdp=64,tensor=4",
     )
@@ -154,7 +141,7 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
     with Catalog.open(parsed.path) as catalog:
         options = _options(parsed, catalog.storage.kind)
         in_pieces = catalog.pieces is not None
-    rules = _rules(parsed.spec)
+    rules = sharding_rules(parsed.spec) or (_AUTO,)
     if not (parsed.mapping or parsed.abstract or in_pieces):
         found = forecast(
             parsed.path,
@@ -202,16 +189,6 @@ def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
     if parsed.memory_budget_bytes is not None:
         given["memory_budget_bytes"] = parsed.memory_budget_bytes
     return ReadOptions(**given)
-
-
-def _rules(texts: Sequence[str] | None) -> tuple[ShardingRule, ...]:
-    if not texts:
-        return (_AUTO,)
-    rules: list[ShardingRule] = []
-    for text in texts:
-        lines = Path(text).read_text().splitlines() if os.path.isfile(text) else [text]
-        rules += parse_rules(lines)
-    return tuple(rules)
 
 
 VERB = Verb(

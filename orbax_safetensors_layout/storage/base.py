@@ -91,31 +91,14 @@ class Publication(Protocol):
         ...
 
 
-class Storage(Protocol):
-    """Ranged access to files by name. Implementations are safe to use from many threads.
-
-    A storage pins what it has seen: a file that is replaced, or changes its size, between two
-    reads through one storage object is an error, never a mixture of two versions.
+class RangeReader(Protocol):
+    """Exact ranged reads of files by name, from many threads.
 
     Attributes:
         kind: The storage class, a key of `options.PROFILES`.
-        lists: Whether `list` gives all files of a folder; otherwise only such as are well known.
-        appends: Whether a new file grows from its first byte to its last, so that bytes which come
-            before their turn have to wait somewhere.
     """
 
     kind: str
-    lists: bool
-    appends: bool
-
-    def size(self, file: str) -> int:
-        """Size of `file` in bytes.
-
-        Raises:
-            CheckpointNotFoundError: There is no such file.
-            StorageError: It can not be opened.
-        """
-        ...
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
@@ -134,6 +117,48 @@ class Storage(Protocol):
         """
         ...
 
+    def check_unchanged(self, file: str) -> None:
+        """Checks that a file still is what it was when it was first opened.
+
+        Raises:
+            TruncatedFileError: It is shorter.
+            StorageError: It was replaced or written to.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Ends pauses between attempts: requests in flight may end, none is tried again.
+
+        For a caller that has failed elsewhere and waits for what is in flight. May be called from
+        any thread, also repeatedly.
+        """
+        ...
+
+
+class Storage(RangeReader, Protocol):
+    """Ranged access to files by name. Implementations are safe to use from many threads.
+
+    A storage pins what it has seen: a file that is replaced, or changes its size, between two
+    reads through one storage object is an error, never a mixture of two versions.
+
+    Attributes:
+        lists: Whether `list` gives all files of a folder; otherwise only such as are well known.
+        appends: Whether a new file grows from its first byte to its last, so that bytes which come
+            before their turn have to wait somewhere.
+    """
+
+    lists: bool
+    appends: bool
+
+    def size(self, file: str) -> int:
+        """Size of `file` in bytes.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+            StorageError: It can not be opened.
+        """
+        ...
+
     def is_file(self, path: str) -> bool:
         """Whether a file stands at `path`."""
         ...
@@ -144,15 +169,6 @@ class Storage(Protocol):
 
     def modified_seconds(self, file: str) -> float:
         """When `file` was last written, in seconds since the epoch."""
-        ...
-
-    def check_unchanged(self, file: str) -> None:
-        """Checks that a file still is what it was when it was first opened.
-
-        Raises:
-            TruncatedFileError: It is shorter.
-            StorageError: It was replaced or written to.
-        """
         ...
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
@@ -195,14 +211,6 @@ class Storage(Protocol):
 
     def remove(self, path: str) -> None:
         """Removes a file, or a folder with all that is in it; does nothing if it is not there."""
-        ...
-
-    def interrupt(self) -> None:
-        """Ends pauses between attempts: requests in flight may end, none is tried again.
-
-        For a caller that has failed elsewhere and waits for what is in flight. May be called from
-        any thread, also repeatedly.
-        """
         ...
 
     def close(self) -> None:

@@ -135,9 +135,11 @@ class CloudFileWriter:
         if self._finished:
             return
         self._error = self._error or _Aborted()
-        self._handover.abort()  # before the lock: who holds it may wait for the upload
+        # Before the lock: who holds it may wait for the upload, who waits for it shall not.
+        self._handover.abort()
+        self._join()
         with self._order:
-            self._join()
+            self._join()  # who held it may have begun the upload meanwhile
             self._drop()
 
     def _hold(self, offset: int, sources: Sequence[np.ndarray]) -> None:
@@ -247,7 +249,7 @@ class _Handover:
     def give(self, part: np.ndarray) -> None:
         """Waits until the part before it was taken, or nothing is taken any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._part is None or self._stopped)
+            self._changed.wait_for(lambda: self._part is None or self._stopped or self._aborted)
             self._part = part
             self._changed.notify_all()
 

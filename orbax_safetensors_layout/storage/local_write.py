@@ -51,7 +51,7 @@ class LocalFileWriter:
             self._fd = os.open(self._partial, flags, 0o666)
         try:
             with storage_errors(f"can not make room for {size} bytes", file):
-                _allocate(self._fd, size)
+                allocate_file(self._fd, size)
             if durable and _O_DIRECT:
                 with contextlib.suppress(OSError):  # as on tmpfs
                     self._direct_fd = os.open(self._partial, os.O_WRONLY | os.O_CLOEXEC | _O_DIRECT)
@@ -65,7 +65,7 @@ class LocalFileWriter:
             if self._direct_fd >= 0 and total >= _DIRECT_MIN_BYTES:
                 self._write_direct(offset, _flat(buffers), total)
             else:
-                _write_fully(self._fd, offset, buffers, total)
+                write_fully(self._fd, offset, buffers, total)
 
     def _write_direct(self, offset: int, buffers: Sequence[memoryview], total: int) -> None:
         """Writes whole pages past the page cache, where they are not aligned from a copy.
@@ -77,12 +77,12 @@ class LocalFileWriter:
         first, last = -(-offset // _PAGE) * _PAGE, stop // _PAGE * _PAGE
         source = _Cursor(buffers)
         if first > offset:
-            _write_fully(self._fd, offset, source.take(first - offset), first - offset)
+            write_fully(self._fd, offset, source.take(first - offset), first - offset)
         for start in range(first, last, DIRECT_CHUNK_BYTES):
             size = min(DIRECT_CHUNK_BYTES, last - start)
             self._write_pages(start, _on_pages(source.take(size), size))
         if last < stop:
-            _write_fully(self._fd, last, source.take(stop - last), stop - last)
+            write_fully(self._fd, last, source.take(stop - last), stop - last)
 
     def _write_pages(self, offset: int, chunk: memoryview) -> None:
         try:
@@ -92,7 +92,7 @@ class LocalFileWriter:
             if error.errno not in _UNSUPPORTED:
                 raise
         # Not supported after all, or written in part: the page cache takes it all.
-        _write_fully(self._fd, offset, [chunk], len(chunk))
+        write_fully(self._fd, offset, [chunk], len(chunk))
 
     def finish(self) -> None:
         with storage_errors("completing the file failed", self.file):
@@ -168,7 +168,8 @@ def flush_folder(folder: str) -> None:
             os.close(fd)
 
 
-def _write_fully(fd: int, offset: int, buffers: Sequence[Source], total: int) -> None:
+def write_fully(fd: int, offset: int, buffers: Sequence[Source], total: int) -> None:
+    """Writes buffers of `total` bytes, one after the other, however many calls it takes."""
     done = 0
     rest: list[Any] = list(buffers)
     while done < total:
@@ -187,7 +188,7 @@ def _write_fully(fd: int, offset: int, buffers: Sequence[Source], total: int) ->
             rest[0] = memoryview(rest[0]).cast("B")[count:]
 
 
-def _allocate(fd: int, size: int) -> None:
+def allocate_file(fd: int, size: int) -> None:
     """Takes room for a file. Where the system can not, the file only gets its size."""
     if size:
         fallocate = _libc_fallocate()

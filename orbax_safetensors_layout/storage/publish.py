@@ -91,7 +91,7 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
         os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
         for name in os.listdir(folder):
             if not is_replaced(name):
-                _link(os.path.join(folder, name), os.path.join(finished, name))
+                link_tree(os.path.join(folder, name), os.path.join(finished, name))
         here = _current_folder()
         old = _replace(finished, folder)
         for name in os.listdir(old):
@@ -124,15 +124,16 @@ def check_replaceable(folder: str) -> None:
             )
 
 
-def partial_folder(folder: str) -> str:
+def partial_folder(folder: str, purpose: str = "save") -> str:
     """Where what will stand at `folder` is made: beside it, whatever the length of its name.
 
     Args:
         folder: The folder.
+        purpose: What makes it; each has a folder of its own.
     """
     parent, name = os.path.split(folder)
     tag = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return os.path.join(parent, f".{tag}.partial-save")
+    return os.path.join(parent, f".{tag}.partial-{purpose}")
 
 
 @contextlib.contextmanager
@@ -217,9 +218,15 @@ def _current_folder() -> str:
         return ""
 
 
-def _link(source: str, target: str) -> None:
+def link_tree(source: str, target: str) -> None:
+    """Makes a file or folder stand in a second place: by hard links, or where that fails, copies.
+
+    Args:
+        source: The file or folder.
+        target: The second place, in a folder that exists.
+    """
     if os.path.isdir(source) and not os.path.islink(source):
-        shutil.copytree(source, target, symlinks=True, copy_function=_link)
+        shutil.copytree(source, target, symlinks=True, copy_function=link_tree)
         return
     with contextlib.suppress(OSError):
         os.link(source, target, follow_symlinks=False)

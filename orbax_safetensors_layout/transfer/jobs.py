@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.groups import Group
-from orbax_safetensors_layout.storage.base import Buffer, Storage
+from orbax_safetensors_layout.storage.base import Buffer, RangeReader
 from orbax_safetensors_layout.transfer.blocks import Block, Cut, Scratch, blocks_of, targets_of
 from orbax_safetensors_layout.transfer.buffers import Bytes, align
 from orbax_safetensors_layout.transfer.destinations import Destination
@@ -34,7 +34,7 @@ class Job(Protocol):
         """What the job fills, wholly or in part."""
         ...
 
-    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         """Reads, and puts what was read in its place; returns bytes read and requests made."""
         ...
 
@@ -60,7 +60,7 @@ class RunsJob(NamedTuple):
     def destinations(self) -> Sequence[Destination]:
         return (self.destination,)
 
-    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         region = self.destination.region
         requests, shared = region.read.requests, region.layout.shared
         start, stop = self.piece
@@ -85,7 +85,7 @@ class BlocksJob(NamedTuple):
     destinations: Sequence[Destination]
     blocks: Sequence[Block]
 
-    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         shared = self.destinations[0].region.layout.shared
         for block in self.blocks:
             staging = scratch.take(block.cut.staging_bytes)
@@ -109,7 +109,7 @@ class GroupJob(NamedTuple):
     destinations: Sequence[Destination]
     parts: Sequence[Block | Destination]
 
-    def run(self, storage: Storage, scratch: Scratch) -> tuple[int, int]:
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         start = self.destinations[0].region.start
         stop = self.destinations[-1].region.stop
         staged = sum(align(p.cut.staging_bytes) for p in self.parts if isinstance(p, Block))

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.plan.groups import Group
 from orbax_safetensors_layout.plan.reads import ReadPlan
 from orbax_safetensors_layout.plan.regions import Region
 from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT, TileLayout
-from orbax_safetensors_layout.storage.base import Storage
+from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.blocks import Scratch
 from orbax_safetensors_layout.transfer.budget import Budget
@@ -58,7 +58,7 @@ class ReadStats:
 
 def read_leaves(
     plan: ReadPlan,
-    storage: Storage,
+    storage: RangeReader,
     *,
     deliver: Deliver,
     convert: Convert,
@@ -97,7 +97,7 @@ class _Reader:
     def __init__(
         self,
         plan: ReadPlan,
-        storage: Storage,
+        storage: RangeReader,
         deliver: Deliver,
         convert: Convert,
         mmap: bool,

@@ -1,0 +1,148 @@
+"""`convert`: a checkpoint of any kind made into one of any other."""
+
+from __future__ import annotations
+
+import argparse
+
+from orbax_safetensors_layout.cli.arguments import mesh_axes, sharding_rules
+from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
+from orbax_safetensors_layout.cli.verb import Verb, argument
+from orbax_safetensors_layout.options import ConvertOptions
+from orbax_safetensors_layout.units import parse_size, size_text
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a safetensors folder or file, or what Orbax saved")
+    parser.add_argument("target", help="the folder to write")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "sharded", "orbax"),
+        help="of the target; default orbax for a Hugging Face source, hf for others",
+    )
+    _add_choice(parser)
+    _add_mapping(parser)
+    _add_layout(parser)
+    parser.add_argument(
+        "--memory-budget-bytes",
+        type=argument(parse_size),
+        default=ConvertOptions().memory_budget_bytes,
+        metavar="SIZE",
+        help="host memory to use, whatever the checkpoint's size; default 2GiB",
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not read back and compare")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
+    parser.add_argument(
+        "--restart", action="store_true", help="drop what an interrupted conversion has done"
+    )
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="a step of a CheckpointManager's directory; an Orbax target is then the same step",
+    )
+    parser.add_argument("--item", metavar="NAME", help="an item of the source")
+    parser.add_argument(
+        "--subtree", metavar="NAME", help="convert a part of the tree, as params.params"
+    )
+
+
+def _add_mapping(parser: argparse.ArgumentParser) -> None:
+    add_mapping(parser, "names and shapes")
+    parser.add_argument(
+        "--config",
+        metavar="FOLDER",
+        help="of the model's config.json and tokenizer, for a ready mapping and to be put beside"
+        " safetensors files; default SOURCE if it is of Hugging Face",
+    )
+    parser.add_argument("--dtype", help="write floating-point arrays in this dtype")
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh",
+        type=argument(mesh_axes),
+        metavar="AXES",
+        help="store the shards of this mesh, axes outermost first: fsdp=16,tensor=4",
+    )
+    parser.add_argument(
+        "--hosts", type=int, default=1, metavar="N", help="processes of that mesh; default 1"
+    )
+    parser.add_argument(
+        "--spec",
+        action="append",
+        metavar="RULE|FILE",
+        help="\"'.*kernel' = fsdp,tensor\", as for plan. Default: '.*' = auto",
+    )
+    parser.add_argument(
+        "--max-file-bytes",
+        type=argument(parse_size),
+        default=ConvertOptions().max_file_bytes,
+        metavar="SIZE",
+        help="most bytes of tensors in a Hugging Face file; default 5GB",
+    )
+    for name, what in (
+        ("ocdbt", "a file a chunk in place of OCDBT databases"),
+        ("zarr3", "version 2 of zarr in place of 3"),
+        ("compression", "chunks as they are in place of zstd"),
+    ):
+        parser.add_argument(f"--no-{name}", action="store_true", help=f"of Orbax: {what}")
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    from orbax_safetensors_layout.convert import convert
+
+    options = ConvertOptions(
+        memory_budget_bytes=parsed.memory_budget_bytes,
+        dtype=parsed.dtype,
+        max_file_bytes=parsed.max_file_bytes,
+        use_ocdbt=not parsed.no_ocdbt,
+        use_zarr3=not parsed.no_zarr3,
+        use_compression=not parsed.no_compression,
+        verify=not parsed.no_verify,
+        progress=console.progress,
+    )
+    done = convert(
+        parsed.source,
+        parsed.target,
+        format=parsed.format,
+        mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.config or parsed.source),
+        mesh=parsed.mesh,
+        spec=sharding_rules(parsed.spec),
+        processes=parsed.hosts,
+        step=parsed.step,
+        item=parsed.item,
+        subtree=parsed.subtree,
+        config=parsed.config,
+        options=options,
+        overwrite=parsed.overwrite,
+        restart=parsed.restart,
+    )
+    if done.resumed_bytes:
+        console.message(f"{size_text(done.resumed_bytes)} were there from an earlier run")
+    compared = "not compared" if parsed.no_verify else "every bit compared"
+    console.message(f"{done.tensors:,} arrays, {size_text(done.nbytes)}, {compared}")
+    console.result(done.path)
+    return 0
+
+
+VERB = Verb(
+    name="convert",
+    help="make a checkpoint of any kind into one of any other, in bounded memory",
+    description="Streams Hugging Face safetensors, layout 'sharded' or an Orbax checkpoint into"
+    " any of these, through a mapping, in another dtype, cut into the shards of a mesh. Memory is"
+    " bounded, each byte is read once, and what was interrupted is continued.",
+    examples=(
+        "convert Llama-3.1-405B llama-orbax --mesh fsdp=16",
+        "convert Llama-3.1-8B maxtext --mapping llama:maxtext --mesh fsdp=64 --dtype bfloat16",
+        "convert runs/a exported --step 1000 --subtree params --mapping llama:maxtext"
+        " --config Llama-3.1-8B",
+        "convert llama-orbax llama-pieces --format sharded --mesh fsdp=64,tensor=4 --hosts 64",
+    ),
+    add_arguments=_add_arguments,
+    run=_run,
+    resume="What is written stays beside the target; the same command continues there.",
+)

@@ -1,0 +1,1 @@
+"""One checkpoint streamed into another: sources, targets, groups, and the journal between them."""

@@ -1,0 +1,198 @@
+"""A conversion from its groups to the published folder, on one of several processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from orbax_safetensors_layout.conversion.groups import Group, make_groups, shares
+from orbax_safetensors_layout.conversion.journal import Journal
+from orbax_safetensors_layout.conversion.run import Limits, Report, convert_groups, verify_groups
+from orbax_safetensors_layout.conversion.source import Source, SourceArray
+from orbax_safetensors_layout.conversion.target import FINISHED, Target
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
+from orbax_safetensors_layout.save import save_group
+from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.publish import (
+    check_replaceable,
+    claimed,
+    partial_folder,
+    publish_folder,
+    restore_folder,
+)
+from orbax_safetensors_layout.transfer.coordination import Agreement
+from orbax_safetensors_layout.transfer.coordination import Group as Processes
+from orbax_safetensors_layout.transfer.progress import progress_callback
+
+_CHUNKS_IN_BUDGET = 4
+
+
+class Conversion:
+    """One conversion.
+
+    Attributes:
+        groups: What it is made of.
+        nbytes: Bytes of all values.
+
+    Args:
+        source: The source.
+        arrays: Its arrays by name.
+        target: The target.
+        folder: Where it goes.
+        options: Memory, and what else counts.
+        arguments: What distinguishes this conversion from others of the same source and target, to
+            be compared by `repr`.
+        reopen: Opens what was written, to compare it.
+        is_replaced: Whether a name in a folder that stands at `folder` goes with what is replaced.
+
+    Raises:
+        SafetensorsLayoutError: A chunk of the source is too large for the memory budget.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        arrays: Mapping[str, SourceArray],
+        target: Target,
+        folder: str,
+        options: ConvertOptions,
+        *,
+        arguments: object,
+        reopen: Callable[[str], Source],
+        is_replaced: Callable[[str], bool],
+    ) -> None:
+        self._source = source
+        self._arrays = arrays
+        self._target = target
+        self._folder = folder
+        self._options = options
+        self._reopen = reopen
+        self._is_replaced = is_replaced
+        self._limits = Limits.of(options.memory_budget_bytes)
+        self._workspace = partial_folder(folder, "convert")
+        self._finished = os.path.join(self._workspace, FINISHED)
+        self._check_chunks()
+        most = self._limits.block_bytes
+        regions = [target.regions(leaf, most) for leaf in target.leaves]
+        self.groups = make_groups(source, arrays, target.leaves, regions, most)
+        self.nbytes = sum(group.nbytes for group in self.groups)
+        digest = hashlib.sha256(repr((arguments, target.describe())).encode())
+        for group in self.groups:
+            digest.update(repr(group).encode())
+        self._journal = Journal(self._workspace, source.identity(), digest.hexdigest())
+
+    def _check_chunks(self) -> None:
+        most = self._options.memory_budget_bytes // _CHUNKS_IN_BUDGET
+        used = dict.fromkeys(name for leaf in self._target.leaves for name in leaf.sources)
+        sizes = {name: self._source.largest_chunk_bytes(self._arrays[name]) for name in used}
+        large = [name for name, size in sizes.items() if size > most]
+        if large:
+            needed = max(sizes.values()) * _CHUNKS_IN_BUDGET
+            raise SafetensorsLayoutError(
+                f"chunks of the source are more than a quarter of the memory budget: {large[:10]}",
+                tensor=large[0],
+                expected=f"at most {most:,} bytes",
+                found=f"{sizes[large[0]]:,} bytes",
+                hint=f"Set memory_budget_bytes to {needed:,} or more.",
+            )
+
+    def run(self, check: Callable[[], None], *, restart: bool) -> int:
+        """Runs it.
+
+        Args:
+            check: Refuses a target that may not be replaced.
+            restart: Drop what an interrupted run has done.
+
+        Returns:
+            Bytes that an interrupted run had written.
+        """
+        wait = WriteOptions(timeout_seconds=self._options.timeout_seconds)
+        with save_group(self._folder, wait) as group, contextlib.ExitStack() as claim:
+            agreed = Agreement(
+                f"{self._journal.digest} {self._options.verify} {restart}",
+                f"{len(self.groups)} groups",
+                "All processes must convert the same checkpoint with the same arguments.",
+            )
+            group.meet("agreeing on what is converted", agree=agreed)
+
+            def prepare() -> None:
+                claim.enter_context(claimed(f"{self._workspace}.lock"))
+                self._prepare(check, restart)
+
+            _together(group, "preparing the folder", prepare, leader_only=True)
+            done = self._journal.read()
+            group.meet("reading the journal")  # before anyone adds to it
+            left = [one for one in self.groups if one.number not in done]
+            _together(group, "converting", lambda: self._convert(left, group))
+            _together(group, "completing the checkpoint", self._commit, leader_only=True)
+            if self._options.verify:
+                _together(group, "verifying what was written", lambda: self._verify(group))
+            _together(group, "publishing the checkpoint", self._publish, leader_only=True)
+        return self.nbytes - sum(group.nbytes for group in left)
+
+    def _prepare(self, check: Callable[[], None], restart: bool) -> None:
+        restore_folder(self._folder, self._workspace)
+        check()
+        check_replaceable(self._folder)
+        with LocalStorage() as storage:
+            if restart:
+                storage.remove(self._workspace)
+            storage.make_folder(self._workspace)
+        self._journal.read()
+
+    def _convert(self, left: list[Group], processes: Processes) -> None:
+        with self._report(left, processes) as report:
+            convert_groups(
+                self._source,
+                self._arrays,
+                self._target,
+                left,
+                self._workspace,
+                self._journal,
+                processes,
+                self._limits,
+                report,
+            )
+
+    @contextlib.contextmanager
+    def _report(self, groups: list[Group], processes: Processes) -> Iterator[Report]:
+        mine = shares(groups, processes.process_count)[processes.process_index]
+        with progress_callback(self._options.progress) as tell:
+            yield Report(tell, sum(one.nbytes for one in mine))
+
+    def _commit(self) -> None:
+        self._target.commit(self._workspace)
+
+    def _verify(self, processes: Processes) -> None:
+        with (
+            contextlib.closing(self._reopen(self._finished)) as written,
+            self._report(self.groups, processes) as report,
+        ):
+            done = self._journal.read()
+            verify_groups(written, self.groups, done, processes, self._limits, report)
+
+    def _publish(self) -> None:
+        names = set(os.listdir(self._finished))
+        publish_folder(
+            self._finished,
+            self._folder,
+            is_replaced=lambda name: name in names or self._is_replaced(name),
+        )
+        with LocalStorage() as storage:
+            storage.remove(self._workspace)
+
+
+def _together(
+    processes: Processes, doing: str, work: Callable[[], None], *, leader_only: bool = False
+) -> None:
+    """Does a step, and waits until all have; all fail with what the first to fail raised."""
+    error: BaseException | None = None
+    if processes.is_leader or not leader_only:
+        try:
+            work()
+        except BaseException as problem:
+            error = problem
+    processes.meet(doing, error)

@@ -1,0 +1,265 @@
+"""A checkpoint of any kind made into one of any other, streaming, top to bottom. Start here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from orbax_safetensors_layout.adapters.checkpoints import (
+    Location,
+    holds_checkpoint,
+    is_orbaxs,
+    locate,
+    open_source,
+)
+from orbax_safetensors_layout.adapters.orbax_target import orbax_target
+from orbax_safetensors_layout.conversion.companions import companions
+from orbax_safetensors_layout.conversion.design import (
+    Topology,
+    files_target,
+    mapped_tree,
+    plain_tree,
+)
+from orbax_safetensors_layout.conversion.pipeline import Conversion
+from orbax_safetensors_layout.conversion.source import Source, arrays_of, rerooted
+from orbax_safetensors_layout.conversion.target import Target
+from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
+from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
+from orbax_safetensors_layout.publishing import appearance_rank
+from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.transfer.garbage import frozen_heap
+
+PathLike = str | os.PathLike[str]
+Format = Literal["hf", "sharded", "orbax"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        path: The finished checkpoint.
+        tensors: Its arrays.
+        nbytes: Bytes of their values.
+        resumed_bytes: Bytes of these that an earlier, interrupted call had written.
+    """
+
+    path: str
+    tensors: int
+    nbytes: int
+    resumed_bytes: int
+
+
+def convert(
+    source: PathLike,
+    target: PathLike,
+    *,
+    format: Format | None = None,
+    mapping: LeafMapping | None = None,
+    inverse: bool | None = None,
+    mesh: Any = None,
+    spec: Sequence[str | ShardingRule] = (),
+    processes: int = 1,
+    step: int | None = None,
+    item: str | None = None,
+    subtree: str | None = None,
+    config: PathLike | None = None,
+    options: ConvertOptions | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+) -> Converted:
+    """Makes a checkpoint of any kind into one of any other, in bounded memory.
+
+    Source and target are Hugging Face safetensors, this package's layout `sharded`, or Orbax's own
+    format. Each byte of the source is read once. Several processes of one program share the work;
+    no device is needed. A call that was interrupted is continued by the same call. The target
+    appears when it is complete and every bit of it has been compared with what was read.
+
+    Args:
+        source: A safetensors folder or file, what Orbax saved (v0 or v1; OCDBT or not), or with
+            `step` the directory of a `CheckpointManager`.
+        target: The folder to write, on a file system that all processes see.
+        format: `"hf"`, `"sharded"` or `"orbax"`; by default `"orbax"` for a Hugging Face source
+            and `"hf"` for others.
+        mapping: What a model's leaves are made of, as for `load`.
+        inverse: Whether the source is the model's side of the mapping; by default where the format
+            is `"hf"` and the source is not.
+        mesh: The devices that the target is cut for: axis names and sizes, or a mesh of JAX, which
+            may be abstract. The chunks of an Orbax checkpoint, or the pieces of layout `sharded`,
+            are then the shards.
+        spec: Rules such as `"'.*kernel' = fsdp,tensor"`, of which the first that matches a name
+            counts, and what none matches is replicated; by default every array is split along the
+            largest dimension that the mesh divides.
+        processes: How many processes that mesh has; each has a file in layout `sharded`.
+        step: A step of the source. An Orbax target is then the same step below `target`.
+        item: An item of the source; by default the only one, `default` or `state`.
+        subtree: Dotted name of the part of the source's tree that is converted.
+        config: The folder whose `config.json`, tokenizer and the like are put beside safetensors
+            files; by default the source, if it is of Hugging Face.
+        options: Memory, dtype, format.
+        overwrite: Replace a checkpoint that stands at the target.
+        restart: Drop what an interrupted call has done.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing to convert.
+        CheckpointExistsError: A checkpoint stands at the target, without `overwrite`.
+        MappingError: The mapping does not fit, or does not invert.
+        MismatchError: Arrays can not be sharded as their rules say; or what was written differs.
+        SafetensorsLayoutError: The target can not hold a leaf, a chunk of the source is too large
+            for the memory budget, or an unfinished conversion of something else is in the way.
+        StorageError: A read or write failed.
+        PeerError: Another process failed.
+
+    Example:
+        >>> import tempfile, numpy as np, safetensors.numpy
+        >>> folder = tempfile.mkdtemp()
+        >>> weights = {"layer.weight": np.arange(8.0, dtype=np.float32).reshape(4, 2)}
+        >>> safetensors.numpy.save_file(weights, f"{folder}/weights.safetensors")
+        >>> source = f"{folder}/weights.safetensors"
+        >>> convert(source, f"{folder}/orbax", mesh={"fsdp": 4}).nbytes
+        32
+        >>> convert(f"{folder}/orbax", f"{folder}/back").tensors
+        1
+        >>> safetensors.numpy.load_file(f"{folder}/back/model.safetensors")["layer.weight"][3]
+        array([6., 7.], dtype=float32)
+    """
+    options = options or ConvertOptions()
+    location = locate(_local_or_url(source), step=step, item=item)
+    with contextlib.closing(open_source(location, options.memory_budget_bytes)) as opened:
+        kind = format or ("orbax" if opened.kind == "hf" else "hf")
+        kept = _step_of(location) if step is not None and kind == "orbax" else None
+        folder = _target_path(target)
+        folder = folder if kept is None else os.path.join(folder, kept)
+        _check_apart(location.path, folder)
+        tree = rerooted(opened.tree, subtree)
+        arrays = arrays_of(tree)
+        made = plain_tree(tree)
+        if mapping is not None:
+            backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
+            made = mapped_tree(tree, mapping, inverse=backwards)
+        topology = _topology(mesh, spec, processes)
+        planned: Target
+        if kind == "orbax":
+            saved_item = None if kept is None else location.item or "default"
+            planned = orbax_target(made, opened, arrays, topology, options, item=saved_item)
+        else:
+            planned = files_target(
+                made,
+                opened,
+                _write_options(options, kind, opened.metadata),
+                topology,
+                is_tree=mapping is None and opened.is_recorded,
+                identity=_digest(opened.identity(), mapping, subtree, options.dtype),
+                documents=_documents(opened, config),
+            )
+        with frozen_heap(len(planned.leaves)):
+            conversion = Conversion(
+                opened,
+                arrays,
+                planned,
+                folder,
+                options,
+                arguments=(mapping, subtree),
+                reopen=lambda path: open_source(locate(path), options.memory_budget_bytes),
+                is_replaced=_is_replaced(folder),
+            )
+            resumed = conversion.run(
+                lambda: _check_target(folder, kind, overwrite), restart=restart
+            )
+        return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
+
+
+def _documents(source: Source, config: PathLike | None) -> dict[str, bytes]:
+    """What is put beside safetensors files."""
+    if config is not None:
+        return companions(config)
+    return companions(source.path) if source.kind == "hf" else {}
+
+
+def _digest(*arguments: object) -> str:
+    return hashlib.sha256(repr(arguments).encode()).hexdigest()
+
+
+def _local_or_url(source: PathLike) -> str:
+    text = os.fsdecode(source)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _target_path(target: PathLike) -> str:
+    storage, path = open_storage(target)
+    with storage:
+        if not isinstance(storage, LocalStorage):
+            raise SafetensorsLayoutError(
+                "a conversion writes to local or mounted file systems",
+                file=os.fsdecode(target),
+                hint="Convert to a local folder and copy that, or mount the bucket.",
+            )
+    return os.path.realpath(path)
+
+
+def _step_of(location: Location) -> str:
+    """What the folder of the source's step is called."""
+    step = location.path if location.item is None else os.path.dirname(location.path)
+    return os.path.basename(step)
+
+
+def _check_apart(source: str, target: str) -> None:
+    one = os.path.realpath(source)
+    if target == one or f"{target}/".startswith(f"{one}/") or f"{one}/".startswith(f"{target}/"):
+        raise SafetensorsLayoutError(
+            "source and target are the same folder, or one lies in the other",
+            file=target,
+            found=one,
+            hint="Convert to a folder of its own.",
+        )
+
+
+def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> Topology | None:
+    if mesh is None:
+        if spec:
+            raise ValueError("Sharding rules need a mesh: give mesh={'fsdp': 16} or the like.")
+        return None if processes == 1 else Topology(DeviceGrid({"processes": processes}, processes))
+    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    rules = [ShardingRule.parse(rule) if isinstance(rule, str) else rule for rule in spec]
+    return Topology(DeviceGrid(axes, processes), rules or [ShardingRule(".*", None)])
+
+
+def _write_options(
+    options: ConvertOptions, layout: Literal["hf", "sharded"], metadata: Mapping[str, str]
+) -> WriteOptions:
+    return WriteOptions(
+        layout=layout,
+        dtype=options.dtype,
+        max_file_bytes=options.max_file_bytes,
+        metadata={**metadata, **options.metadata},
+    )
+
+
+def _check_target(folder: str, kind: Format, overwrite: bool) -> None:
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise CheckpointExistsError("the path is a file", file=folder, expected="a folder")
+    if holds_checkpoint(folder):
+        if not overwrite:
+            raise CheckpointExistsError(
+                "a checkpoint stands there already",
+                file=folder,
+                hint="Pass overwrite=True (--overwrite) to replace it.",
+            )
+    elif kind == "orbax" and os.path.isdir(folder) and os.listdir(folder):
+        raise CheckpointExistsError(
+            "the folder is not empty", file=folder, expected="a new or empty folder"
+        )
+
+
+def _is_replaced(folder: str) -> Callable[[str], bool]:
+    """Which files of what stands at the target go with it."""
+    is_whole = is_orbaxs(folder)
+    return lambda name: is_whole or appearance_rank(name) is not None

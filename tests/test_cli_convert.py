@@ -1,0 +1,128 @@
+"""`orbax-safetensors convert`, as a shell runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoints import llama_like, random_tensor, save
+
+import orbax_safetensors_layout as osl
+
+
+def run(*arguments, **keywords):
+    command = [sys.executable, "-m", "orbax_safetensors_layout", "convert", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, **keywords
+    )
+
+
+MAPPINGS = """
+import orbax_safetensors_layout as osl
+
+def doubled():
+    return osl.Mapping([osl.rule("a.{x}", osl.tensor("{x}").transpose())])
+"""
+
+
+def test_there_through_a_mapping_and_back(tmp_path):
+    weights = {"w": random_tensor((32, 8), np.float32), "v": random_tensor((8, 16), np.float32)}
+    save(tmp_path / "hf", weights)
+    (tmp_path / "mine.py").write_text(MAPPINGS)
+    mapped = ("--mapping", "mine:doubled")
+    arguments = ("hf", "orbax", "--mesh", "fsdp=4", "--spec", "'.*' = -,fsdp", *mapped)
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/orbax\n"
+    assert "2 arrays" in done.stderr
+    assert "every bit compared" in done.stderr
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "orbax")
+    np.testing.assert_array_equal(found["a"]["w"], weights["w"].T)
+    done = run("orbax", "back", *mapped, "--quiet", "--no-verify", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {name: value.tobytes() for name, value in osl.load(tmp_path / "back").items()} == {
+        name: value.tobytes() for name, value in weights.items()
+    }
+
+
+def test_a_step_into_pieces(tmp_path):
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        state = {"params": llama_like(), "step": 7}
+        manager.save(7, args=ocp.args.PyTreeSave(state))
+    done = run(tmp_path / "run", tmp_path / "no")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "--step" in done.stderr
+    done = run(
+        tmp_path / "run", tmp_path / "pieces", "--step", 7, "--subtree", "params",
+        "--format", "sharded", "--mesh", "fsdp=8", "--hosts", 4, "--dtype", "float32",
+        "--memory-budget-bytes", "4MiB",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "pieces").glob("shard-*-of-00004.safetensors")]) == 4
+    found = osl.load(tmp_path / "pieces")
+    for name, value in llama_like().items():
+        np.testing.assert_array_equal(found[name], value.astype(np.float32), strict=True)
+
+
+def test_misuse(tmp_path):
+    save(tmp_path / "hf", {"w": np.zeros((3, 3), np.float32)})
+    for arguments in (
+        (tmp_path / "hf", tmp_path / "to", "--format", "torch"),
+        (tmp_path / "hf", tmp_path / "to", "--spec", "'.*' = fsdp"),
+        (tmp_path / "hf", tmp_path / "to", "--mesh", "fsdp"),
+        (tmp_path / "hf", tmp_path / "to", "--mapping", "nothing"),
+        (tmp_path / "hf", tmp_path / "to", "--dtype", "int8"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["hf"]
+
+
+SLOWED = """
+import os, signal, sys
+from orbax_safetensors_layout.conversion import journal
+from orbax_safetensors_layout import cli
+real = journal.JournalWriter.add
+def add(self, group, digests):
+    real(self, group, digests)
+    if group == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+journal.JournalWriter.add = add
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="no signals")
+def test_interrupted_and_continued(tmp_path):
+    weights = {f"w{n}": random_tensor((64, 64), np.float32, n) for n in range(8)}
+    save(tmp_path / "hf", weights)
+    arguments = ["convert", "hf", "to", "--memory-budget-bytes", "256KiB"]
+    done = subprocess.run(
+        [sys.executable, "-c", SLOWED, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(osl.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "the same command continues there" in done.stderr
+    assert not (tmp_path / "to").exists()
+    done = run(*arguments[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "were there from an earlier run" in done.stderr
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "to")
+    assert {n: v.tobytes() for n, v in found.items()} == {
+        n: v.tobytes() for n, v in weights.items()
+    }

@@ -1,0 +1,497 @@
+"""Conversions between Hugging Face files, layout `sharded` and Orbax's own format."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+import safetensors.numpy
+import tensorstore as ts
+from checkpoints import assert_same_bits, llama_like, random_tensor, save
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from recording import recording
+from saved_files import raw_tensors
+
+import orbax_safetensors_layout as osl
+
+SMALL = osl.ConvertOptions(memory_budget_bytes=256 << 10)  # blocks of 16 KiB
+
+
+def bits(tree):
+    """The arrays of a flat dict as bytes, dtypes and shapes."""
+    return {
+        name: (np.asarray(v).tobytes(), np.asarray(v).dtype, np.shape(v))
+        for name, v in tree.items()
+    }
+
+
+def plainly(folder):
+    """What Orbax restores by itself, without a target."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder)
+
+
+@pytest.fixture
+def weights():
+    return llama_like() | {
+        "odd": random_tensor((7, 3), np.float32, 1),
+        "scalar": random_tensor((), np.int64, 2),
+        "flags": random_tensor((5,), np.bool_, 3),
+        "fp8": random_tensor((16, 16), ml_dtypes.float8_e4m3fn, 4),
+    }
+
+
+@pytest.fixture
+def hf(tmp_path, weights):
+    folder = save(tmp_path / "hf", weights, files=3)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.model").write_bytes(b"\0\1")
+    (folder / "pytorch_model.bin").write_bytes(b"other weights")
+    return folder
+
+
+@pytest.mark.parametrize("options", [osl.ConvertOptions(), SMALL], ids=["roomy", "tight"])
+@pytest.mark.parametrize("middle", ["hf", "sharded", "orbax"])
+def test_every_kind_comes_back_bit_by_bit(tmp_path, hf, weights, middle, options):
+    there, back = tmp_path / "there", tmp_path / "back"
+    done = osl.convert(hf, there, format=middle, mesh={"fsdp": 4}, processes=2, options=options)
+    assert (done.tensors, done.resumed_bytes) == (len(weights), 0)
+    assert done.nbytes == sum(value.nbytes for value in weights.values())
+    osl.convert(there, back, format="hf", options=options)
+    found = {name: raw.data for name, raw in raw_tensors(back).items()}
+    assert found == {name: value.tobytes() for name, value in weights.items()}
+    assert bits(osl.load(back)) == bits(weights)
+    assert sorted(os.listdir(tmp_path)) == ["back", "hf", "there"]
+
+
+def test_every_byte_of_the_source_is_read_once(tmp_path, hf, weights):
+    for number, options in enumerate((osl.ConvertOptions(), SMALL)):
+        with recording() as storage:
+            osl.convert(hf, tmp_path / f"to{number}", mesh={"fsdp": 8}, options=options)
+        read = sum(
+            stop - start
+            for file, start, stop in storage.tensor_ranges()
+            if Path(file).parent == hf and file.endswith(".safetensors")
+        )
+        total = sum(value.nbytes for value in weights.values())
+        assert total <= read <= 1.05 * total
+
+
+def test_chunks_are_the_shards_of_the_target(tmp_path, hf, weights):
+    osl.convert(
+        hf,
+        tmp_path / "orbax",
+        mesh={"fsdp": 4, "tensor": 2},
+        spec=[r"'.*(up|down)_proj.*' = tensor,fsdp", r"'model\.embed.*' = fsdp+tensor"],
+    )
+    chunk = {}
+    for name in weights:
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "ocdbt", "base": f"file://{tmp_path}/orbax/", "path": f"{name}/"},
+        }
+        chunk[name] = ts.open(spec).result().chunk_layout.write_chunk.shape or ()
+    for name, value in weights.items():
+        ways = (1,) * value.ndim
+        if "up_proj" in name or "down_proj" in name:
+            ways = (2, 4)
+        elif "embed" in name:
+            ways = (8, 1)
+        assert chunk[name] == tuple(n // w for n, w in zip(value.shape, ways, strict=True)), name
+
+
+def test_pieces_are_the_shards_of_the_target(tmp_path, hf, weights):
+    osl.convert(hf, tmp_path / "pieces", format="sharded", mesh={"fsdp": 8}, processes=4)
+    files = sorted(path.name for path in (tmp_path / "pieces").glob("*.safetensors"))
+    assert files == [f"shard-{n:05}-of-00004.safetensors" for n in range(1, 5)]
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    name = "model.embed_tokens.weight"
+    struct = jax.ShapeDtypeStruct(
+        weights[name].shape,
+        weights[name].dtype,
+        sharding=NamedSharding(mesh, PartitionSpec("fsdp")),
+    )
+    found = osl.load(tmp_path / "pieces", {name: struct})[name]
+    assert_same_bits(np.asarray(found), weights[name])
+    manifest = json.loads((tmp_path / "pieces" / "orbax_safetensors_layout.json").read_text())
+    number = manifest["pieces"]["tensors"][name][2]
+    boxes = manifest["pieces"]["classes"][number]
+    # Two devices of a process hold neighbouring rows, which it stores as one piece.
+    rows = weights[name].shape[0] // 4
+    assert [(start[0], file) for start, _, file in boxes] == [(n * rows, n) for n in range(4)]
+
+
+PLAIN = """
+import sys, json, hashlib
+import numpy as np, jax
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+folder, ways = sys.argv[1], int(sys.argv[2])
+mesh = Mesh(np.array(jax.devices()[:ways]), ("fsdp",))
+with ocp.StandardCheckpointer() as checkpointer:
+    plain = checkpointer.restore(folder)
+    def struct(x):
+        spec = PartitionSpec("fsdp") if x.ndim and x.shape[0] % ways == 0 else PartitionSpec()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    abstract = {name: struct(x) for name, x in plain.items() if x.dtype != np.int64}
+    v0 = checkpointer.restore(folder, abstract | {"scalar": plain["scalar"]})
+v1 = ocp_v1.load(folder, abstract | {"scalar": np.zeros((), np.int64)})
+def digests(tree):
+    return {k: hashlib.sha256(np.asarray(v).tobytes()).hexdigest() for k, v in tree.items()}
+sharded = sum(len(v.sharding.device_set) == ways for v in v0.values() if isinstance(v, jax.Array))
+ours = [name for name in sys.modules if name.startswith("orbax_safetensors")]
+print("RESULT", json.dumps([digests(plain), digests(v0), digests(v1), sharded, ours]))
+"""
+
+
+@pytest.mark.parametrize("ways", [16, 8])
+def test_orbax_alone_restores_a_converted_checkpoint(tmp_path, hf, weights, ways):
+    import hashlib
+
+    osl.convert(hf, tmp_path / "orbax", mesh={"fsdp": 16})
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    command = [sys.executable, "-c", PLAIN, str(tmp_path / "orbax"), str(ways)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr
+    plain, v0, v1, sharded, ours = json.loads(lines[0].removeprefix("RESULT "))
+    expected = {k: hashlib.sha256(v.tobytes()).hexdigest() for k, v in weights.items()}
+    assert plain == v0 == v1 == expected
+    assert sharded == len(weights) - 1
+    assert ours == []
+
+
+@pytest.fixture
+def state():
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    return {
+        "params": {"w": jax.device_put(jnp.arange(64.0).reshape(16, 4), sharding)},
+        "list": [np.arange(3), 7, 2.5],
+        "key": jax.random.key(3),
+        "none": None,
+        "step": 12,
+    }
+
+
+def write_v0(folder, state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state)
+
+
+def write_v0_plain_zarr(folder, state):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(state))
+
+
+def write_v1(folder, state):
+    ocp_v1.save(folder, state | {"text": "x"})
+
+
+@pytest.mark.parametrize("write", [write_v0, write_v0_plain_zarr, write_v1])
+@pytest.mark.parametrize("middle", ["hf", "sharded", "orbax"])
+def test_trees_of_orbax_survive(tmp_path, state, write, middle):
+    write(tmp_path / "stock", state)
+    osl.convert(tmp_path / "stock", tmp_path / "there", format=middle)
+    if middle == "orbax":
+        found = plainly(tmp_path / "there")
+    else:
+        found = osl.load(tmp_path / "there")
+        tensors = raw_tensors(tmp_path / "there")
+        assert "params.w" in tensors
+    if write is write_v1:
+        assert found.pop("text") == "x"
+    np.testing.assert_array_equal(
+        np.asarray(found["params"]["w"]), np.asarray(state["params"]["w"])
+    )
+    np.testing.assert_array_equal(found["list"][0], np.arange(3))
+    assert found["list"][1:] == [7, 2.5]
+    assert (found["none"], found["step"]) == (None, 12)
+    assert found["key"].dtype == state["key"].dtype
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(state["key"])).all()
+
+
+def test_a_step_is_found_and_kept(tmp_path, state):
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (3, 12):
+            manager.save(step, args=ocp.args.StandardSave(state | {"step": step}))
+        manager.wait_until_finished()
+    with pytest.raises(osl.CheckpointNotFoundError, match=r"--step.*\[3, 12\]"):
+        osl.convert(tmp_path / "run", tmp_path / "no")
+    with pytest.raises(osl.CheckpointNotFoundError, match="there is no step 2"):
+        osl.convert(tmp_path / "run", tmp_path / "no", step=2)
+    done = osl.convert(tmp_path / "run", tmp_path / "copy", step=12, format="orbax")
+    assert done.path == str(tmp_path / "copy" / "12")
+    with ocp.CheckpointManager(tmp_path / "copy") as manager:
+        assert manager.latest_step() == 12
+        restored = manager.restore(12, args=ocp.args.StandardRestore())
+    assert restored["step"] == 12
+    np.testing.assert_array_equal(np.asarray(restored["params"]["w"])[3], [12, 13, 14, 15])
+    osl.convert(tmp_path / "run", tmp_path / "params", step=3, subtree="params")
+    assert [*safetensors.numpy.load_file(tmp_path / "params" / "model.safetensors")] == ["w"]
+    with pytest.raises(osl.MissingTensorError, match="no such part"):
+        osl.convert(tmp_path / "run", tmp_path / "no", step=3, subtree="weights")
+    assert sorted(os.listdir(tmp_path)) == ["copy", "params", "run"]
+
+
+@pytest.mark.parametrize("name", ["step_00000012", "12"])
+def test_our_own_steps_are_sources_too(tmp_path, name):
+    osl.save(tmp_path / "run" / name / "state", {"a": np.arange(6.0)})
+    osl.convert(tmp_path / "run", tmp_path / "copy", step=12, format="orbax")
+    assert_same_bits(plainly(tmp_path / "copy" / name / "state")["a"], np.arange(6.0))
+
+
+def test_dtype(tmp_path, hf, weights):
+    options = osl.ConvertOptions(dtype="float32")
+    for kind, name in {"orbax": "orbax", "hf": "copy", "sharded": "pieces"}.items():
+        osl.convert(hf, tmp_path / name, format=kind, options=options)
+    expected = {
+        name: value.astype(np.float32) if value.dtype.kind not in "ib" else value
+        for name, value in weights.items()
+    }
+    for found in (plainly(tmp_path / "orbax"), osl.load(tmp_path / "copy"),
+                  osl.load(tmp_path / "pieces")):  # fmt: skip
+        for name, value in expected.items():
+            np.testing.assert_array_equal(np.asarray(found[name]), value, strict=True)
+
+
+LAYERS = osl.Mapping(
+    [
+        osl.rule("embed", osl.tensor("model.embed_tokens.weight")),
+        osl.rule(
+            "layers.up",
+            osl.stack(
+                osl.tensor("model.layers.{i}.mlp.up_proj.weight").transpose(), over="i", axis=1
+            ),
+        ),
+        osl.rule("q.{i}", osl.tensor("model.layers.{i}.self_attn.q_proj.weight").rearrange(
+            "(h d) e -> e h d", d=16)),
+        osl.rule("norm", osl.tensor("model.norm.weight")),
+    ],
+    strict=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [osl.ConvertOptions(), SMALL], ids=["roomy", "tight"])
+@pytest.mark.parametrize("middle", ["orbax", "sharded"])
+def test_through_a_mapping_and_back(tmp_path, middle, options):
+    used = {
+        name: value  # so large that no tensor is read through as a gap
+        for name, value in llama_like(hidden=128).items()
+        if any(part in name for part in ("embed", "up_proj", "q_proj", "model.norm"))
+    }
+    save(tmp_path / "hf", used)
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with recording() as storage:
+        osl.convert(
+            tmp_path / "hf",
+            tmp_path / "model",
+            format=middle,
+            mapping=LAYERS,
+            mesh={"fsdp": 4},
+            options=options,
+        )
+    read = sum(
+        stop - start
+        for file, start, stop in storage.tensor_ranges()
+        if file == str(tmp_path / "hf" / "model.safetensors")
+    )
+    total = sum(value.nbytes for value in used.values())
+    assert total <= read <= 1.05 * total
+    model = plainly(tmp_path / "model") if middle == "orbax" else osl.load(tmp_path / "model")
+    up = np.stack([used[f"model.layers.{i}.mlp.up_proj.weight"].T for i in range(2)], 1)
+    assert_same_bits(np.asarray(model["layers"]["up"]), up)
+    q = used["model.layers.1.self_attn.q_proj.weight"].reshape(-1, 16, 128).transpose(2, 0, 1)
+    assert_same_bits(np.asarray(model["q"]["1"]), np.ascontiguousarray(q))
+    osl.convert(
+        tmp_path / "model",
+        tmp_path / "back",
+        mapping=LAYERS,
+        config=tmp_path / "hf",
+        options=options,
+    )
+    assert bits(safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")) == bits(used)
+    assert sorted(os.listdir(tmp_path / "back")) == ["config.json", "model.safetensors"]
+
+
+def test_a_mapping_wants_arrays(tmp_path, state):
+    write_v0(tmp_path / "stock", state)
+    with pytest.raises(osl.MappingError, match=r"subtree.*--subtree"):
+        osl.convert(tmp_path / "stock", tmp_path / "no", mapping=LAYERS)
+    assert os.listdir(tmp_path) == ["stock"]
+
+
+def test_arrays_larger_than_the_budget_pass_through_a_file(tmp_path):
+    values = random_tensor((512, 1024), np.float32)  # 2 MiB; half the budget is 128 KiB
+    save(tmp_path / "hf", {"big": values, "small": values[0].copy()})
+    osl.convert(tmp_path / "hf", tmp_path / "orbax", mesh={"fsdp": 16}, options=SMALL)
+    osl.convert(tmp_path / "orbax", tmp_path / "back", options=SMALL)
+    osl.convert(
+        tmp_path / "orbax",
+        tmp_path / "columns",
+        format="orbax",
+        mesh={"fsdp": 16},
+        spec=["'big' = -,fsdp"],
+        options=SMALL,
+    )
+    assert_same_bits(osl.load(tmp_path / "back")["big"], values)
+    assert_same_bits(plainly(tmp_path / "columns")["big"], values)
+    assert sorted(os.listdir(tmp_path)) == ["back", "columns", "hf", "orbax"]
+
+
+def stacked_columns():
+    """Layers as one array, transposed, that is cut across the rows of every tensor."""
+    layers = osl.stack(osl.tensor("layers.{i}.w").transpose(), over="i", axis=1)
+    return osl.Mapping([osl.rule("layers", layers)]), ["'layers' = fsdp"]
+
+
+@pytest.mark.parametrize("budget", [256 << 10, 2 << 20, 8 << 20])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_cut_across_the_rows_of_the_source_each_byte_is_read_once(tmp_path, budget, mapped):
+    weights = {f"layers.{n}.w": random_tensor((256, 512), np.float32, n) for n in range(3)}
+    save(tmp_path / "hf", weights)
+    mapping, spec = stacked_columns() if mapped else (None, ["'.*' = -,fsdp"])
+    with recording() as storage:
+        osl.convert(
+            tmp_path / "hf",
+            tmp_path / "orbax",
+            mapping=mapping,
+            mesh={"fsdp": 64},
+            spec=spec,
+            options=osl.ConvertOptions(memory_budget_bytes=budget),
+        )
+    read = sum(stop - start for _, start, stop in storage.tensor_ranges())
+    total = sum(value.nbytes for value in weights.values())
+    assert total <= read <= 1.05 * total
+    found = plainly(tmp_path / "orbax")
+    if mapped:
+        expected = np.stack([weights[f"layers.{n}.w"].T for n in range(3)], 1)
+        assert_same_bits(found["layers"], expected)
+    else:
+        assert bits(found) == bits(weights)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "orbax"]
+    osl.convert(
+        tmp_path / "orbax",
+        tmp_path / "back",
+        mapping=mapping,
+        options=osl.ConvertOptions(memory_budget_bytes=budget),
+    )
+    assert bits(osl.load(tmp_path / "back")) == bits(weights)
+
+
+def test_chunks_larger_than_memory_are_refused(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "stock", {"big": random_tensor((512, 1024), np.float32)})
+    with pytest.raises(osl.SafetensorsLayoutError, match="8,388,608 or more"):
+        osl.convert(tmp_path / "stock", tmp_path / "no", options=SMALL)
+    assert os.listdir(tmp_path) == ["stock"]
+
+
+def test_what_can_not_be_held_is_refused_before_a_byte_is_written(tmp_path):
+    six = np.arange(16, dtype=np.uint8).view(ml_dtypes.float6_e2m3fn)
+    osl.save(tmp_path / "f6", {"a": six, "b": {"c": six}, "d": np.zeros(3)})
+    with pytest.raises(osl.UnsupportedDtypeError, match=r"float6_e2m3fn.*'a', 'b.c'"):
+        osl.convert(tmp_path / "f6", tmp_path / "no", format="orbax")
+    osl.save(tmp_path / "empty", {"a": np.zeros((0, 3)), "d": np.zeros(3)})
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"without elements: \['a'\]"):
+        osl.convert(tmp_path / "empty", tmp_path / "no", format="orbax")
+    osl.save(tmp_path / "large", {"a": 1 << 80, "d": np.zeros(3)})
+    with pytest.raises(osl.SafetensorsLayoutError, match="a is an integer of more than 64 bits"):
+        osl.convert(tmp_path / "large", tmp_path / "no", format="orbax")
+    with pytest.raises(osl.MismatchError, match="not divisible by 2"):
+        osl.convert(tmp_path / "f6", tmp_path / "no", format="sharded", mesh={"x": 2},
+                    spec=["'.*' = x"])  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["empty", "f6", "large"]
+
+
+@pytest.mark.parametrize("kind", ["hf", "sharded", "orbax"])
+def test_packed_elements_stay_packed(tmp_path, kind):
+    rng = np.random.default_rng(0)
+    four = rng.integers(0, 16, (24, 64), np.uint8).view(ml_dtypes.float4_e2m1fn)
+    tree = {"a": four, "n": np.arange(-8, 8, dtype=np.int8).astype(ml_dtypes.int4)}
+    osl.save(tmp_path / "saved", tree)
+    osl.convert(tmp_path / "saved", tmp_path / "from", format=kind, options=SMALL)
+    osl.convert(tmp_path / "from", tmp_path / "to", format="hf", options=SMALL)
+    osl.convert(tmp_path / "to", tmp_path / "pieces", format="sharded", options=SMALL)
+    assert raw_tensors(tmp_path / "to")["a"].code == "F4"
+    for name in ("to", "pieces"):
+        found = osl.load(tmp_path / name)
+        assert found["a"].dtype == four.dtype
+        np.testing.assert_array_equal(found["a"].view(np.uint8), four.view(np.uint8))
+        np.testing.assert_array_equal(found["n"].astype(np.int8), np.arange(-8, 8, dtype=np.int8))
+
+
+def test_companions(tmp_path, hf):
+    osl.convert(hf, tmp_path / "copy", format="hf")
+    assert (tmp_path / "copy" / "config.json").read_text() == '{"model_type": "llama"}'
+    assert (tmp_path / "copy" / "tokenizer.model").read_bytes() == b"\0\1"
+    assert sorted(os.listdir(tmp_path / "copy")) == [
+        "config.json", "model.safetensors", "tokenizer.model",
+    ]  # fmt: skip
+    osl.convert(hf, tmp_path / "orbax")
+    osl.convert(tmp_path / "orbax", tmp_path / "back", config=hf)
+    assert (tmp_path / "back" / "config.json").exists()
+    osl.convert(tmp_path / "orbax", tmp_path / "bare")
+    assert not (tmp_path / "bare" / "config.json").exists()
+
+
+def test_what_stands_at_the_target(tmp_path, hf, weights):
+    one = save(tmp_path / "one", {"a": np.zeros(3, np.float32)})
+    (one / "README.md").write_text("mine")
+    with pytest.raises(osl.CheckpointExistsError, match="stands there already"):
+        osl.convert(hf, one, format="hf")
+    osl.convert(hf, one, format="hf", overwrite=True)
+    assert bits(osl.load(one)) == bits(weights)
+    assert (one / "README.md").read_text() == "mine"
+    osl.convert(hf, tmp_path / "orbax")
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.convert(hf, tmp_path / "orbax")
+    osl.convert(hf, tmp_path / "orbax", format="hf", overwrite=True)
+    assert not (tmp_path / "orbax" / "_METADATA").exists()
+    assert bits(osl.load(tmp_path / "orbax")) == bits(weights)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    with pytest.raises(osl.CheckpointExistsError, match="not empty"):
+        osl.convert(hf, tmp_path / "full")
+    for target in (hf, hf / "below", tmp_path):
+        with pytest.raises(osl.SafetensorsLayoutError, match="same folder"):
+            osl.convert(hf, target, overwrite=True)
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"gs://"):
+        osl.convert(hf, "gs://bucket/target")
+
+
+def test_a_bit_that_is_written_wrong_is_found(tmp_path, hf):
+    from orbax_safetensors_layout.storage.resumable import ResumableFile
+
+    real = ResumableFile.write_at
+
+    def wrong(file, offset, buffers):
+        if offset:  # no header
+            buffers = [np.array(buffers[0])]
+            buffers[0][-1] ^= 4
+        real(file, offset, buffers)
+
+    with (
+        mock.patch.object(ResumableFile, "write_at", wrong),
+        pytest.raises(osl.MismatchError, match="what was written differs from the source"),
+    ):
+        osl.convert(hf, tmp_path / "to", format="hf")
+    assert not (tmp_path / "to").exists()
+    with pytest.raises(osl.MismatchError, match="restart"):
+        osl.convert(hf, tmp_path / "to", format="hf")
+    osl.convert(hf, tmp_path / "to", format="hf", restart=True)
+    assert bits(osl.load(tmp_path / "to")) == bits(osl.load(hf))

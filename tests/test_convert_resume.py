@@ -1,0 +1,265 @@
+"""Conversions that are killed, and continued: nothing finished is read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoints import random_tensor, save
+
+import orbax_safetensors_layout as osl
+
+SERVER = """
+import json, os, signal, sys, warnings
+import orbax_safetensors_layout as osl
+import traceback
+from orbax_safetensors_layout.conversion import journal, pipeline
+from orbax_safetensors_layout.adapters import orbax_source, orbax_target
+from orbax_safetensors_layout.storage import local, resumable
+
+warnings.simplefilter("ignore")
+
+
+def log(*what):
+    os.write(LOG, (json.dumps(what) + "\\n").encode())
+
+
+def watched(kind, name, kill, count, before=None, after=None):
+    real = getattr(kind, name)
+
+    def call(self, *arguments, **keywords):
+        if count[0] == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count[0] += 1
+        if before:
+            before(self, *arguments)
+        result = real(self, *arguments, **keywords)
+        if after:
+            after(self, *arguments)
+        return result
+
+    setattr(kind, name, call)
+
+
+def child(source, target, form, kill):
+    count = [0]
+    watched(local.LocalStorage, "read_into", kill, count, lambda self, file, offset, buffers:
+            log("read", file, offset, offset + sum(len(b) for b in buffers)))
+    watched(orbax_source.OrbaxSource, "read", kill, count,
+            lambda self, wanted: [log("read", a.stored, list(b.start), list(b.stop))
+                                  for a, b in wanted])
+    watched(resumable.ResumableFile, "write_at", kill, count)
+    watched(resumable.ResumableFile, "flush", kill, count)
+    watched(orbax_target.OrbaxWriter, "write", kill, count)
+    watched(orbax_target.OrbaxTarget, "commit", kill, count, None, lambda *_: log("committed"))
+    watched(journal.JournalWriter, "_write", kill, count, None,
+            lambda self, line: log("recorded", line))
+    watched(pipeline.Conversion, "_publish", kill, count)
+    options = osl.ConvertOptions(memory_budget_bytes=128 << 10)  # blocks of 8 KiB
+    done = osl.convert(source, target, format=form, mesh={"fsdp": 4}, options=options)
+    log("end", count[0], done.resumed_bytes)
+
+
+print("ready", flush=True)
+for line in sys.stdin:
+    command = json.loads(line)
+    LOG = os.open(command.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            child(**command)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    os.close(LOG)
+    print("done", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+class Server:
+    """A process that forks one child a conversion, so that each begins in milliseconds."""
+
+    def __init__(self):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        assert self._line() == ["ready"]
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def _line(self):
+        line = self._process.stdout.readline()
+        assert line, "the server is gone"
+        return line.split()
+
+    def convert(self, log, **command):
+        """Exit status of a conversion, and what it logged."""
+        text = json.dumps({"log": str(log), **{k: v if isinstance(v, int) else str(v)
+                                               for k, v in command.items()}})  # fmt: skip
+        self._process.stdin.write(f"{text}\n")
+        status = int(self._line()[1])
+        return status, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+WEIGHTS = {f"layers.{n}.w": random_tensor((32, 48 + n), np.float32, n) for n in range(4)} | {
+    "big": random_tensor((64, 96), np.float32, 9),
+    "small": random_tensor((5,), np.float32, 10),
+}
+
+
+@pytest.fixture(params=["hf", "orbax"])
+def source(tmp_path, request):
+    folder = tmp_path / "source"
+    save(folder, WEIGHTS, files=2)
+    if request.param == "orbax":
+        shutil.move(folder, tmp_path / "hf")
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder, args=ocp.args.PyTreeSave(WEIGHTS))
+    return folder
+
+
+def values_at(target, form):
+    if form == "orbax":
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(target)
+    return osl.load(target)
+
+
+def finished_reads(log):
+    """What was read for groups that are recorded as finished."""
+    last = max((n for n, line in enumerate(log) if line[0] == "recorded"), default=-1)
+    return {tuple(map(str, line[1:])) for line in log[: last + 1] if line[0] == "read"}
+
+
+def reads(log):
+    """What was read of arrays, before anything was read back to be compared."""
+    end = [n for n, line in enumerate(log) if line[0] == "committed"]
+    part = log if not end else log[: end[0]]
+    return [tuple(map(str, line[1:])) for line in part if line[0] == "read"]
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
+def test_killed_and_continued(server, tmp_path, source, form):
+    """Kills one conversion after the other; the next continues where the last one was."""
+    log = tmp_path / "log"
+    status, whole = server.convert(log, source=source, target=tmp_path / "once", form=form, kill=-1)
+    assert status == 0
+    calls = whole[-1][1]
+    assert calls > 20
+    rng = random.Random(calls)
+    target = tmp_path / "target"
+    done: set[tuple[str, ...]] = set()
+    runs = 0
+    while True:
+        kill = rng.randrange(2, calls // 2) if runs < 6 else -1
+        status, lines = server.convert(log, source=source, target=target, form=form, kill=kill)
+        data = [line for line in reads(lines) if line[1] != "0"]  # not the headers
+        assert not done & set(data)
+        done |= {line for line in finished_reads(lines) if line[1] != "0"}
+        runs += 1
+        if status == 0:
+            break
+        assert status == -9
+        assert not target.exists()
+    assert runs > 2
+    assert done
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+    found = values_at(target, form)
+    assert {name: np.asarray(value).tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in WEIGHTS.items()
+    }
+
+
+def interrupted(server, tmp_path, source):
+    status, _ = server.convert(
+        tmp_path / "log", source=source, target=tmp_path / "target", form="hf", kill=25
+    )
+    assert status == -9
+    (workspace,) = tmp_path.glob(".*.partial-convert")
+    return workspace
+
+
+CONTINUED = {
+    "format": "hf",
+    "mesh": {"fsdp": 4},
+    "options": osl.ConvertOptions(memory_budget_bytes=128 << 10),
+}
+
+
+def test_other_arguments_and_other_sources_are_refused(server, tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    workspace = interrupted(server, tmp_path, source)
+    target = tmp_path / "target"
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"other arguments.*--restart"):
+        osl.convert(source, target, **CONTINUED | {"format": "sharded"})
+    other = osl.ConvertOptions(memory_budget_bytes=128 << 10, dtype="bfloat16")
+    with pytest.raises(osl.SafetensorsLayoutError, match="other arguments"):
+        osl.convert(source, target, **CONTINUED | {"options": other})
+    save(source, {name: -value for name, value in WEIGHTS.items()}, files=2)
+    with pytest.raises(osl.SafetensorsLayoutError, match="one that has changed since"):
+        osl.convert(source, target, **CONTINUED)
+    assert workspace.exists()
+    done = osl.convert(source, target, restart=True, **CONTINUED)
+    assert done.resumed_bytes == 0
+    np.testing.assert_array_equal(osl.load(target)["big"], -WEIGHTS["big"])
+    assert not workspace.exists()
+
+
+def test_a_line_that_a_crash_cut_off_is_no_line(server, tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    workspace = interrupted(server, tmp_path, source)
+    journal = workspace / "journal-0.jsonl"
+    groups = len(journal.read_text().splitlines()) - 1
+    assert groups > 1
+    journal.write_text(journal.read_text()[:-5])
+    done = osl.convert(source, tmp_path / "target", **CONTINUED)
+    assert 0 < done.resumed_bytes < done.nbytes
+    np.testing.assert_array_equal(osl.load(tmp_path / "target")["big"], WEIGHTS["big"])
+
+
+def test_an_interrupt_leaves_what_is_done(tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+
+    def interrupt(progress):
+        if progress.done_bytes * 2 > progress.total_bytes:
+            raise KeyboardInterrupt
+
+    options = osl.ConvertOptions(memory_budget_bytes=128 << 10, progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        osl.convert(source, tmp_path / "target", **CONTINUED | {"options": options})
+    done = osl.convert(source, tmp_path / "target", **CONTINUED)
+    assert done.resumed_bytes * 3 > done.nbytes
+    np.testing.assert_array_equal(osl.load(tmp_path / "target")["big"], WEIGHTS["big"])
