@@ -21,6 +21,7 @@ import tensorstore as ts
 from checkpoints import assert_same_bits, llama_like, random_tensor, save
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recording import recording
+from remote_checks import hub_in_use
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl
@@ -447,6 +448,17 @@ def test_companions(tmp_path, hf):
     assert (tmp_path / "back" / "config.json").exists()
     osl.convert(tmp_path / "orbax", tmp_path / "bare")
     assert not (tmp_path / "bare" / "config.json").exists()
+
+
+def test_from_the_hub(tmp_path, hf, weights, monkeypatch):
+    pytest.importorskip("huggingface_hub.constants")  # which is patched
+    with hub_in_use(monkeypatch, tmp_path / "home") as hub:
+        hub.add("org/model", hf)
+        osl.convert("hf://org/model", tmp_path / "orbax", mesh={"fsdp": 4})
+        osl.convert("hf://org/model", tmp_path / "copy", format="hf")
+    assert bits(plainly(tmp_path / "orbax")) == bits(weights)
+    assert bits(osl.load(tmp_path / "copy")) == bits(weights)
+    assert (tmp_path / "copy" / "config.json").read_text() == '{"model_type": "llama"}'
 
 
 def test_what_stands_at_the_target(tmp_path, hf, weights):
