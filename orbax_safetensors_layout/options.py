@@ -16,8 +16,6 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-_LEAST_REQUEST_BYTES = 1 * MIB  # ever shorter requests would only cost time of the interpreter
-
 
 class Progress(NamedTuple):
     """What a progress callback is told after each tensor.
@@ -48,6 +46,8 @@ class StorageProfile:
         staging_bytes: The largest request that is copied on from a staging buffer, because its
             destination is strided. Local reads are staged in what a core's cache holds.
         concurrency: Requests in flight at once.
+        least_request_bytes: Long ranges are not split into shorter requests to keep all streams
+            busy. A disk is not faster for more streams.
     """
 
     latency_seconds: float
@@ -55,20 +55,12 @@ class StorageProfile:
     request_bytes: int
     staging_bytes: int
     concurrency: int
+    least_request_bytes: int = 1 * MIB
 
     @property
     def max_gap_bytes(self) -> int:
         """The largest gap, in bytes, that is cheaper to read than to skip."""
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
-
-    def within(self, budget_bytes: int) -> StorageProfile:
-        """The profile with so few requests at once that staging them takes a quarter of a budget.
-
-        Args:
-            budget_bytes: Host memory.
-        """
-        most = max(1, budget_bytes // (4 * self.staging_bytes))
-        return dataclasses.replace(self, concurrency=min(self.concurrency, most))
 
     def balanced_request_bytes(self, total_bytes: int) -> int:
         """The length of requests that loses least time, where streams are what limits a load.
@@ -81,9 +73,20 @@ class StorageProfile:
             total_bytes: What is to be read.
         """
         each = total_bytes / self.concurrency
-        return max(_LEAST_REQUEST_BYTES, int(math.sqrt(2 * self.max_gap_bytes * each)))
+        return max(self.least_request_bytes, int(math.sqrt(2 * self.max_gap_bytes * each)))
+
+    def within(self, budget_bytes: int) -> StorageProfile:
+        """The profile with so few requests at once that staging them takes a quarter of a budget.
+
+        Args:
+            budget_bytes: Host memory.
+        """
+        most = max(1, budget_bytes // (4 * self.staging_bytes))
+        return dataclasses.replace(self, concurrency=min(self.concurrency, most))
 
 
+# A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream. These are no
+# measurements; `ReadOptions` takes others.
 _WEB = StorageProfile(
     latency_seconds=0.03,
     bandwidth_bytes_per_second=50 * MIB,
@@ -109,6 +112,7 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
             latency_seconds=1e-5,
             bandwidth_bytes_per_second=2.4 * GIB,
             request_bytes=8 * MIB,
+            least_request_bytes=8 * MIB,
             staging_bytes=2 * MIB,
             # Copies out of the page cache need a thread a core, disks a few requests in flight.
             concurrency=min(32, max(4, 2 * (os.cpu_count() or 1))),
@@ -117,7 +121,6 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
         "gs": _OBJECT_STORE,
         "s3": _OBJECT_STORE,
         "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
-        # A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream.
         "hf": _WEB,
         "https": _WEB,
     }

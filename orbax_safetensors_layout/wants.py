@@ -109,10 +109,10 @@ def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[Leaf
         LeafRead.plain(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
         for name, entry in entries.items()
     ]
-    return from_pieces(catalog, leaves)
+    return _from_pieces(catalog, leaves)
 
 
-def from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
+def _from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
     """The leaves as they are stored, where that is in pieces."""
     if catalog.pieces is None:
         return leaves
@@ -213,7 +213,7 @@ def planned_leaves(
     """
     plans = [leaf.origin.plan(leaf.name, boxes, leaf.dtype) for leaf, boxes in portions]
     if all(isinstance(leaf.origin, Plain) for leaf, _ in portions):
-        found = from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
+        found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
     return [PlannedLeaf(leaf, plan) for (leaf, _), plan in zip(portions, plans, strict=True)]
 

@@ -128,7 +128,7 @@ def run_seeds(run, seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(80), pytest.param(range(1000, 2500), marks=pytest.mark.slow)]
+    "seeds", [range(80), pytest.param(range(1000, 2500), marks=pytest.mark.soak)]
 )
 def test_loads_through_a_bad_network(tmp_path, seeds):
     folder = save(tmp_path, TENSORS, files=3)
@@ -136,7 +136,7 @@ def test_loads_through_a_bad_network(tmp_path, seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(1000, 1500), marks=pytest.mark.slow)]
+    "seeds", [range(40), pytest.param(range(1000, 1500), marks=pytest.mark.soak)]
 )
 def test_saves_through_a_bad_network(tmp_path, seeds):
     def run(seed):
@@ -176,7 +176,7 @@ def random_faults(seed, methods):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(14), pytest.param(range(1000, 1300), marks=pytest.mark.slow)]
+    "seeds", [range(14), pytest.param(range(1000, 1300), marks=pytest.mark.soak)]
 )
 def test_loads_from_a_failing_server(place, tmp_path, seeds):
     for path in save(tmp_path, TENSORS, files=3).iterdir():
@@ -190,7 +190,7 @@ def test_loads_from_a_failing_server(place, tmp_path, seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(1000, 1200), marks=pytest.mark.slow)]
+    "seeds", [range(10), pytest.param(range(1000, 1200), marks=pytest.mark.soak)]
 )
 def test_saves_to_a_failing_server(place, monkeypatch, seeds):
     monkeypatch.setattr("orbax_safetensors_layout.storage.cloud_write._PART_BYTES", 5 << 20)

@@ -63,7 +63,7 @@ print(json.dumps(load(Path(sys.argv[1]) / "large", 64, split)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is asked of /proc")
 @pytest.mark.parametrize("split", [[None, "x"], [None, None, "x"], [None, None, None, "x"]])
 def test_stacked_experts_take_their_arrays_and_the_budget(tmp_path, split):

@@ -108,13 +108,13 @@ def test_web_server_that_fails(folder):
     check_seeds(web_run(folder), SHORT)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_hub_that_fails_in_many_ways(folder, monkeypatch):
     check_seeds(hub_run(folder, monkeypatch), LONG)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_web_server_that_fails_in_many_ways(folder):
     check_seeds(web_run(folder), LONG)

@@ -133,7 +133,7 @@ def test_the_same_bytes_whoever_writes_them(server, tmp_path, split):
         assert found[f"layers.{n}"].tobytes() == expected.tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 @pytest.mark.parametrize("split", SPLITS)

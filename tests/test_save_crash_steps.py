@@ -266,7 +266,7 @@ def test_one_of_two_processes_is_killed_while_saving(server, tmp_path):
         run.check_saved(server.run(run.children()))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("api", APIS)
@@ -289,7 +289,7 @@ def test_killed_at_hundreds_of_moments(server, tmp_path, api, processes, layout)
     assert run.outcomes == {"old", "new"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_of_many_processes_is_killed_at_many_moments(server, tmp_path):
     """Whoever is left ends, and nothing is lost, with two and with four processes."""
     rng = random.Random(1)

@@ -110,19 +110,17 @@ def fetches_of(regions: Sequence[Region], bound: Bound) -> Iterator[Fetch]:
         bound: Bounds what a fetch holds.
     """
     pending: list[Region] = []
-    held = 0
     for region in regions:
         if pending:
             first = pending[0]
             alike = region.read is first.read and region.layout.shared == first.layout.shared
             if alike and first.read.interlaces(region.start - first.start):
-                more = bound.held_bytes(region)
-                if held + more <= bound.most_bytes:
+                held = sum(map(bound.held_bytes, (*pending, region)))
+                if held <= bound.most_bytes:
                     pending.append(region)
-                    held += more
                     continue
             yield Fetch(tuple(pending))
-        pending, held = [region], bound.held_bytes(region)
+        pending = [region]
     if pending:
         yield Fetch(tuple(pending))
 

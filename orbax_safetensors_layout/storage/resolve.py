@@ -35,7 +35,7 @@ def open_storage(
     if scheme in CLOUDS and separator:
         return _open_cloud(scheme, rest, retries)
     if not separator:
-        _check_no_lost_slash(text)
+        _check_not_mangled(text)
         return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     if scheme == "file":
         return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
@@ -53,13 +53,15 @@ def open_storage(
     )
 
 
-def _check_no_lost_slash(text: str) -> None:
-    scheme, separator, _ = text.partition(":/")
-    if separator and scheme in (*_SCHEMES, "http") and not os.path.lexists(text):
+def _check_not_mangled(text: str) -> None:
+    """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
+    scheme, _, rest = text.partition(":/")
+    if scheme in (*_SCHEMES, "http") and rest and not os.path.lexists(text):
         raise StorageError(
-            "the path lacks a slash, which `pathlib.Path` takes away from URLs",
+            "the path is a URL that lost a slash",
             file=text,
-            hint="Give it as a string, or as an `etils.epath.Path`.",
+            expected=f"{scheme}://{rest}",
+            hint="`pathlib.Path` takes it off: pass a string, or an `epath.Path`.",
         )
 
 
