@@ -157,7 +157,7 @@ def _plan(
     return plan, scattered
 
 
-def save_group(name: str, options: WriteOptions) -> Group:
+def save_group(name: str, options: WriteOptions, purpose: str = "save") -> Group:
     """The processes of this program, that save together.
 
     For a `with` block, which all enter in the same order: an error in it reaches the others.
@@ -165,10 +165,11 @@ def save_group(name: str, options: WriteOptions) -> Group:
     Args:
         name: The folder that they save to.
         options: How long they wait for each other.
+        purpose: What they do.
     """
     count = jax.process_count()
     store = DistributedStore.connect() if count > 1 else None
-    return Group(name, jax.process_index(), count, store, options.timeout_seconds)
+    return Group(name, jax.process_index(), count, store, options.timeout_seconds, purpose=purpose)
 
 
 class PreparedSave:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ from recording import recording
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.storage.resumable import ResumableFile
 
 SMALL = osl.ConvertOptions(memory_budget_bytes=256 << 10)  # blocks of 16 KiB
 
@@ -158,8 +160,6 @@ print("RESULT", json.dumps([digests(plain), digests(v0), digests(v1), sharded, o
 
 @pytest.mark.parametrize("ways", [16, 8])
 def test_orbax_alone_restores_a_converted_checkpoint(tmp_path, hf, weights, ways):
-    import hashlib
-
     osl.convert(hf, tmp_path / "orbax", mesh={"fsdp": 16})
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
     command = [sys.executable, "-c", PLAIN, str(tmp_path / "orbax"), str(ways)]
@@ -449,6 +449,19 @@ def test_companions(tmp_path, hf):
     assert not (tmp_path / "bare" / "config.json").exists()
 
 
+def test_from_the_hub(tmp_path, hf, weights, monkeypatch):
+    pytest.importorskip("huggingface_hub.constants")  # which is patched
+    from remote_checks import hub_in_use
+
+    with hub_in_use(monkeypatch, tmp_path / "home") as hub:
+        hub.add("org/model", hf)
+        osl.convert("hf://org/model", tmp_path / "orbax", mesh={"fsdp": 4})
+        osl.convert("hf://org/model", tmp_path / "copy", format="hf")
+    assert bits(plainly(tmp_path / "orbax")) == bits(weights)
+    assert bits(osl.load(tmp_path / "copy")) == bits(weights)
+    assert (tmp_path / "copy" / "config.json").read_text() == '{"model_type": "llama"}'
+
+
 def test_what_stands_at_the_target(tmp_path, hf, weights):
     one = save(tmp_path / "one", {"a": np.zeros(3, np.float32)})
     (one / "README.md").write_text("mine")
@@ -475,8 +488,6 @@ def test_what_stands_at_the_target(tmp_path, hf, weights):
 
 
 def test_a_bit_that_is_written_wrong_is_found(tmp_path, hf):
-    from orbax_safetensors_layout.storage.resumable import ResumableFile
-
     real = ResumableFile.write_at
 
     def wrong(file, offset, buffers):

@@ -22,6 +22,7 @@ import tensorstore as ts
 from orbax.checkpoint import future
 
 from orbax_safetensors_layout import prng
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.storage.publish import link_tree
 
 _handlers: Any = ocp.type_handlers
@@ -223,7 +224,12 @@ class _Adopting(_NumpyHandler):
         names = [value.name for value in values]
         found = [info.name for info in infos]
         if names != found:
-            raise RuntimeError(f"Orbax calls arrays {found[:3]} that were written as {names[:3]}.")
+            raise SafetensorsLayoutError(
+                "Orbax calls arrays otherwise than they were written",
+                file=self._written,
+                expected=names[:3],
+                found=found[:3],
+            )
         return [future.CommitFutureAwaitingContractedSignals(self._link(infos[0]), name="adopt")]
 
     async def _link(self, info: Any) -> None:

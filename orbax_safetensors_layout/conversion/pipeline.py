@@ -110,7 +110,10 @@ class Conversion:
             Bytes that an interrupted run had written.
         """
         wait = WriteOptions(timeout_seconds=self._options.timeout_seconds)
-        with save_group(self._folder, wait) as group, contextlib.ExitStack() as claim:
+        with (
+            save_group(self._folder, wait, "convert") as group,
+            contextlib.ExitStack() as claim,
+        ):
             agreed = Agreement(
                 f"{self._journal.digest} {self._options.verify} {restart}",
                 f"{len(self.groups)} groups",
