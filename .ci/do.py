@@ -65,7 +65,7 @@ def clean_environment() -> dict[str, str]:
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     pip = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return kept | pip | {"HF_HUB_OFFLINE": "1"}  # nothing here asks a hub for models
+    return kept | pip
 
 
 def run(*command: str | Path, quiet: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices and strict dtype promotion, set before anything imports jax."""
+"""Eight virtual CPU devices, strict dtype promotion and no hub, set before anything is imported."""
 
 import faulthandler
 import os
@@ -12,6 +12,9 @@ if "xla_force_host_platform_device_count" not in _FLAGS:
     os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+# The hub of the tests is a server of their own; nothing asks another for anything.
+for _name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"):
+    os.environ.pop(_name, None)
 
 if not faulthandler.is_enabled():
     faulthandler.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -42,22 +43,25 @@ def is_safetensors_checkpoint(
     """Whether `path` is a `.safetensors` file, or a folder with one or with an index.
 
     Looks at names only. A path that does not exist, or that no storage serves, is none.
+
+    Raises:
+        StorageError: There is no telling: the storage can not be asked.
     """
-    owned: Storage | None = None
-    try:
+    with contextlib.ExitStack() as stack:
         if storage is None:
-            storage, text = open_storage(path)
-            owned = storage
+            try:
+                storage, text = open_storage(path)
+            except StorageError:
+                return False
+            stack.enter_context(storage)
         else:
             text = os.fspath(path)
-        if storage.is_file(text):
-            return text.endswith(SUFFIX)
-        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in storage.list(text))
-    except (StorageError, CheckpointNotFoundError):
-        return False
-    finally:
-        if owned is not None:
-            owned.close()
+        try:
+            if storage.is_file(text):
+                return text.endswith(SUFFIX)
+            return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in storage.list(text))
+        except CheckpointNotFoundError:
+            return False
 
 
 class Survey(NamedTuple):
