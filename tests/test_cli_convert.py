@@ -26,7 +26,7 @@ def run(*arguments, **keywords):
 MAPPINGS = """
 import orbax_safetensors_layout as osl
 
-def doubled():
+def doubled(config):
     return osl.Mapping([osl.rule("a.{x}", osl.tensor("{x}").transpose())])
 """
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from orbax_safetensors_layout.cli.verb import UsageError
+from orbax_safetensors_layout.errors import MappingError
 
 
 def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
@@ -22,36 +23,28 @@ def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
         "--mapping",
         "--family",
         metavar="NAME[:TARGET]|MODULE:ATTRIBUTE",
-        help=f"{help}: a ready mapping of osl.families, as 'llama:maxtext', 'mapping:tunix' to go"
-        " by config.json, or an osl.Mapping of a Python module",
+        help=f"{help}: a ready mapping of osl.families, as 'llama:maxtext-unscanned', 'auto:tunix'"
+        " to go by config.json, or an osl.Mapping of a Python module or FILE.py",
     )
 
 
 def find_mapping(text: str, path: str) -> Any:
-    """The mapping that an argument names.
+    """The mapping that an argument names; modules of the working folder count.
 
     Args:
-        text: `NAME[:TARGET]` or `MODULE:ATTRIBUTE`.
+        text: As for `mapping.lookup.find_mapping`.
         path: The checkpoint whose configuration a ready mapping goes by.
 
     Raises:
         UsageError: There is none.
     """
-    from orbax_safetensors_layout.mapping import families
-    from orbax_safetensors_layout.mapping.rules import Mapping
+    from orbax_safetensors_layout.mapping import lookup
 
-    name, _, target = text.partition(":")
-    known = [family for family in families.__all__ if family.islower()]
-    if name in known:
-        return getattr(families, name)(path, target=target or "plain")
-    if not target:
-        raise UsageError(f"there is no family {name!r}; there are {', '.join(known)}")
-    found = python_object(text)
-    if callable(found) and not isinstance(found, Mapping):
-        found = found()
-    if not isinstance(found, Mapping):
-        raise UsageError(f"{text!r} is no osl.Mapping but a {type(found).__name__}")
-    return found
+    _see_working_folder()
+    try:
+        return lookup.find_mapping(text, path)
+    except MappingError as error:
+        raise UsageError(str(error)) from error
 
 
 def python_object(text: str) -> Any:
@@ -64,9 +57,13 @@ def python_object(text: str) -> Any:
     module, _, name = text.partition(":")
     if not (module and name):
         raise UsageError(f"{text!r} is no MODULE:ATTRIBUTE")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _see_working_folder()
     try:
         return getattr(importlib.import_module(module), name)
     except AttributeError as error:
         raise UsageError(f"{text!r}: {error}") from error
+
+
+def _see_working_folder() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
