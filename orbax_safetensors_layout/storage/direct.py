@@ -11,7 +11,7 @@ import numpy as np
 
 from orbax_safetensors_layout.options import MIB
 
-DIRECT_CHUNK_BYTES = 4 * MIB
+DIRECT_CHUNK_BYTES = 2 * MIB
 """One direct read or write."""
 
 HUGE_PAGE_BYTES = 2 * MIB

@@ -154,6 +154,12 @@ class LocalStorage:
                 ) from error
             self._check_unchanged(handle, offset, total)
 
+    def is_cached(self, file: str, offset: int) -> bool:
+        """Whether the page cache holds the byte at `offset`, or nobody can tell."""
+        with self._handle(file) as handle, contextlib.suppress(OSError):
+            return not self._is_cold(handle, offset)
+        return True
+
     def map(self, file: str) -> memoryview:
         """The whole file as read-only mapped pages; they stay valid after `close`.
 
