@@ -69,6 +69,8 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
         (OSError("no disk"), 1),
         (UsageError("no sense"), 2),
         (ValueError("no sense"), 2),
+        (KeyError("lost"), 1),
+        (MemoryError(), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -82,6 +84,9 @@ def test_exit_codes(monkeypatch, capsys, error, code):
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
+    if isinstance(error, KeyError | MemoryError):  # whose text alone says too little
+        assert type(error).__name__ in err
+        assert "--debug" in err
     if code == 130:
         assert "interrupted" in err
         assert "run the same command again" in err

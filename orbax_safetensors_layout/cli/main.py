@@ -23,6 +23,7 @@ VERBS: tuple[Verb, ...] = (
     consolidate.VERB,
 )
 
+_EXPECTED = (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError)
 FINDING, MISUSE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
 
@@ -50,11 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
-    except (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError) as error:
+    except Exception as error:
         if parsed.debug:
             raise
-        console.error(" ".join(str(error).split()))
-        return FINDING if isinstance(error, SafetensorsLayoutError | OSError) else MISUSE
+        text = " ".join(str(error).split())
+        if not (text and isinstance(error, _EXPECTED)):
+            text = f"{type(error).__name__}: {text} (--debug tells where)"
+        console.error(text)
+        if isinstance(error, SafetensorsLayoutError):
+            return FINDING
+        return MISUSE if isinstance(error, UsageError | ValueError | ImportError) else FINDING
 
 
 def parser() -> argparse.ArgumentParser:
