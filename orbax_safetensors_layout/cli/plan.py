@@ -174,10 +174,7 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
 def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> DeviceGrid:
     if axes is None:
         raise UsageError("name the mesh: --mesh fsdp=64,tensor=4")
-    hosts = 1 if parsed.hosts is None else parsed.hosts
-    if hosts < 1:
-        raise UsageError(f"--hosts {hosts} must be 1 or more")
-    return DeviceGrid(axes, hosts)
+    return DeviceGrid(axes, 1 if parsed.hosts is None else parsed.hosts)
 
 
 def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:

@@ -46,13 +46,17 @@ class DeviceGrid:
         processes: How many processes share the devices.
 
     Raises:
-        ValueError: The processes do not divide the devices.
+        ValueError: The processes do not divide the devices, or there are none of either.
     """
 
     axes: Mapping[str, int]
     processes: int
 
     def __post_init__(self) -> None:
+        if self.processes < 1 or any(size < 1 for size in self.axes.values()):
+            raise ValueError(
+                f"a mesh of {dict(self.axes)} on {self.processes} processes has no devices"
+            )
         if self.devices % self.processes:
             raise ValueError(f"{self.processes} processes do not divide {self.devices} devices")
 
