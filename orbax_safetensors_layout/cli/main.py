@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from orbax_safetensors_layout.cli import consolidate, convert, inspect, plan, verify
 from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.interrupts import INTERRUPTED, clean_interrupts
 from orbax_safetensors_layout.cli.verb import UsageError, Verb
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
@@ -24,7 +25,7 @@ VERBS: tuple[Verb, ...] = (
 )
 
 _EXPECTED = (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError)
-FINDING, MISUSE, INTERRUPTED, NO_READER = 1, 2, 130, 141
+FINDING, MISUSE, NO_READER = 1, 2, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,12 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     verb: Verb = parsed.verb
     console = Console(PROGRAM, quiet=parsed.quiet)
+    interrupted = f"interrupted. {verb.resume}"
     try:
-        code = verb.run(parsed, console)
-        sys.stdout.flush()
+        with clean_interrupts(f"{PROGRAM}: {interrupted}"):
+            code = verb.run(parsed, console)
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        console.error(f"interrupted. {verb.resume}")
+        console.error(interrupted)
         return INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more when it exits.
