@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+
 from orbax_safetensors_layout.adapters.checkpoints import (
     Location,
     holds_checkpoint,
@@ -146,6 +148,10 @@ def convert(
         _check_apart(location.path, folder)
         tree = rerooted(opened.tree, subtree)
         arrays = arrays_of(tree)
+        if not jax.tree.leaves(tree):
+            raise CheckpointNotFoundError(
+                "there is nothing in what shall be converted", file=location.path
+            )
         made = plain_tree(tree)
         backwards = False
         if mapping is not None:

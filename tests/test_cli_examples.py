@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -88,5 +87,6 @@ def test_examples_run(folder, verb, capsys):
         assert there <= {path.name for path in folder.iterdir()}
         found = osl.load(folder / "exported-2")
         source = osl.load(folder / "Llama-3.1-8B")
-        assert jax.tree.map(np.array_equal, found, source) == dict.fromkeys(source, True)
+        for name, value in source.items():  # queries are scaled there and back, and rounded
+            np.testing.assert_allclose(found[name], value, rtol=0.01, err_msg=name)
         assert (folder / "exported-2" / "config.json").exists()

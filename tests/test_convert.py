@@ -504,6 +504,39 @@ def test_parts_of_trees_are_named_as_leaves_are(tmp_path):
             osl.convert(tmp_path / "saved", tmp_path / "no", format="hf", subtree=subtree)
 
 
+def test_one_array_is_a_part_too(tmp_path):
+    osl.save(tmp_path / "saved", {"a": {"b": np.arange(3.0), "c": 1}})
+    for form in ("orbax", "hf"):
+        osl.convert(tmp_path / "saved", tmp_path / form, format=form, subtree="a.b")
+    assert bits(plainly(tmp_path / "orbax")) == bits({"b": np.arange(3.0)})
+    assert bits(osl.load(tmp_path / "hf")) == bits({"b": np.arange(3.0)})
+    safetensors.numpy.save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(osl.CheckpointNotFoundError, match="there is nothing in"):
+        osl.convert(tmp_path / "empty.safetensors", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+NAMES = ["", "a", "a/b", "c/0", "ü/コ", " ", "x" * 300, "..", "../../evil", "a//b", "/abs", ".",
+         "a\nb", "zarr.json", "manifest.ocdbt", "_METADATA", "a\\b", "a..b"]  # fmt: skip
+
+
+def test_names_of_every_kind(tmp_path):
+    weights = {name: np.arange(6.0) + n for n, name in enumerate(NAMES)}
+    save(tmp_path / "hf", weights)
+    osl.convert(tmp_path / "hf", tmp_path / "orbax")
+    assert bits(plainly(tmp_path / "orbax")) == bits(weights)
+    files = osl.ConvertOptions(use_ocdbt=False)
+    with pytest.raises(osl.SafetensorsLayoutError, match="no-ocdbt") as refused:
+        osl.convert(tmp_path / "hf", tmp_path / "no", options=files)
+    bad = [name for name in NAMES if repr(name) in str(refused.value)]
+    assert bad == ["x" * 300, "..", "../../evil", "a//b", "/abs", ".", "_METADATA", "a\\b"]
+    assert sorted(os.listdir(tmp_path)) == ["hf", "orbax"]
+    good = {name: value for name, value in weights.items() if name not in bad}
+    save(tmp_path / "good", good)
+    osl.convert(tmp_path / "good", tmp_path / "folders", options=files)
+    assert bits(plainly(tmp_path / "folders")) == bits(good)
+
+
 def test_targets_and_meshes_that_make_no_sense(tmp_path, hf):
     with pytest.raises(osl.SafetensorsLayoutError, match="saved as a folder"):
         osl.convert(hf, tmp_path / "to.safetensors", format="hf")

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.cli.arguments import mesh_axes, sharding_rules
+from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
 from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
@@ -62,7 +62,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         " stream's, else all streams', at most 25 Gbit/s",
     )
     parser.add_argument(
-        "--memory-budget-bytes", type=argument(parse_size), metavar="SIZE", help="default 2GiB"
+        "--memory-budget-bytes", type=argument(memory_budget), metavar="SIZE", help="default 2GiB"
     )
     parser.add_argument("--top", type=int, default=5, help="how many costly tensors to name")
     parser.add_argument(

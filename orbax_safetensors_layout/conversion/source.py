@@ -80,6 +80,8 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
                 found=key,
             )
         tree = named[key]
+        if isinstance(tree, SourceArray):
+            tree = {key: tree}  # a tree is a container
 
     def renamed(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, SourceArray):

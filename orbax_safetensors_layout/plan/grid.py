@@ -20,6 +20,9 @@ Spec: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""
 
 
+_MOST_DEVICES = 1 << 20  # of which tables are made, by array shape
+
+
 class Cells(NamedTuple):
     """Which part of an array each device holds.
 
@@ -57,6 +60,8 @@ class DeviceGrid:
             raise ValueError(
                 f"a mesh of {dict(self.axes)} on {self.processes} processes has no devices"
             )
+        if self.devices > _MOST_DEVICES:
+            raise ValueError(f"{self.devices:,} devices are more than {_MOST_DEVICES:,}")
         if self.devices % self.processes:
             raise ValueError(f"{self.processes} processes do not divide {self.devices} devices")
 
