@@ -16,6 +16,8 @@ from test_cli import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
+from orbax_safetensors_layout.soundness import Soundness
+from orbax_safetensors_layout.storage.local import LocalStorage
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
 MANIFEST = "orbax_safetensors_layout.json"
@@ -190,6 +192,33 @@ def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
     assert osl.verify(folder, digests=False).ok
     victim.rename(folder / "elsewhere")
     assert [t for t in texts(osl.verify(folder)) if "there is a checksum of it" in t]
+
+
+def test_a_file_that_can_not_be_read_hides_no_other(tmp_path, monkeypatch):
+    folder = saved(tmp_path, digests=True)
+    bad, flipped = sorted(folder.glob("*.safetensors"))[:2]
+    data = bytearray(flipped.read_bytes())
+    data[-1] ^= 4
+    flipped.write_bytes(data)
+    real, broken = LocalStorage.read_into, [False]
+
+    def read_into(self, file, offset, buffers, **keywords):
+        if file == str(bad) and broken[0]:
+            raise osl.StorageError("reading failed", file=file, found="Input/output error")
+        real(self, file, offset, buffers, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "read_into", read_into)
+        check = Soundness.check
+
+        def then_breaks(self):
+            check(self)
+            broken[0] = True
+
+        patch.setattr(Soundness, "check", then_breaks)
+        found = texts(osl.verify(folder), "digest")
+    assert "Input/output error" in found[0]
+    assert found[1].startswith(f"{flipped.name} has CRC-32 ")
 
 
 def test_an_overwrite_replaces_the_checksums(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import textwrap
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     verb: Verb = parsed.verb
     console = Console(PROGRAM, quiet=parsed.quiet)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths need be no text; their bytes are kept
+        sys.stdout.reconfigure(errors="surrogateescape")
     interrupted = f"interrupted. {verb.resume}"
     try:
         with clean_interrupts(f"{PROGRAM}: {interrupted}"):
