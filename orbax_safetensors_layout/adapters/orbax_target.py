@@ -306,7 +306,7 @@ def _with_keys(leaf: Any, source: Source, arrays: Mapping[str, SourceArray]) -> 
 
 def _is_folder_name(name: str) -> bool:
     """Whether Orbax and TensorStore find an array of that name again, in a folder of its own."""
-    parts = name.split("/") if name else []
+    parts = name.split("/")
     return (
         "\\" not in name
         and parts[:1] != [ITEM_METADATA]
