@@ -28,6 +28,7 @@ from orbax_safetensors_layout.mapping.shaping import (
     Taken,
     inverse_permutation,
 )
+from orbax_safetensors_layout.mapping.values import undone
 
 _OnAxis: TypeAlias = Sliced | Taken | Padded | Repeated
 """Nodes that change the indices of one axis."""
@@ -105,7 +106,9 @@ def trace(node: Bound, patch: Patch) -> Iterator[tuple[Source, Patch]]:
         for part in refine(patch, steps_of(node.operand.shape)):
             yield from trace(node.operand, part)
     elif isinstance(node, Valued):
-        values = Valued.of(patch.values, node.op.inverse(node.operand.dtype))
+        values = patch.values
+        for op in undone(node.op, node.operand.dtype, values.dtype):
+            values = Valued.of(values, op)
         yield from trace(node.operand, patch._replace(values=values))
     elif isinstance(node, Stacked | Concatenated):
         yield from _trace_joined(node, patch)
