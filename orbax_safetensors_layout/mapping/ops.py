@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,13 +86,17 @@ class Rearrange:
         """Parses the pattern.
 
         Raises:
-            MappingError: It is malformed, or lacks a name of `sizes`.
+            MappingError: It is malformed, or lacks a name of `sizes`; or one of these is negative.
         """
         pattern = einops.parse(text)
         names = {name for group in pattern.left for name in group}
         unknown = sorted(set(sizes) - names)
         if unknown:
             raise MappingError(f"rearrange pattern {text!r} has no {', '.join(unknown)}")
+        sizes = {name: operator.index(n) for name, n in sizes.items()}
+        negative = [f"{name}={n}" for name, n in sizes.items() if n < 0]
+        if negative:
+            raise MappingError(f"rearrange: {', '.join(negative)} is no size")
         return cls(text, tuple(sorted(sizes.items())), pattern)
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.patterns import compile_pattern
 from orbax_safetensors_layout.mapping.binding import Binder, BoundMapping
-from orbax_safetensors_layout.mapping.expression import Apply, Expr
+from orbax_safetensors_layout.mapping.expression import Apply, Expr, as_expr
 from orbax_safetensors_layout.mapping.extents import known
 from orbax_safetensors_layout.mapping.facts import Fact, Facts, Shapes
 from orbax_safetensors_layout.mapping.functions import Compute
@@ -46,7 +46,7 @@ def rule(target_pattern: str, expr: Expr | None, *, tied_to: str | None = None) 
         >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
         rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
     """
-    made = Rule(target_pattern, expr, tied_to)
+    made = Rule(target_pattern, None if expr is None else as_expr(expr, "rule"), tied_to)
     known = set(wildcards(target_pattern))
     if expr is None and tied_to is None:
         raise MappingError(f"{made!r} has neither an expression nor a leaf to be tied to")
