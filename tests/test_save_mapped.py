@@ -136,6 +136,35 @@ def test_arithmetic_is_undone_in_the_dtype_that_it_is_done_in(tmp_path, factor):
     assert_same_bits(evaluate(made, {"q": leaf}), expected)
 
 
+DTYPED = """
+from jax.sharding import Mesh
+import numpy as np
+import orbax_safetensors_layout as osl
+from test_save_mapped import abstract, mapping
+
+def main(path, target):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    tree = osl.load(path, abstract(path, "both", mesh), mapping=mapping())
+    osl.save(target, tree, mapping=mapping(), options=osl.WriteOptions(dtype="bfloat16"))
+"""
+
+
+def test_in_another_dtype(tmp_path, path, tensors):
+    """Leaves that were computed in float32 go back to the dtype of their checkpoint."""
+    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
+    options = osl.WriteOptions(dtype="bfloat16")
+    plan = osl.plan_save(tree, mapping=mapping(), options=options)
+    assert {tensor.dtype.code for *_, some in plan.files for tensor in some} == {"BF16"}
+    osl.save(tmp_path / "one", tree, mapping=mapping(), options=options)
+    run_processes(DTYPED, processes=2, devices=2, path=str(path), target=str(tmp_path / "two"))
+    for name in ("one", "two"):
+        found = read_all(tmp_path / name)
+        assert set(found) == set(tensors)
+        for tensor, value in tensors.items():
+            if tensor != "model.norm.weight":
+                assert_same_bits(found[tensor], value.astype(BF16))
+
+
 def test_what_is_no_array_is_refused(tmp_path, path):
     with pytest.raises(osl.MappingError, match="step"):
         osl.save(tmp_path / "out", {"step": 3}, mapping=mapping())

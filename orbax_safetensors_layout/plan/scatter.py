@@ -16,9 +16,10 @@ from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.facts import Fact
+from orbax_safetensors_layout.mapping.integers import is_whole
 from orbax_safetensors_layout.mapping.pieces import AffinePiece
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.values import ValueOp, undone
+from orbax_safetensors_layout.mapping.values import Cast, ValueOp, is_number, undone
 from orbax_safetensors_layout.plan.writes import LeafWrite
 
 
@@ -53,12 +54,15 @@ class ScatterPlan(NamedTuple):
     parts: dict[str, list[Contribution]]
 
 
-def plan_scatter(leaves: Sequence[LeafWrite], mapping: LeafMapping) -> ScatterPlan:
+def plan_scatter(
+    leaves: Sequence[LeafWrite], mapping: LeafMapping, dtype: np.dtype | None = None
+) -> ScatterPlan:
     """Plans a save through a mapping.
 
     Args:
         leaves: The leaves.
         mapping: The mapping, as for loading.
+        dtype: What floating-point tensors are written in; None for what the mapping gives.
 
     Raises:
         MappingError: It does not invert, or does not fit the leaves; tells everything.
@@ -68,6 +72,7 @@ def plan_scatter(leaves: Sequence[LeafWrite], mapping: LeafMapping) -> ScatterPl
     tensors = mapping.inverse().bind(facts).facts()
     shapes = {name: fact.shape for name, fact in facts.items()}
     forward = mapping.bind(tensors, shapes)
+    stored = {name: _stored(fact.dtype, dtype) for name, fact in tensors.items()}
     parts: dict[str, list[Contribution]] = {name: [] for name in tensors}
     for number, leaf in enumerate(leaves):
         name = leaf.tensor.name
@@ -78,13 +83,20 @@ def plan_scatter(leaves: Sequence[LeafWrite], mapping: LeafMapping) -> ScatterPl
             for piece in made.pull_back(box, refined=True, firsts=True):
                 if isinstance(piece, AffinePiece):  # nothing is computed, and fills go nowhere
                     ops = _inverse_ops(piece.ops, tensors[piece.source].dtype, leaf.values)
+                    if stored[piece.source] != tensors[piece.source].dtype:
+                        ops += (Cast(stored[piece.source]),)
                     part = Contribution(number, held, piece.box, piece.view, ops)
                     parts[piece.source].append(part)
     new = tuple(
-        NewTensor(name, dtype_from_numpy(fact.dtype, tensor=name), fact.shape)
+        NewTensor(name, dtype_from_numpy(stored[name], tensor=name), fact.shape)
         for name, fact in tensors.items()
     )
     return ScatterPlan(new, parts)
+
+
+def _stored(dtype: np.dtype, wanted: np.dtype | None) -> np.dtype:
+    is_floating = is_number(dtype) and not is_whole(dtype) and dtype.kind != "c"
+    return wanted if wanted is not None and is_floating else dtype
 
 
 def _inverse_ops(ops: Sequence[ValueOp], source: np.dtype, values: np.dtype) -> tuple[ValueOp, ...]:
