@@ -16,18 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
-FOUND = importlib.util.find_spec("tunix")
-if FOUND is None:
-    pytest.skip("google-tunix is not installed", allow_module_level=True)
 
 from family_models import make
 from flax import nnx
 
 import orbax_safetensors_layout as osl
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, transformers and Tunix
+FOUND = importlib.util.find_spec("tunix")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch, transformers and Tunix
+    pytest.mark.skipif(FOUND is None, reason="google-tunix is not installed"),
+]
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}
 SCALAR = {"query_pre_attn_scalar": 16}
@@ -54,14 +56,14 @@ def without_trainers(monkeypatch):
 
 def model_config(module, name, config):
     """The configuration of Tunix's model for one of Hugging Face's."""
-    gemma = name.startswith("gemma")
+    gemma, heads = name.startswith("gemma"), config["num_attention_heads"]
     facts = {
         "num_layers": config["num_hidden_layers"],
         "num_embed" if gemma else "vocab_size": config["vocab_size"],
         "embed_dim": config["hidden_size"],
         "hidden_dim": config.get("moe_intermediate_size") or config["intermediate_size"],
-        "num_heads": config["num_attention_heads"],
-        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "num_heads": heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "num_kv_heads": config["num_key_value_heads"],
     }
     if not gemma:
@@ -91,6 +93,8 @@ def model_config(module, name, config):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_the_real_model(tmp_path, name):
+    import torch
+
     where, kind, more = MODELS[name]
     module = importlib.import_module(f"tunix.models.{where}.model")
     folder, config, _, theirs = make(name, tmp_path, dtype="float32", **more)
