@@ -23,6 +23,7 @@ from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping.rules import check_mapping
 from orbax_safetensors_layout.options import MIB, Progress, WriteOptions
 from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.shards import ProcessShards
@@ -137,6 +138,7 @@ def _parse(
 ) -> SavedTree:
     """The tree. Of a save through a mapping only the tensors get the dtype of the options."""
     if mapping is not None:
+        check_mapping(mapping)
         if any(dtype is not None for dtype in dtypes or ()):
             raise ValueError(
                 "A save through a mapping has no dtypes of single leaves: leave out save_args, and"

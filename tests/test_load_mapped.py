@@ -243,6 +243,13 @@ def test_the_model_side(path, tensors):
     assert "layers.q" in mapping().explain(path, tree)
 
 
+def test_a_name_is_no_mapping(tmp_path, path):
+    with pytest.raises(TypeError, match=r"mapping='llama:plain' is no osl.Mapping"):
+        osl.load(path, mapping="llama:plain")
+    with pytest.raises(TypeError, match=r"is no osl\.Mapping"):
+        osl.save(tmp_path / "out", {"a": np.ones(2)}, mapping="llama:plain")
+
+
 def test_everything_wrong_in_one_error(path, tensors):
     shapes = {name: value.shape for name, value in reference(tensors).items()}
     tree = {name: jax.ShapeDtypeStruct(shape, BF16) for name, shape in shapes.items()}

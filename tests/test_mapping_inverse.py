@@ -386,8 +386,8 @@ def test_shapes_that_leaves_do_not_tell():
         "The mapping can not save: 2 problems.\n"
         "  - no rule makes leaf 'zz'.\n"
         "  - leaf 'a': tensor('x').reshape(4, 6): reshape(4, 6) does not tell the shape that it is"
-        " given. Write it with rearrange, whose pattern does, or give the names and shapes of the"
-        " files as well."
+        " given. Write it with rearrange, whose pattern does, or save through mapping.like(path),"
+        " with a checkpoint that has the names and shapes."
     )
     with pytest.raises(
         MappingError, match=r"makes 'x' of shape \[4\], but leaf 'a' makes it \[3\]"

@@ -254,6 +254,7 @@ def test_ignored_and_unused_tensors():
         (lambda: rule("a.{i", tensor("x")), "a wildcard is written as"),
         (lambda: rule("a", None), "neither an expression nor a leaf to be tied to"),
         (lambda: rule("a", None, tied_to="b.{i}"), r"nothing gives {i} of 'b.{i}' a value"),
+        (lambda: Mapping({"a": tensor("b")}), r"takes a list of rules.*found: 'a'"),
         (lambda: Mapping([], ignore="a["), r"Mapping\(ignore=...\): Pattern 'a\['"),
     ],
 )

@@ -136,6 +136,42 @@ def test_arithmetic_is_undone_in_the_dtype_that_it_is_done_in(tmp_path, factor):
     assert_same_bits(evaluate(made, {"q": leaf}), expected)
 
 
+def test_like_a_checkpoint(tmp_path):
+    """Shapes that leaves do not tell, and dtypes that were cast away."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.standard_normal(shape).astype(dtype)
+        for name, shape, dtype in (
+            ("q", (4, 6), BF16),
+            ("k", (2, 6), BF16),
+            ("w", (3, 8), np.float32),
+            ("n", (5,), BF16),
+        )
+    }
+    folder = tmp_path / "published"
+    osl.save(folder, tensors)
+    rules = osl.Mapping(
+        [
+            osl.rule("qk", osl.concat([osl.tensor("q"), osl.tensor("k")], 0).cast("float32")),
+            osl.rule("w", osl.tensor("w").reshape(6, 4)),
+            osl.rule("n", osl.tensor("n").cast("float32").pad(0, 1, 2)),
+        ]
+    )
+    model = osl.load(folder, mapping=rules)
+    with pytest.raises(osl.MappingError, match=r"mapping.like\(path\)") as caught:
+        osl.save(tmp_path / "out", model, mapping=rules)
+    assert "2 problems" in str(caught.value)
+    for number, known in enumerate((folder, {n: (t.shape, t.dtype) for n, t in tensors.items()})):
+        osl.save(tmp_path / f"{number}", model, mapping=rules.like(known))
+        found = read_all(tmp_path / f"{number}")
+        assert set(found) == set(tensors)
+        for name, value in tensors.items():
+            assert_same_bits(found[name], value)
+    model["w"] = model["w"][:3]
+    with pytest.raises(osl.MappingError, match=r"leaf 'w' has shape \[3, 4\]"):
+        osl.save(tmp_path / "out", model, mapping=rules.like(folder))
+
+
 DTYPED = """
 from jax.sharding import Mesh
 import numpy as np

@@ -23,7 +23,8 @@ def fingerprint(mapping: Mapping) -> str:
         >>> repr(one) == repr(two), fingerprint(one) == fingerprint(two)
         (True, False)
     """
-    facts = [_facts(rule) for rule in mapping.rules], mapping.ignore, mapping.strict
+    files = None if mapping.files is None else [*mapping.files.known()]
+    facts = [_facts(rule) for rule in mapping.rules], mapping.ignore, mapping.strict, files
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.mapping.builders import concatenated, stacked
 from orbax_safetensors_layout.mapping.expression import Expr, as_expr, given
 from orbax_safetensors_layout.mapping.extents import Extent
 from orbax_safetensors_layout.mapping.facts import Facts
-from orbax_safetensors_layout.mapping.inference import Inference
+from orbax_safetensors_layout.mapping.inference import LIKE, Inference
 from orbax_safetensors_layout.mapping.names import Captures, is_index, substitute
 from orbax_safetensors_layout.mapping.problems import Problem, Problems, gather
 
@@ -142,7 +142,7 @@ class Concat(Expr):
         if sizes.count(None) > 1 or not shape[axis].exact:
             raise MappingError(
                 f"{self!r} does not tell how long its parts are along axis {axis}",
-                hint="Give concat(..., sizes=[...]), or the names and shapes of the files as well.",
+                hint=f"Give concat(..., sizes=[...]), or {LIKE}.",
             )
         rest = shape[axis].n - sum(size or 0 for size in sizes)
         if rest < 0 or (rest and None not in sizes):

@@ -22,6 +22,7 @@ from orbax_safetensors_layout.mapping.builders import (
     taken,
 )
 from orbax_safetensors_layout.mapping.extents import Extent, product, quotient
+from orbax_safetensors_layout.mapping.inference import LIKE
 from orbax_safetensors_layout.mapping.shaping import inverse_permutation
 from orbax_safetensors_layout.mapping.values import ValueOp
 
@@ -138,8 +139,7 @@ class Reshape:
     def operand_extents(self, result: Extents) -> Extents:
         raise MappingError(
             f"{self} does not tell the shape that it is given",
-            hint="Write it with rearrange, whose pattern does, or give the names and shapes of"
-            " the files as well.",
+            hint=f"Write it with rearrange, whose pattern does, or {LIKE}.",
         )
 
 
