@@ -32,6 +32,7 @@ from orbax_safetensors_layout.plan.spread import (
     Stage,
     plan_spread,
 )
+from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.transfer._jax import DistributedStore
 from orbax_safetensors_layout.transfer.coordination import Agreement, Group
 from orbax_safetensors_layout.transfer.spread import Gathered, Slots, stays_on_devices
@@ -49,7 +50,7 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> Group:
     if options.replicated == "each" or jax.process_count() == 1:
         return Group.alone()
     return Group(
-        os.fspath(path),
+        redact_urls(os.fsdecode(path)),
         jax.process_index(),
         jax.process_count(),
         DistributedStore.connect(),

@@ -9,6 +9,7 @@ from unittest import mock
 import obstore
 import pytest
 from obstore import exceptions
+from remote_checks import shown
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.cloud_client import classify, open_client
@@ -83,6 +84,42 @@ def test_files_elsewhere(home, environment, tmp_path):
 def test_the_environment_goes_before_the_files(home, environment):
     environment.update(AWS_ACCESS_KEY_ID="id", AWS_SECRET_ACCESS_KEY="key", AWS_REGION="eu-north-1")
     assert not {"access_key_id", "secret_access_key", "session_token", "region"} & set(config())
+
+
+def test_a_default_of_the_environment_goes_before_the_files(home, environment):
+    environment["AWS_PROFILE"] = "other"
+    environment.update(AWS_DEFAULT_REGION="eu-north-1", AWS_ENDPOINT="http://localhost:2")
+    assert not {"region", "endpoint"} & set(config())
+
+
+def test_files_in_a_home_that_is_written_as_one(home, environment):
+    environment["AWS_SHARED_CREDENTIALS_FILE"] = "~/keys"
+    (home / ".aws" / "credentials").rename(home / "keys")
+    assert config()["access_key_id"] == "default-id"
+
+
+def test_a_user_without_a_home_has_no_files(environment, monkeypatch):
+    """As in a container that runs under a number nobody has a name for."""
+    del environment["HOME"]
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
+    environment["AWS_REGION"] = "eu-north-1"
+    assert config()["bucket"] == "bucket"
+
+
+@pytest.mark.parametrize("text", ["no section\nhunter2hunter2\n", "[default]\nhunter2hunter2\n"])
+def test_a_malformed_file_is_named_and_not_shown(home, text):
+    (home / ".aws" / "credentials").write_text(text)
+    with pytest.raises(osl.StorageError, match=r"credentials is malformed") as caught:
+        client()
+    assert "hunter2" not in shown(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tab\there", "../other", "a/./b"])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_path_that_no_object_can_have(environment, scheme, name):
+    environment.update(AWS_SKIP_SIGNATURE="true", STORAGE_EMULATOR_HOST="localhost:1")
+    with pytest.raises(osl.StorageError, match=r"after 1 attempt.*Could not parse path"):
+        osl.load(f"{scheme}://bucket/{name}")
 
 
 @pytest.mark.parametrize(

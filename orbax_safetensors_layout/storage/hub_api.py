@@ -10,6 +10,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.storage.http import Headers
 from orbax_safetensors_layout.storage.hub_path import HubPath
 from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
@@ -133,7 +134,7 @@ class Repository:
         Args:
             headers: Those of the answer.
         """
-        page = f"{self._endpoint}/{self._path.repo_id}"
+        page = redact_urls(f"{self._endpoint}/{self._path.repo_id}")
         if headers.get("X-Error-Code") == "GatedRepo":
             return f"Accept its conditions at {page} and set HF_TOKEN to a token of that account."
         return "Set HF_TOKEN to a token that may read it, or log in with `hf auth login`."
