@@ -300,7 +300,8 @@ class PreparedSave:
     ) -> WriteStats:
         options = self._options
         files = FileSet(storage, folder, durable=options.fsync, digest=options.digests)
-        pool = WritePool(self._options.writers, storage.interrupt)
+        check = functools.partial(group.check, "saving")
+        pool = WritePool(self._options.writers, storage.interrupt, check)
         step = functools.partial(_step, group, storage, pool)
         stats = WriteStats()
         agree = self._agreement() if self.plan.process_count > 1 else None

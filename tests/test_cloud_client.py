@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import obstore
@@ -159,8 +160,31 @@ def test_azure_without_an_account_says_what_is_missing():
     assert "account" in str(caught.value).lower()
 
 
+AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "me", "AZURE_STORAGE_ACCOUNT_KEY": "aGlkZGVu"}
+
+
+def test_azures_listings_name_versions_without_the_quotes_of_its_answers(environment, monkeypatch):
+    environment.update(AZURE)
+    meta = {"path": "model/f", "size": 3, "e_tag": "0x8D", "version": None}
+    meta["last_modified"] = datetime.datetime.now(datetime.UTC)
+    asked = []
+
+    def get(client, key, options):
+        asked.append(options["if_match"])
+        return SimpleNamespace(meta={**meta, "e_tag": '"0x8D"'}, stream=lambda **_: [b"abc"])
+
+    monkeypatch.setattr(obstore, "list_with_delimiter", lambda *_: {"objects": [meta]})
+    monkeypatch.setattr(obstore, "get", get)
+    storage, folder = open_storage("az://container/model", retries=POLICY)
+    with storage:
+        assert storage.list(folder) == ["f"]
+        data = bytearray(3)
+        storage.read_into(f"{folder}/f", 0, [memoryview(data)])
+    assert (data, asked) == (b"abc", ['"0x8D"'])
+
+
 def test_azure_with_an_account(environment):
-    environment.update(AZURE_STORAGE_ACCOUNT_NAME="me", AZURE_STORAGE_ACCOUNT_KEY="aGlkZGVu")
+    environment.update(AZURE)
     assert isinstance(client("az"), obstore.store.AzureStore)
 
 

@@ -110,6 +110,15 @@ def test_listing_and_looking(place):
         assert storage.size(join(folder, "with space")) == len("with space")
 
 
+@on_servers
+def test_what_tools_put_for_a_folder_is_no_file_in_it(remote):
+    for name in ("folder/", "folder/f"):
+        remote.put(name, b"")
+    storage, folder = opened(remote)
+    with storage:
+        assert storage.list(join(folder, "folder")) == ["f"]
+
+
 @on_listing
 def test_a_listing_of_many_files_is_complete(place):
     names = [f"f{number:04}" for number in range(60)]

@@ -53,7 +53,10 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, meta: Any) -> Self:
-        return cls(meta["size"], meta["e_tag"], meta["version"], meta["last_modified"])
+        tag = meta["e_tag"]
+        if tag and not tag.startswith(('"', "W/")):  # Azure's listings leave the quotes out
+            tag = f'"{tag}"'
+        return cls(meta["size"], tag, meta["version"], meta["last_modified"])
 
     def is_same(self, other: _Seen) -> bool:
         """Whether two looks saw one object, by all that both tell."""
@@ -107,15 +110,16 @@ class CloudStorage:
         return True
 
     def list(self, folder: str) -> list[str]:
-        prefix = self._key(folder)
+        key = self._key(folder)
+        prefix = f"{key}/" if key else ""
         found = self._run(
-            lambda: obstore.list_with_delimiter(self._client(), prefix or None), "listing", folder
+            lambda: obstore.list_with_delimiter(self._client(), key or None), "listing", folder
         )
         names = []
         for meta in found["objects"]:
-            name = meta["path"].removeprefix(f"{prefix}/" if prefix else "")
-            names.append(name)
-            self._remember(f"{self._root}{meta['path']}", _Seen.of(meta))
+            if meta["path"].startswith(prefix):  # else it is what some tools put for the folder
+                names.append(meta["path"].removeprefix(prefix))
+                self._remember(f"{self._root}{meta['path']}", _Seen.of(meta))
         return sorted(names)
 
     def read_into(

@@ -88,7 +88,6 @@ def gather(
     def deliver(
         number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Callable[[], object]:
-        check()
         block, (values,) = blocks[number], parts
         done[0] += values.nbytes
         if progress is not None:
@@ -102,7 +101,9 @@ def gather(
         adopt=False,
         in_order=storage.appends,
     )
-    stats = read_leaves(reads, storage, deliver=deliver, convert=lambda _, value: value)
+    stats = read_leaves(
+        reads, storage, deliver=deliver, convert=lambda _, value: value, check=check
+    )
     pool.join()
     written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
     return WriteStats(bytes_written=written, bytes_read=stats.bytes_read)
