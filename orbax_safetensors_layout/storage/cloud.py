@@ -8,9 +8,12 @@ itself. docs/storage.md has the figures behind the choice.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import functools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self, TypeVar
 
 import obstore
@@ -18,7 +21,7 @@ from obstore import exceptions
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank, join
 from orbax_safetensors_layout.storage.buffers import fill, truncated
 from orbax_safetensors_layout.storage.cloud_client import (
     NOT_FOUND,
@@ -33,6 +36,9 @@ from orbax_safetensors_layout.storage.retry import Retrier
 T = TypeVar("T")
 
 _LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
+_LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
+_REQUESTS, _UPLOADS, _COPIES = "requests", "uploads", "copies"  # what clients are for
+_AT_ONCE = 16
 _REPLACED_HINT = "Load again when nothing writes to the checkpoint."
 
 
@@ -87,12 +93,19 @@ class CloudStorage:
     def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:
         self.kind = kind
         self._root = f"{kind}://{bucket}/"
-        self._retrier = Retrier(retries or RetryPolicy())
-        self._make_client: Callable[[bool], Client] = lambda retrying: open_client(
-            kind, bucket, self._retrier.policy, retrying=retrying
+        policy = retries or RetryPolicy()
+        patient = dataclasses.replace(
+            policy, attempt_seconds=max(policy.attempt_seconds, _LONGEST_COPY_SECONDS)
         )
-        self._clients: dict[bool, Client] = {}  # by whether they try again by themselves
+        self._retrier = Retrier(policy)
+        self._makers: dict[str, Callable[[], Client]] = {
+            _REQUESTS: lambda: open_client(kind, bucket, policy, retrying=False),
+            _UPLOADS: lambda: open_client(kind, bucket, policy, retrying=True),
+            _COPIES: lambda: open_client(kind, bucket, patient, retrying=False),
+        }
+        self._clients: dict[str, Client] = {}
         self._seen: dict[str, _Seen] = {}
+        self._written: dict[str, _Seen] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -157,14 +170,15 @@ class CloudStorage:
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         self._forget(file)
         key = self._key(file)
+        done = functools.partial(self._wrote, file)
         if size <= part_bytes(size):
             put = self._client()
 
             def put_whole(data: Any) -> None:
                 self._run(lambda: obstore.put(put, key, data, use_multipart=False), "writing", file)
 
-            return CloudFileWriter(file, size, put_whole=put_whole)
-        client = self._client(retrying=True)
+            return CloudFileWriter(file, size, put_whole=put_whole, done=done)
+        client = self._client(_UPLOADS)
 
         def put_parts(parts: Any, chunk: int, concurrency: int) -> None:
             obstore.put(
@@ -176,7 +190,7 @@ class CloudStorage:
                 max_concurrency=concurrency,
             )
 
-        return CloudFileWriter(file, size, put_parts=put_parts)
+        return CloudFileWriter(file, size, put_parts=put_parts, done=done)
 
     def copy(self, source: str, target: str) -> None:
         """Copies an object within the bucket: in the store, or through this process if too large.
@@ -189,8 +203,11 @@ class CloudStorage:
         if seen.size <= _LARGEST_COPY_BYTES.get(self.kind, seen.size):
             keys = self._key(source), self._key(target)
             self._run(
-                lambda: obstore.copy(self._client(), *keys, overwrite=True), "copying", source
+                lambda: obstore.copy(self._client(_COPIES), *keys, overwrite=True),
+                "copying",
+                source,
             )
+            self._wrote(target)
             return
         writer = self.create(target, seen.size, durable=True)
         try:
@@ -212,6 +229,20 @@ class CloudStorage:
             return StagedCopy(target, self, rank)
         return InPlace(target, self, rank, scratch)
 
+    def check_written(self, folder: str) -> None:
+        inside = join(folder, "")
+        with self._lock:
+            written = [(f, seen) for f, seen in self._written.items() if f.startswith(inside)]
+
+        def check(file: str, seen: _Seen) -> None:
+            if not seen.is_same(self._written_now(file)):
+                raise _not_alone(file)
+
+        if written:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(written)), "safetensors-check") as pool:
+                for checked in [pool.submit(check, *pair) for pair in written]:
+                    checked.result()
+
     def make_folder(self, folder: str) -> None:
         pass  # it is there as soon as something is in it
 
@@ -231,8 +262,9 @@ class CloudStorage:
 
         self._run(remove, "removing", path)
         with self._lock:
-            for file in [f for f in self._seen if f == path or f.startswith(f"{path}/")]:
-                del self._seen[file]
+            for known in (self._seen, self._written):
+                for file in [f for f in known if f == path or f.startswith(f"{path}/")]:
+                    del known[file]
 
     def interrupt(self) -> None:
         self._retrier.interrupt()
@@ -248,13 +280,13 @@ class CloudStorage:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _client(self, *, retrying: bool = False) -> Client:
+    def _client(self, use: str = _REQUESTS) -> Client:
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed", file=self._root)
-            client = self._clients.get(retrying)
+            client = self._clients.get(use)
             if client is None:
-                client = self._clients[retrying] = self._make_client(retrying)
+                client = self._clients[use] = self._makers[use]()
             return client
 
     def _run(self, call: Callable[[], T], doing: str, path: str) -> T:
@@ -291,6 +323,19 @@ class CloudStorage:
     def _forget(self, file: str) -> None:
         with self._lock:
             self._seen.pop(file, None)
+            self._written.pop(file, None)
+
+    def _wrote(self, file: str) -> None:
+        """Looks at an object that is new. What an upload tells of it, not all stores tell alike."""
+        seen = self._written_now(file)
+        with self._lock:
+            self._seen[file] = self._written[file] = seen
+
+    def _written_now(self, file: str) -> _Seen:
+        try:
+            return self._head(file)
+        except CheckpointNotFoundError:
+            raise _not_alone(file) from None
 
 
 def _replaced(file: str, offset: int, total: int) -> StorageError:
@@ -300,4 +345,14 @@ def _replaced(file: str, offset: int, total: int) -> StorageError:
         expected="the object that was there when it was first looked at",
         found="another, or none",
         hint=_REPLACED_HINT,
+    )
+
+
+def _not_alone(file: str) -> StorageError:
+    return StorageError(
+        "another program has written to the folder at the same time",
+        file=file,
+        expected="the object that this one has written",
+        found="another, or none",
+        hint="Save again, each program to a folder of its own.",
     )
