@@ -34,7 +34,7 @@ class Place(Protocol):
     """
 
     url: str
-    server: ObjectServer | None
+    server: ObjectServer | ReadOnlyServer | None
 
     def put(self, name: str, data: bytes) -> None:
         """Stores a file, in place of one that is there: another one, not the same written to."""
@@ -56,7 +56,7 @@ class Place(Protocol):
 class LocalPlace:
     """A local folder."""
 
-    server = None
+    server: ReadOnlyServer | None = None
 
     def __init__(self, folder: Path) -> None:
         self.url = str(folder)
@@ -86,6 +86,7 @@ class WebPlace(LocalPlace):
     def __init__(self, server: ReadOnlyServer) -> None:
         name = uuid.uuid4().hex
         super().__init__(server.folder / name)
+        self.server = server
         (server.folder / name).mkdir()
         self.url = f"{server.url}/files/{name}"
 
@@ -96,6 +97,7 @@ class HubPlace(LocalPlace):
     def __init__(self, server: ReadOnlyServer) -> None:
         name = uuid.uuid4().hex
         super().__init__(server.folder / name / "0")
+        self.server = server
         self._folder.mkdir(parents=True)
         self.url = f"hf://org/{name}"
 
@@ -117,7 +119,7 @@ class BucketPlace:
     """A prefix in the bucket of a server."""
 
     def __init__(self, server: ObjectServer) -> None:
-        self.server: ObjectServer | None = server
+        self.server: ObjectServer | ReadOnlyServer | None = server
         self._server = server
         self._prefix = uuid.uuid4().hex
         self.url = f"{server.kind}://{BUCKET}/{self._prefix}"
@@ -165,10 +167,10 @@ def place(server: ObjectServer | ReadOnlyServer | None, folder: Path) -> Iterato
         yield LocalPlace(folder)
         shutil.rmtree(folder)
         return
-    if isinstance(server, ReadOnlyServer):
-        yield HubPlace(server) if server.kind == "hf" else WebPlace(server)
-        return
     server.fail()
     server.take_log()
-    yield BucketPlace(server)
+    if isinstance(server, ObjectServer):
+        yield BucketPlace(server)
+    else:
+        yield HubPlace(server) if server.kind == "hf" else WebPlace(server)
     server.fail()

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, llama_like, save
+from faults import Fault
 from faulty import FaultyStorage
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from object_server import Fault
 
 import orbax_safetensors_layout as osl
 

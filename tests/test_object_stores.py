@@ -17,10 +17,11 @@ import numpy as np
 import obstore
 import pytest
 from checkpoints import assert_same_bits, llama_like, save
+from faults import Fault
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multiprocess import run_processes
-from object_server import BUCKET, Fault
+from object_server import BUCKET
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.resolve import open_storage

@@ -164,7 +164,11 @@ class CloudStorage:
 
     def check_unchanged(self, file: str) -> None:
         seen = self._look(file)
-        if not seen.is_same(self._head(file)):
+        try:
+            is_same = seen.is_same(self._head(file))
+        except CheckpointNotFoundError:
+            is_same = False
+        if not is_same:
             raise _replaced(file, 0, seen.size)
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
