@@ -75,7 +75,7 @@ def load(
 
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file; also as a
-            `gs://`, `s3://` or `az://` URL.
+            `gs://`, `s3://`, `az://`, `hf://` or `https://` URL.
         abstract: The tree that is wanted; see `orbax_safetensors_layout.tree.WantedTree`. Where
             a leaf's dtype is not the file's, values are cast; a cast to integers that do not
             hold the values, or of a 64-bit value that JAX can not hold because x64 is off, is an

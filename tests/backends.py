@@ -11,18 +11,24 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import azurite
 from object_server import BUCKET, ObjectServer, configured, object_server
 from read_only_servers import ReadOnlyServer, read_only_server
 
 REMOTE = ("s3", "gs")
 READ_ONLY = ("hf", "https")
-BACKENDS = ("local", *REMOTE, *READ_ONLY)
+AZURE = ("az",) if azurite.COMMAND else ()  # without faults and a log
+BACKENDS = ("local", *REMOTE, *AZURE, *READ_ONLY)
 WRITABLE = tuple(kind for kind in BACKENDS if kind not in READ_ONLY)
 LISTING = tuple(kind for kind in BACKENDS if kind != "https")
+
+
+Running = ObjectServer | ReadOnlyServer | Callable[[], azurite.AzurePlace] | None
+"""What a backend has for a test session."""
 
 
 class Place(Protocol):
@@ -139,7 +145,7 @@ class BucketPlace:
 
 
 @contextlib.contextmanager
-def running(kind: str) -> Iterator[ObjectServer | ReadOnlyServer | None]:
+def running(kind: str) -> Iterator[Running]:
     """What a backend needs for a test session; one for all places."""
     if kind == "local":
         yield None
@@ -151,12 +157,16 @@ def running(kind: str) -> Iterator[ObjectServer | ReadOnlyServer | None]:
         ):
             yield server
         return
+    if kind in AZURE:
+        with azurite.azurite() as make_place:
+            yield make_place
+        return
     with object_server(kind) as server, configured(server):
         yield server
 
 
 @contextlib.contextmanager
-def place(server: ObjectServer | ReadOnlyServer | None, folder: Path) -> Iterator[Place]:
+def place(server: Running, folder: Path) -> Iterator[Place]:
     """A fresh place.
 
     Args:
@@ -166,6 +176,9 @@ def place(server: ObjectServer | ReadOnlyServer | None, folder: Path) -> Iterato
     if server is None:
         yield LocalPlace(folder)
         shutil.rmtree(folder)
+        return
+    if not isinstance(server, ObjectServer | ReadOnlyServer):
+        yield server()
         return
     server.fail()
     server.take_log()

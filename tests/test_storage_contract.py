@@ -136,6 +136,17 @@ def test_what_tools_put_for_a_folder_is_no_file_in_it(remote):
 
 
 @on_listing
+def test_what_was_listed_is_read_and_unchanged(place):
+    place.put("f", DATA)
+    storage, folder = opened(place)
+    file = join(folder, "f")
+    with storage:
+        assert storage.list(folder) == ["f"]
+        assert read(storage, file, 7, [9]) == DATA[7:16]
+        storage.check_unchanged(file)
+
+
+@on_listing
 def test_a_listing_of_many_files_is_complete(place):
     names = [f"f{number:04}" for number in range(60)]
     for name in names:
