@@ -23,6 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "redaction",
         "errors",
         "units",
+        "profiles",
         "options",
         "geometry",
         "storage",

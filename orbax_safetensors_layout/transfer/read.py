@@ -27,6 +27,8 @@ from orbax_safetensors_layout.transfer.destinations import Destination, Room, de
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
 from orbax_safetensors_layout.transfer.workers import Then, Workers
 
+_CACHE_PROBES = 16
+
 Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
 """Takes a leaf's number, some of its boxes by number, and their values. What it returns, if
 anything, is called before the buffers count as free: it waits for a transfer."""
@@ -115,7 +117,7 @@ class _Reader:
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
-        threads = plan.profile.concurrency
+        threads = _threads(plan, storage)
         self._workers = Workers(threads, "safetensors-read", storage.interrupt, check)
         self._budget = Budget(plan.memory_budget_bytes)
         self._tiles: dict[tuple[int, int], _OpenTile] = {}
@@ -289,6 +291,17 @@ class _Reader:
         if self._progress is not None:
             name = self._plan.leaves[region.leaf].name
             self._progress(Progress(self._done_bytes, self._total_bytes, name))
+
+
+def _threads(plan: ReadPlan, storage: RangeReader) -> int:
+    """Requests at once: fewer where the page cache holds what some regions begin with."""
+    profile = plan.profile
+    if profile.cached_concurrency is None or not isinstance(storage, LocalStorage):
+        return profile.concurrency
+    starts = [(file, region.start) for file, regions in plan.batches for region in regions]
+    sample = starts[:: -(-len(starts) // _CACHE_PROBES) or 1]
+    cached = all(storage.is_cached(file, offset) for file, offset in sample)
+    return profile.cached_concurrency if cached else profile.concurrency
 
 
 def _adoptable(region: Region) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -96,8 +95,10 @@ class Workers:
     def _next(self) -> Then | _Failure:
         while True:
             self._check()
-            with contextlib.suppress(queue.Empty):
+            try:
                 return self._events.get(timeout=_CHECK_SECONDS)
+            except queue.Empty:
+                continue
 
     def take_finished(self) -> None:
         """Does what follows from all work that is finished."""
