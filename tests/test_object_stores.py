@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import re
 import sys
 import threading
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multiprocess import run_processes
 from object_server import BUCKET
+from remote_checks import shown
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.resolve import open_storage
@@ -117,6 +119,19 @@ def test_a_file_and_patterns(place, tmp_path):
     loaded = osl.load(f"{place.url}/model.safetensors", only="*norm*")
     assert set(loaded) == {name for name in tensors if "norm" in name}
     assert set(osl.metadata(place.url)) == set(tensors)
+
+
+def test_no_log_and_no_error_shows_a_secret(place, tmp_path, caplog):
+    upload(place, save(tmp_path, llama_like(layers=1)))
+    caplog.set_level(logging.DEBUG)
+    options = osl.ReadOptions(retries=osl.RetryPolicy(attempts=2, base_seconds=0))
+    osl.load(place.url)
+    for status in (403, 500):
+        place.server.fail(Fault("status", status=status, times=99))
+        with pytest.raises(osl.StorageError) as caught:
+            osl.load(place.url, options=options)
+        assert "not-a-real-secret" not in shown(caught.value) + caplog.text
+        assert "Signature" not in shown(caught.value) + caplog.text
 
 
 def test_nothing_there(place):

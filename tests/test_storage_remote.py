@@ -295,6 +295,13 @@ def test_unknown_repository_revision_and_file(hub, folder):
         assert not osl.is_safetensors_checkpoint(path)
 
 
+def test_an_endpoint_that_is_none_is_told_at_once(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "huggingface.example")
+    error = failure("hf://org/model")
+    assert error.message == "HF_ENDPOINT is no http or https URL"
+    assert error.found == "huggingface.example"
+
+
 def test_offline_mode_is_respected(hub, folder):
     hub.add("org/model", folder)
     code = (

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import obstore
 from obstore import exceptions
@@ -29,6 +28,7 @@ from orbax_safetensors_layout.storage.cloud_client import (
     classify,
     open_client,
 )
+from orbax_safetensors_layout.storage.cloud_object import Seen, not_alone, replaced
 from orbax_safetensors_layout.storage.cloud_publish import InPlace, StagedCopy
 from orbax_safetensors_layout.storage.cloud_write import CloudFileWriter, part_bytes
 from orbax_safetensors_layout.storage.retry import Retrier
@@ -39,38 +39,6 @@ _LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
 _LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
 _REQUESTS, _UPLOADS, _COPIES = "requests", "uploads", "copies"  # what clients are for
 _AT_ONCE = 16
-_REPLACED_HINT = "Load again when nothing writes to the checkpoint."
-
-
-class _Seen(NamedTuple):
-    """An object as it was when it was first looked at.
-
-    Attributes:
-        size: Its bytes.
-        tag: Its ETag, if the store tells one.
-        version: Its generation or version, if the store tells one. Listings do not.
-        modified: When it was written.
-    """
-
-    size: int
-    tag: str | None
-    version: str | None
-    modified: datetime.datetime
-
-    @classmethod
-    def of(cls, meta: Any) -> Self:
-        tag = meta["e_tag"]
-        if tag and not tag.startswith(('"', "W/")):  # Azure's listings leave the quotes out
-            tag = f'"{tag}"'
-        return cls(meta["size"], tag, meta["version"], meta["last_modified"])
-
-    def is_same(self, other: _Seen) -> bool:
-        """Whether two looks saw one object, by all that both tell."""
-        if self.size != other.size or (self.tag and other.tag and self.tag != other.tag):
-            return False
-        if self.version and other.version:
-            return self.version == other.version
-        return bool(self.tag and other.tag) or self.modified == other.modified
 
 
 class CloudStorage:
@@ -104,8 +72,8 @@ class CloudStorage:
             _COPIES: lambda: open_client(kind, bucket, patient, retrying=False),
         }
         self._clients: dict[str, Client] = {}
-        self._seen: dict[str, _Seen] = {}
-        self._written: dict[str, _Seen] = {}
+        self._seen: dict[str, Seen] = {}
+        self._written: dict[str, Seen] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -132,7 +100,7 @@ class CloudStorage:
         for meta in found["objects"]:
             if meta["path"].startswith(prefix):  # else it is what some tools put for the folder
                 names.append(meta["path"].removeprefix(prefix))
-                self._remember(f"{self._root}{meta['path']}", _Seen.of(meta))
+                self._remember(f"{self._root}{meta['path']}", Seen.of(meta))
         return sorted(names)
 
     def read_into(
@@ -147,18 +115,18 @@ class CloudStorage:
             self._run(lambda: self._fetch(file, seen, offset, total, buffers), doing, file)
 
     def _fetch(
-        self, file: str, seen: _Seen, offset: int, total: int, buffers: Sequence[Buffer]
+        self, file: str, seen: Seen, offset: int, total: int, buffers: Sequence[Buffer]
     ) -> None:
         options: Any = {"range": (offset, offset + total)}
         if seen.tag and not seen.tag.startswith("W/"):  # a weak one never matches (RFC 9110, 13.1)
             options["if_match"] = seen.tag
         try:
             result = obstore.get(self._client(), self._key(file), options=options)
-            if not seen.is_same(_Seen.of(result.meta)):  # a server that knows no If-Match
-                raise _replaced(file, offset, total)
+            if not seen.is_same(Seen.of(result.meta)):  # a server that knows no If-Match
+                raise replaced(file, offset, total)
             got = fill(buffers, result.stream(min_chunk_size=0))
         except (exceptions.PreconditionError, *NOT_FOUND):
-            raise _replaced(file, offset, total) from None
+            raise replaced(file, offset, total) from None
         if got != total:
             raise ConnectionError(f"the body has {got} bytes in place of {total}")
 
@@ -169,7 +137,7 @@ class CloudStorage:
         except CheckpointNotFoundError:
             is_same = False
         if not is_same:
-            raise _replaced(file, 0, seen.size)
+            raise replaced(file, 0, seen.size)
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         self._forget(file)
@@ -238,9 +206,9 @@ class CloudStorage:
         with self._lock:
             written = [(f, seen) for f, seen in self._written.items() if f.startswith(inside)]
 
-        def check(file: str, seen: _Seen) -> None:
+        def check(file: str, seen: Seen) -> None:
             if not seen.is_same(self._written_now(file)):
-                raise _not_alone(file)
+                raise not_alone(file)
 
         if written:
             with ThreadPoolExecutor(min(_AT_ONCE, len(written)), "safetensors-check") as pool:
@@ -301,18 +269,18 @@ class CloudStorage:
             raise StorageError("the path is in another bucket", file=path, expected=self._root)
         return path[len(self._root) :].rstrip("/")
 
-    def _look(self, file: str) -> _Seen:
+    def _look(self, file: str) -> Seen:
         """An object as it was first seen."""
         with self._lock:
             seen = self._seen.get(file)
         return seen or self._remember(file, self._head(file))
 
-    def _head(self, file: str) -> _Seen:
+    def _head(self, file: str) -> Seen:
         key = self._key(file)
 
-        def head() -> _Seen:
+        def head() -> Seen:
             try:
-                return _Seen.of(obstore.head(self._client(), key))
+                return Seen.of(obstore.head(self._client(), key))
             except NOT_FOUND:
                 raise CheckpointNotFoundError("no such object", file=file) from None
 
@@ -320,7 +288,7 @@ class CloudStorage:
             raise CheckpointNotFoundError("a bucket is no file", file=file)
         return self._run(head, "looking", file)
 
-    def _remember(self, file: str, seen: _Seen) -> _Seen:
+    def _remember(self, file: str, seen: Seen) -> Seen:
         with self._lock:
             return self._seen.setdefault(file, seen)
 
@@ -335,28 +303,8 @@ class CloudStorage:
         with self._lock:
             self._seen[file] = self._written[file] = seen
 
-    def _written_now(self, file: str) -> _Seen:
+    def _written_now(self, file: str) -> Seen:
         try:
             return self._head(file)
         except CheckpointNotFoundError:
-            raise _not_alone(file) from None
-
-
-def _replaced(file: str, offset: int, total: int) -> StorageError:
-    return StorageError(
-        f"the object was replaced or removed before bytes [{offset}, {offset + total}) were read",
-        file=file,
-        expected="the object that was there when it was first looked at",
-        found="another, or none",
-        hint=_REPLACED_HINT,
-    )
-
-
-def _not_alone(file: str) -> StorageError:
-    return StorageError(
-        "another program has written to the folder at the same time",
-        file=file,
-        expected="the object that this one has written",
-        found="another, or none",
-        hint="Save again, each program to a folder of its own.",
-    )
+            raise not_alone(file) from None
