@@ -115,6 +115,8 @@ class ReadOptions:
                 f'ReadOptions.replicated is {self.replicated!r}; it must be "each" or "read_once".'
             )
         _check_timeout(self)
+        _check_progress(self)
+        _check_retries(self)
         for name in ("mmap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
@@ -220,8 +222,8 @@ class WriteOptions:
         if type(below) is not int or below < 0:
             raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
         _check_timeout(self)
-        if not (isinstance(self.progress, bool) or callable(self.progress)):
-            raise ValueError(f"WriteOptions.progress is {self.progress!r}; a bool or a function.")
+        _check_progress(self)
+        _check_retries(self)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _floating(self.dtype))
         _check_metadata(self.metadata)
@@ -306,6 +308,20 @@ def _check_timeout(options: ReadOptions | WriteOptions) -> None:
     if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
         kind = type(options).__name__
         raise ValueError(f"{kind}.timeout_seconds is {seconds!r}; a positive number.")
+
+
+def _check_progress(options: ReadOptions | WriteOptions) -> None:
+    progress: Any = options.progress
+    if not (isinstance(progress, bool) or callable(progress)):
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.progress is {progress!r}; a bool or a function.")
+
+
+def _check_retries(options: ReadOptions | WriteOptions) -> None:
+    retries: Any = options.retries
+    if not isinstance(retries, RetryPolicy):
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.retries is {retries!r}; a RetryPolicy(attempts=..., ...).")
 
 
 def _check_counts(options: object, names: tuple[str, ...]) -> None:

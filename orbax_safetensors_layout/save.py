@@ -201,8 +201,9 @@ class PreparedSave:
         manifest: What is written beside the tensors, if anything.
         options: How to write.
         scattered: What the files' tensors are made of, in a save through a mapping.
-        pieces_folder: Where the pieces are that files are put together from, if they are there
-            already; by default this save writes them, and removes them when it is done.
+        pieces: Where the pieces are that files are put together from, a storage and a folder, if
+            they are there already; by default this save writes them, and removes them when it is
+            done.
     """
 
     def __init__(
@@ -213,14 +214,14 @@ class PreparedSave:
         options: WriteOptions,
         *,
         scattered: ScatterPlan | None = None,
-        pieces_folder: str | None = None,
+        pieces: tuple[Storage, str] | None = None,
     ) -> None:
         self.plan = plan
         self._values = values
         self._manifest = manifest
         self._options = options
         self._scattered = scattered
-        self._pieces_folder = pieces_folder
+        self._pieces = pieces
 
     @classmethod
     def of(
@@ -322,7 +323,8 @@ class PreparedSave:
     ) -> WriteStats:
         options = self._options
         files = FileSet(storage, folder, durable=options.fsync, digest=options.digests)
-        pool = WritePool(self._options.writers, storage.interrupt)
+        check = functools.partial(group.check, "saving")
+        pool = WritePool(self._options.writers, storage.interrupt, check)
         step = functools.partial(_step, group, storage, pool)
         stats = WriteStats()
         agree = self._agreement() if self.plan.process_count > 1 else None
@@ -349,6 +351,7 @@ class PreparedSave:
             files.abort()
             self._values.release()
         with step("completing the folder"):
+            storage.check_written(folder)
             if group.is_leader:
                 self._complete(folder, storage, files.digests)
         return stats
@@ -390,7 +393,7 @@ class PreparedSave:
         progress: Callable[[Progress], None] | None,
     ) -> WriteStats:
         """Completes the files that need what other processes have written, or a mapping."""
-        pieces = self._pieces_folder or folder
+        pieces_storage, pieces_folder = self._pieces or (storage, folder)
         if self._scattered is not None:
             return scatter(
                 self.plan,
@@ -398,8 +401,8 @@ class PreparedSave:
                 files,
                 pool,
                 self._values,
-                storage,
-                pieces,
+                pieces_storage,
+                pieces_folder,
                 memory_budget_bytes=self._budget_bytes,
                 progress=progress,
                 check=functools.partial(group.check, _GATHERING),
@@ -410,8 +413,9 @@ class PreparedSave:
             self.plan,
             files,
             pool,
-            storage,
-            pieces,
+            pieces_storage,
+            pieces_folder,
+            in_order=storage.appends,
             memory_budget_bytes=self._budget_bytes,
             progress=progress,
             check=functools.partial(group.check, _GATHERING),
@@ -428,7 +432,7 @@ class PreparedSave:
             found |= {**digests, **self._others_digests(storage, folder)}
             documents[DIGESTS] = dump_digests(found)
         self._write_documents(storage, folder, documents)
-        own_pieces = self.plan.exchanges and self._pieces_folder is None
+        own_pieces = self.plan.exchanges and self._pieces is None
         if own_pieces or (self._options.digests and self.plan.process_count > 1):
             storage.remove(join(folder, PIECES_FOLDER))
         if self._options.fsync:

@@ -208,7 +208,6 @@ def _from_pieces(
     def deliver(
         number: int, boxes: Sequence[int], values: Sequence[np.ndarray]
     ) -> Callable[[], object] | None:
-        check()
         tensor, part = wanted[number]
         tensor.add(part, values[0])
         tensor.left -= 1
@@ -230,6 +229,7 @@ def _from_pieces(
         storage,
         deliver=deliver,
         convert=lambda number, values: values.view(leaves[number].dtype),
+        check=check,
     )
     return stats.bytes_read
 
