@@ -83,7 +83,7 @@ def load(
             Without a tree, a flat dict of numpy arrays comes back.
         mapping: What the leaves are made of; without one each leaf is the tensor of its name. A
             shard of a mapped leaf reads only its own bytes.
-        only: Without an abstract tree: glob patterns of the tensors to load
+        only: Without an abstract tree or a mapping: glob patterns of the tensors to load
             (`"model.layers.{0..15}.*"`).
         options: How to read.
 
@@ -245,8 +245,8 @@ def _wanted_tree(
         return recorded.tree() if only is None else None
     if only is not None:
         raise ValueError(
-            "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
-            " that are not wanted or put `...` in their place."
+            "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
+            " leave out of the tree the leaves that are not wanted, or put `...` in their place."
         )
     tree = WantedTree.parse(abstract)
     return tree if mapping is not None else recorded.settle(tree)

@@ -23,6 +23,7 @@ from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping.rules import check_mapping
 from orbax_safetensors_layout.options import Progress, WriteOptions
 from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.shards import ProcessShards
@@ -72,7 +73,9 @@ def save(
             and Python numbers, booleans and strings. A tensor is called by its dotted key path;
             a flat dict of Hugging Face names gives the files of Hugging Face.
         mapping: What the leaves are made of, as for `load`; the files get the tensors that it
-            takes, and nothing else is written beside them. The tree then holds arrays only.
+            takes, and nothing else is written beside them. The tree then holds arrays only. A
+            tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
+            says otherwise.
         options: How to write.
         overwrite: Replace a safetensors checkpoint that stands there.
 
@@ -123,8 +126,27 @@ def plan_save(
     """
     options = options or WriteOptions()
     shards = ProcessShards(process_index, process_count)
-    parsed = SavedTree.parse(abstract, options=options, shards=shards)
+    parsed = _parse(abstract, mapping, options, shards)
     return _plan(parsed, mapping, options, shards)[0]
+
+
+def _parse(
+    tree: Any,
+    mapping: LeafMapping | None,
+    options: WriteOptions,
+    shards: ProcessShards,
+    dtypes: Sequence[Any] | None = None,
+) -> SavedTree:
+    """The tree. Of a save through a mapping only the tensors get the dtype of the options."""
+    if mapping is not None:
+        check_mapping(mapping)
+        if any(dtype is not None for dtype in dtypes or ()):
+            raise ValueError(
+                "A save through a mapping has no dtypes of single leaves: leave out save_args, and"
+                " give WriteOptions.dtype, or a mapping that casts."
+            )
+        options = dataclasses.replace(options, dtype=None)
+    return SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
 
 
 def _plan(
@@ -136,18 +158,15 @@ def _plan(
             plan_writes(tree.leaves, options=options, process_index=index, process_count=count),
             None,
         )
-    if options.layout != "hf" or options.dtype is not None:
-        raise ValueError(
-            "A save through a mapping has layout 'hf', and the dtypes of its leaves unless the"
-            " mapping casts: leave out WriteOptions.layout and .dtype."
-        )
+    if options.layout != "hf":
+        raise ValueError("A save through a mapping has layout 'hf': leave out WriteOptions.layout.")
     values = [name for name, leaf in leaf_names(tree.node) if isinstance(leaf, ValueLeaf)]
     if values:
         raise MappingError(
             f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
             hint="Save the parameters alone.",
         )
-    scattered = plan_scatter(tree.leaves, mapping)
+    scattered = plan_scatter(tree.leaves, mapping, options.dtype)
     plan = plan_mapped_writes(
         tree.leaves,
         scattered.tensors,
@@ -229,15 +248,17 @@ class PreparedSave:
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         shards = ProcessShards()
-        parsed = SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
+        parsed = _parse(tree, mapping, options, shards, dtypes)
         parsed.check_concrete()
         plan, scattered = _plan(parsed, mapping, options, shards)
         values = HostValues(parsed.values, plan.leaves)
-        if scattered is not None:
-            return cls(plan, values, None, options, scattered=scattered)
+        manifest: Manifest | None = None
         if custom is not None:  # checked, and copied, now: the caller may change it
             data = Manifest("hf", custom=custom).to_json()
-            custom = parse_manifest(data, file=MANIFEST).custom
+            manifest = parse_manifest(data, file=MANIFEST)
+            custom = manifest.custom
+        if scattered is not None:
+            return cls(plan, values, manifest, options, scattered=scattered)
         stored = plan.stored if options.layout == "sharded" else None
         manifest = Manifest(
             layout=options.layout,

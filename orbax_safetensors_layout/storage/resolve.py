@@ -32,6 +32,8 @@ def open_storage(
             storage of this package serves its scheme.
     """
     text = os.fsdecode(path)
+    if not text or "\0" in text:  # an empty one would be the working folder
+        raise StorageError("no path", file=repr(text), expected="a local path or a URL")
     scheme, separator, rest = text.partition("://")
     if scheme in CLOUDS and separator:
         return _open_cloud(scheme, rest, retries)

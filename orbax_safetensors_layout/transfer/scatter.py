@@ -59,9 +59,7 @@ class _Tensor:
         if part.ops:
             values = apply_ops(values, part.ops)
         values = values.reshape(part.view.shape)
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in part.view.strides)
-        target = _writable_view(self._elements, part.view)
-        target[once] = values[once]
+        _writable_view(self._elements, part.view)[...] = values
 
     def write(self) -> None:
         """Writes it, complete; the last of a file completes that."""
