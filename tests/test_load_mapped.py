@@ -264,3 +264,10 @@ def test_pieces_that_cross_one_another(tmp_path, step):
     rows = [0, 1, 1, 2, 2, 3] if step > 0 else [1, 0, 2, 1, 3, 2]
     mapping = osl.Mapping([osl.rule("leaf", osl.tensor("t").take(0, rows).reshape(3, 2))])
     assert_same_bits(osl.load(path, mapping=mapping)["leaf"], tensor[rows].reshape(3, 2))
+
+
+def test_a_dict_is_no_mapping(tmp_path):
+    save(tmp_path, {"w": np.zeros(2, np.float32)})
+    leaf = jax.ShapeDtypeStruct((2,), np.float32)
+    with pytest.raises(TypeError, match=r"is a dict; expected an osl\.Mapping"):
+        osl.load(tmp_path, {"weight": leaf}, mapping={"weight": "w"})
