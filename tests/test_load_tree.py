@@ -353,6 +353,15 @@ def test_options_are_checked():
             osl.ReadOptions(latency_seconds={"local": seconds})
     with pytest.raises(ValueError, match="bandwidth_bytes_per_second"):
         osl.ReadOptions(bandwidth_bytes_per_second={"local": 0.0})
+    osl.ReadOptions(latency_seconds={"local": np.float32(0)})
+    for wrong in (
+        {"memory_budget_bytes": None},
+        {"latency_seconds": 0.01},
+        {"bandwidth_bytes_per_second": {"local": "1 GB/s"}},
+        {"progress": "yes"},
+    ):
+        with pytest.raises(ValueError, match=rf"^ReadOptions\.{next(iter(wrong))}"):
+            osl.ReadOptions(**wrong)
 
 
 @pytest.mark.parametrize(
