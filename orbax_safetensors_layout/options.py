@@ -116,10 +116,11 @@ class ReadOptions:
                 f'ReadOptions.replicated is {self.replicated!r}; it must be "each" or "read_once".'
             )
         _check_timeout(self)
+        _check_progress(self)
+        _check_retries(self)
         for name in ("mmap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
-        _check_progress(self)
         for name in ("latency_seconds", "bandwidth_bytes_per_second"):
             _check_by_storage_class(name, getattr(self, name), zero=name == "latency_seconds")
 
@@ -210,6 +211,7 @@ class WriteOptions:
             raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
         _check_timeout(self)
         _check_progress(self)
+        _check_retries(self)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _floating(self.dtype))
         _check_metadata(self.metadata)
@@ -301,6 +303,13 @@ def _check_progress(options: ReadOptions | WriteOptions) -> None:
     if not (isinstance(progress, bool) or callable(progress)):
         kind = type(options).__name__
         raise ValueError(f"{kind}.progress is {progress!r}; a bool or a function.")
+
+
+def _check_retries(options: ReadOptions | WriteOptions) -> None:
+    retries: Any = options.retries
+    if not isinstance(retries, RetryPolicy):
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.retries is {retries!r}; a RetryPolicy(attempts=..., ...).")
 
 
 def _check_by_storage_class(name: str, values: Any, *, zero: bool) -> None:

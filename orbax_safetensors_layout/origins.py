@@ -28,7 +28,7 @@ from orbax_safetensors_layout.mapping.pieces import (
     Piece,
     affine_pieces,
 )
-from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.mapping.values import ValueOp
 from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, LocalBoxes, Source
 
@@ -254,15 +254,10 @@ def bind(
         leaves: The wanted leaves' shapes, where they are known; None for all that there are.
 
     Raises:
-        TypeError: It is no mapping.
         MappingError: The mapping does not fit.
         FormatError: A header is malformed.
     """
-    if not isinstance(mapping, Mapping):
-        raise TypeError(
-            f"The mapping is a {type(mapping).__name__}; expected an osl.Mapping, made of"
-            " osl.rule(leaf, osl.tensor(name))."
-        )
+    check_mapping(mapping)
     entries = catalog.entries(mapping.needs(catalog.names, leaves))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
     if catalog.pieces is None:

@@ -195,6 +195,9 @@ class LocalStorage:
     def flush_folder(self, folder: str) -> None:
         flush_folder(folder)
 
+    def check_written(self, folder: str) -> None:
+        pass  # a claim keeps other programs away
+
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_safetensors_layout.errors import FormatError, MappingError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.mapping.families.quantization import (
     Quantization,
@@ -134,14 +134,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def find_prefix(path: str | os.PathLike[str]) -> str | None:
     """What stands before `embed_tokens.weight` in a checkpoint's names; None where it is unknown.
 
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint at the path.
+    So it is of a folder with a configuration alone.
     """
     if os.fspath(path).endswith(".json"):
         return None
     ending = "embed_tokens.weight"
-    with Catalog.open(path) as catalog:
-        found = [name for name in catalog.names if name.endswith(ending)]
+    try:
+        with Catalog.open(path) as catalog:
+            found = [name for name in catalog.names if name.endswith(ending)]
+    except CheckpointNotFoundError:
+        return None
     return found[0].removesuffix(ending) if len(found) == 1 else None
 
 
