@@ -34,6 +34,7 @@ from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     SafetensorsLayoutError,
 )
+from orbax_safetensors_layout.mapping.fingerprint import fingerprint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
 from orbax_safetensors_layout.plan.grid import DeviceGrid
@@ -158,6 +159,7 @@ def convert(
             backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
             made = mapped_tree(tree, mapping, inverse=backwards)
         topology = _topology(mesh, spec, processes)
+        way = mapping and fingerprint(mapping)
         planned: Target
         documents: dict[str, bytes] = {}
         if kind == "orbax":
@@ -171,7 +173,7 @@ def convert(
                 _write_options(options, kind, opened.metadata),
                 topology,
                 is_tree=mapping is None and opened.is_recorded,
-                identity=_digest(opened.identity(), mapping, backwards, subtree, options.dtype),
+                identity=_digest(opened.identity(), way, backwards, subtree, options.dtype),
                 documents=documents,
             )
         with frozen_heap(len(planned.leaves)):
@@ -181,7 +183,7 @@ def convert(
                 planned,
                 folder,
                 options,
-                arguments=(mapping, backwards, subtree),
+                arguments=(way, backwards, subtree),
                 reopen=lambda path: open_source(locate(path), options.memory_budget_bytes),
                 is_replaced=_is_replaced(folder),
             )

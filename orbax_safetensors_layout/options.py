@@ -1,20 +1,19 @@
-"""Every knob and default of the package, in one place."""
+"""Options: every knob of the package and its default, in one place."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-KIB = 1 << 10
-MIB = 1 << 20
-GIB = 1 << 30
+from orbax_safetensors_layout.profiles import PROFILES, StorageProfile
+from orbax_safetensors_layout.units import GIB, KIB
 
 
 class Progress(NamedTuple):
@@ -29,106 +28,6 @@ class Progress(NamedTuple):
     done_bytes: int
     total_bytes: int
     tensor: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StorageProfile:
-    """What a storage class costs; the cost model of the read plan is made of these numbers.
-
-    A gap between two needed ranges is read through when `gap / bandwidth < latency`: when reading
-    and discarding it is cheaper than one more request.
-
-    Attributes:
-        latency_seconds: Time of one more request, without its bytes. For local files this is a
-            system call plus the interpreter's overhead (4 to 9 us measured), not the disk's.
-        bandwidth_bytes_per_second: Rate of one stream.
-        request_bytes: The largest single request; longer ranges are split to run concurrently.
-        staging_bytes: The largest request that is copied on from a staging buffer, because its
-            destination is strided. Local reads are staged in what a core's cache holds.
-        concurrency: Requests in flight at once.
-        cached_concurrency: The same where the page cache of the host holds what is read.
-        least_request_bytes: Long ranges are not split into shorter requests to keep all streams
-            busy. A disk is not faster for more streams.
-    """
-
-    latency_seconds: float
-    bandwidth_bytes_per_second: float
-    request_bytes: int
-    staging_bytes: int
-    concurrency: int
-    cached_concurrency: int | None = None
-    least_request_bytes: int = 1 * MIB
-
-    @property
-    def max_gap_bytes(self) -> int:
-        """The largest gap, in bytes, that is cheaper to read than to skip."""
-        return int(self.latency_seconds * self.bandwidth_bytes_per_second)
-
-    def balanced_request_bytes(self, total_bytes: int) -> int:
-        """The length of requests that loses least time, where streams are what limits a load.
-
-        Of requests of `n` bytes, latency takes the share `gap / n` of the time, `gap` being
-        `max_gap_bytes`; at the end streams idle for half a request, the share
-        `n * concurrency / (2 * total_bytes)`. The sum is least at this length.
-
-        Args:
-            total_bytes: What is to be read.
-        """
-        each = total_bytes / self.concurrency
-        return max(self.least_request_bytes, int(math.sqrt(2 * self.max_gap_bytes * each)))
-
-    def within(self, budget_bytes: int) -> StorageProfile:
-        """The profile with so few requests at once that staging them takes a quarter of a budget.
-
-        Args:
-            budget_bytes: Host memory.
-        """
-        most = max(1, budget_bytes // (4 * self.staging_bytes))
-        return dataclasses.replace(self, concurrency=min(self.concurrency, most))
-
-
-# A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream. These are no
-# measurements; `ReadOptions` takes others.
-_WEB = StorageProfile(
-    latency_seconds=0.03,
-    bandwidth_bytes_per_second=50 * MIB,
-    request_bytes=32 * MIB,
-    staging_bytes=16 * MIB,
-    concurrency=32,
-)
-
-# One stream brings 85 to 90 MB/s from S3, after 0.1 to 0.2 s for a small object (Amazon's "Best
-# practices design patterns: optimizing Amazon S3 performance"), so about 32 fill 25 Gbit/s.
-_OBJECT_STORE = StorageProfile(
-    latency_seconds=0.05,
-    bandwidth_bytes_per_second=85e6,
-    request_bytes=16 * MIB,
-    staging_bytes=8 * MIB,
-    concurrency=32,
-)
-
-PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
-    {
-        # 2.4 GiB/s: one cold virtio disk; a page-cached file is five times faster.
-        "local": StorageProfile(
-            latency_seconds=1e-5,
-            bandwidth_bytes_per_second=2.4 * GIB,
-            request_bytes=8 * MIB,
-            least_request_bytes=8 * MIB,
-            staging_bytes=2 * MIB,
-            # Copies out of the page cache need a thread a core, disks some requests in flight: of
-            # what O_DIRECT alone reaches, 4 reached 0.85, 8 0.92 (a virtio disk of 3.4 GiB/s).
-            concurrency=min(32, max(8, 2 * (os.cpu_count() or 1))),
-            cached_concurrency=min(32, max(2, os.cpu_count() or 1)),
-        ),
-        # docs/storage.md says where these come from: the clouds' own guides.
-        "gs": _OBJECT_STORE,
-        "s3": _OBJECT_STORE,
-        "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
-        "hf": _WEB,
-        "https": _WEB,
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,28 +110,19 @@ class ReadOptions:
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
-        _check_counts(self, ("memory_budget_bytes", "concurrency", "request_bytes"))
+        _check_counts(self, ("memory_budget_bytes",), optional=("concurrency", "request_bytes"))
         if self.replicated not in ("each", "read_once"):
             raise ValueError(
                 f'ReadOptions.replicated is {self.replicated!r}; it must be "each" or "read_once".'
             )
         _check_timeout(self)
+        _check_progress(self)
+        _check_retries(self)
         for name in ("mmap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
         for name in ("latency_seconds", "bandwidth_bytes_per_second"):
-            unknown = sorted(set(getattr(self, name)) - set(PROFILES))
-            if unknown:
-                raise ValueError(
-                    f"ReadOptions.{name} names unknown storage classes {unknown}; "
-                    f"known: {sorted(PROFILES)}."
-                )
-        for kind, seconds in self.latency_seconds.items():
-            if not 0 <= seconds < math.inf:
-                raise ValueError(f"ReadOptions.latency_seconds[{kind!r}] is {seconds}.")
-        for kind, rate in self.bandwidth_bytes_per_second.items():
-            if not 0 < rate < math.inf:
-                raise ValueError(f"ReadOptions.bandwidth_bytes_per_second[{kind!r}] is {rate}.")
+            _check_by_storage_class(name, getattr(self, name), zero=name == "latency_seconds")
 
     def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
         """The cost model of a storage class with this object's overrides applied.
@@ -312,9 +202,7 @@ class WriteOptions:
             raise ValueError(
                 f'WriteOptions.layout is {self.layout!r}; it must be "hf" or "sharded".'
             )
-        if self.max_file_bytes is None:
-            raise ValueError("WriteOptions.max_file_bytes must be a positive integer, got None.")
-        _check_counts(self, ("max_file_bytes", "memory_budget_bytes", "concurrency"))
+        _check_counts(self, ("max_file_bytes",), optional=("memory_budget_bytes", "concurrency"))
         for name in ("fsync", "digests"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"WriteOptions.{name} must be True or False.")
@@ -322,8 +210,8 @@ class WriteOptions:
         if type(below) is not int or below < 0:
             raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
         _check_timeout(self)
-        if not (isinstance(self.progress, bool) or callable(self.progress)):
-            raise ValueError(f"WriteOptions.progress is {self.progress!r}; a bool or a function.")
+        _check_progress(self)
+        _check_retries(self)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _floating(self.dtype))
         _check_metadata(self.metadata)
@@ -410,10 +298,44 @@ def _check_timeout(options: ReadOptions | WriteOptions) -> None:
         raise ValueError(f"{kind}.timeout_seconds is {seconds!r}; a positive number.")
 
 
-def _check_counts(options: object, names: tuple[str, ...]) -> None:
-    for name in names:
+def _check_progress(options: ReadOptions | WriteOptions) -> None:
+    progress: Any = options.progress
+    if not (isinstance(progress, bool) or callable(progress)):
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.progress is {progress!r}; a bool or a function.")
+
+
+def _check_retries(options: ReadOptions | WriteOptions) -> None:
+    retries: Any = options.retries
+    if not isinstance(retries, RetryPolicy):
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.retries is {retries!r}; a RetryPolicy(attempts=..., ...).")
+
+
+def _check_by_storage_class(name: str, values: Any, *, zero: bool) -> None:
+    """Checks a finite number for some storage classes; `zero` allows that, too."""
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"ReadOptions.{name} is {values!r}; a dict from storage classes, as {{'local': …}}."
+        )
+    unknown = sorted(set(values) - set(PROFILES))
+    if unknown:
+        raise ValueError(
+            f"ReadOptions.{name} names unknown storage classes {unknown}; "
+            f"known: {sorted(PROFILES)}."
+        )
+    for kind, value in values.items():
+        is_number = isinstance(value, numbers.Real) and 0 <= float(value) < math.inf
+        if not is_number or (value == 0 and not zero):
+            raise ValueError(f"ReadOptions.{name}[{kind!r}] is {value!r}.")
+
+
+def _check_counts(
+    options: object, names: tuple[str, ...], *, optional: tuple[str, ...] = ()
+) -> None:
+    for name in (*names, *optional):
         value = getattr(options, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_count and value > 0):
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not (is_count or (value is None and name in optional)):
             kind = type(options).__name__
             raise ValueError(f"{kind}.{name} must be a positive integer, got {value!r}.")

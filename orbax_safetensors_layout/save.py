@@ -23,7 +23,8 @@ from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.options import MIB, Progress, WriteOptions
+from orbax_safetensors_layout.mapping.rules import check_mapping
+from orbax_safetensors_layout.options import Progress, WriteOptions
 from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import (
@@ -44,6 +45,7 @@ from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.scatter import scatter
 from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats, write_parts
+from orbax_safetensors_layout.units import MIB
 
 PathLike = str | os.PathLike[str]
 _WRITING, _GATHERING = "writing shards", "putting files together"
@@ -71,7 +73,9 @@ def save(
             and Python numbers, booleans and strings. A tensor is called by its dotted key path;
             a flat dict of Hugging Face names gives the files of Hugging Face.
         mapping: What the leaves are made of, as for `load`; the files get the tensors that it
-            takes, and nothing else is written beside them. The tree then holds arrays only.
+            takes, and nothing else is written beside them. The tree then holds arrays only. A
+            tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
+            says otherwise.
         options: How to write.
         overwrite: Replace a safetensors checkpoint that stands there.
 
@@ -122,8 +126,27 @@ def plan_save(
     """
     options = options or WriteOptions()
     shards = ProcessShards(process_index, process_count)
-    parsed = SavedTree.parse(abstract, options=options, shards=shards)
+    parsed = _parse(abstract, mapping, options, shards)
     return _plan(parsed, mapping, options, shards)[0]
+
+
+def _parse(
+    tree: Any,
+    mapping: LeafMapping | None,
+    options: WriteOptions,
+    shards: ProcessShards,
+    dtypes: Sequence[Any] | None = None,
+) -> SavedTree:
+    """The tree. Of a save through a mapping only the tensors get the dtype of the options."""
+    if mapping is not None:
+        check_mapping(mapping)
+        if any(dtype is not None for dtype in dtypes or ()):
+            raise ValueError(
+                "A save through a mapping has no dtypes of single leaves: leave out save_args, and"
+                " give WriteOptions.dtype, or a mapping that casts."
+            )
+        options = dataclasses.replace(options, dtype=None)
+    return SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
 
 
 def _plan(
@@ -135,18 +158,15 @@ def _plan(
             plan_writes(tree.leaves, options=options, process_index=index, process_count=count),
             None,
         )
-    if options.layout != "hf" or options.dtype is not None:
-        raise ValueError(
-            "A save through a mapping has layout 'hf', and the dtypes of its leaves unless the"
-            " mapping casts: leave out WriteOptions.layout and .dtype."
-        )
+    if options.layout != "hf":
+        raise ValueError("A save through a mapping has layout 'hf': leave out WriteOptions.layout.")
     values = [name for name, leaf in leaf_names(tree.node) if isinstance(leaf, ValueLeaf)]
     if values:
         raise MappingError(
             f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
             hint="Save the parameters alone.",
         )
-    scattered = plan_scatter(tree.leaves, mapping)
+    scattered = plan_scatter(tree.leaves, mapping, options.dtype)
     plan = plan_mapped_writes(
         tree.leaves,
         scattered.tensors,
@@ -181,8 +201,9 @@ class PreparedSave:
         manifest: What is written beside the tensors, if anything.
         options: How to write.
         scattered: What the files' tensors are made of, in a save through a mapping.
-        pieces_folder: Where the pieces are that files are put together from, if they are there
-            already; by default this save writes them, and removes them when it is done.
+        pieces: Where the pieces are that files are put together from, a storage and a folder, if
+            they are there already; by default this save writes them, and removes them when it is
+            done.
     """
 
     def __init__(
@@ -193,14 +214,14 @@ class PreparedSave:
         options: WriteOptions,
         *,
         scattered: ScatterPlan | None = None,
-        pieces_folder: str | None = None,
+        pieces: tuple[Storage, str] | None = None,
     ) -> None:
         self.plan = plan
         self._values = values
         self._manifest = manifest
         self._options = options
         self._scattered = scattered
-        self._pieces_folder = pieces_folder
+        self._pieces = pieces
 
     @classmethod
     def of(
@@ -227,15 +248,17 @@ class PreparedSave:
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         shards = ProcessShards()
-        parsed = SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
+        parsed = _parse(tree, mapping, options, shards, dtypes)
         parsed.check_concrete()
         plan, scattered = _plan(parsed, mapping, options, shards)
         values = HostValues(parsed.values, plan.leaves)
-        if scattered is not None:
-            return cls(plan, values, None, options, scattered=scattered)
+        manifest: Manifest | None = None
         if custom is not None:  # checked, and copied, now: the caller may change it
             data = Manifest("hf", custom=custom).to_json()
-            custom = parse_manifest(data, file=MANIFEST).custom
+            manifest = parse_manifest(data, file=MANIFEST)
+            custom = manifest.custom
+        if scattered is not None:
+            return cls(plan, values, manifest, options, scattered=scattered)
         stored = plan.stored if options.layout == "sharded" else None
         manifest = Manifest(
             layout=options.layout,
@@ -300,7 +323,8 @@ class PreparedSave:
     ) -> WriteStats:
         options = self._options
         files = FileSet(storage, folder, durable=options.fsync, digest=options.digests)
-        pool = WritePool(self._options.writers, storage.interrupt)
+        check = functools.partial(group.check, "saving")
+        pool = WritePool(self._options.writers, storage.interrupt, check)
         step = functools.partial(_step, group, storage, pool)
         stats = WriteStats()
         agree = self._agreement() if self.plan.process_count > 1 else None
@@ -326,6 +350,8 @@ class PreparedSave:
             pool.stop()
             files.abort()
             self._values.release()
+        with step("looking at what was written"):  # by all, before pieces are removed
+            storage.check_written(folder)
         with step("completing the folder"):
             if group.is_leader:
                 self._complete(folder, storage, files.digests)
@@ -368,7 +394,7 @@ class PreparedSave:
         progress: Callable[[Progress], None] | None,
     ) -> WriteStats:
         """Completes the files that need what other processes have written, or a mapping."""
-        pieces = self._pieces_folder or folder
+        pieces_storage, pieces_folder = self._pieces or (storage, folder)
         if self._scattered is not None:
             return scatter(
                 self.plan,
@@ -376,8 +402,8 @@ class PreparedSave:
                 files,
                 pool,
                 self._values,
-                storage,
-                pieces,
+                pieces_storage,
+                pieces_folder,
                 memory_budget_bytes=self._budget_bytes,
                 progress=progress,
                 check=functools.partial(group.check, _GATHERING),
@@ -388,8 +414,9 @@ class PreparedSave:
             self.plan,
             files,
             pool,
-            storage,
-            pieces,
+            pieces_storage,
+            pieces_folder,
+            in_order=storage.appends,
             memory_budget_bytes=self._budget_bytes,
             progress=progress,
             check=functools.partial(group.check, _GATHERING),
@@ -406,7 +433,7 @@ class PreparedSave:
             found |= {**digests, **self._others_digests(storage, folder)}
             documents[DIGESTS] = dump_digests(found)
         self._write_documents(storage, folder, documents)
-        own_pieces = self.plan.exchanges and self._pieces_folder is None
+        own_pieces = self.plan.exchanges and self._pieces is None
         if own_pieces or (self._options.digests and self.plan.process_count > 1):
             storage.remove(join(folder, PIECES_FOLDER))
         if self._options.fsync:

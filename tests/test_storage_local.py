@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -140,6 +143,21 @@ def test_descriptors_are_bounded_and_released(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_program_with_few_descriptors_left(tmp_path):
+    for number in range(20):
+        (tmp_path / str(number)).write_bytes(b"%d" % number)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)  # the number of the next one
+    os.close(spare)
+    with LocalStorage() as storage:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 3, limits[1]))
+        try:
+            found = [read(storage, tmp_path / str(n), 0, [len(str(n))]) for n in range(20)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == [b"%d" % number for number in range(20)]
+
+
 def test_a_missing_file(tmp_path):
     with LocalStorage() as storage, pytest.raises(osl.CheckpointNotFoundError, match="no such"):
         storage.size(str(tmp_path / "gone"))
@@ -192,6 +210,17 @@ def test_paths(tmp_path):
         open_storage("ftp://host/model")
 
 
+@pytest.mark.parametrize("text", ["", "a\0b"])
+def test_what_is_no_path_is_not_the_working_folder(text, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    assert not osl.is_safetensors_checkpoint(text)
+    with pytest.raises(osl.StorageError, match="no path"):
+        osl.load(text)
+    with pytest.raises(osl.StorageError, match="no path"):
+        osl.save(text, {"a": np.zeros(1)}, overwrite=True)
+
+
 def test_mapped_pages_outlive_the_storage(big_file):
     with LocalStorage() as storage:
         view = storage.map(str(big_file))
@@ -200,3 +229,30 @@ def test_mapped_pages_outlive_the_storage(big_file):
         (big_file.parent / "empty").write_bytes(b"")
         with pytest.raises(osl.StorageError, match="can not map"):
             storage.map(str(big_file.parent / "empty"))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_the_page_cache_holds(big_file, is_read):
+    if is_read:
+        big_file.read_bytes()
+    else:
+        drop_from_cache(big_file)
+    expected = in_page_cache(big_file)
+    assert not is_read or expected.all()  # a tmpfs evicts nothing
+    with LocalStorage() as storage:
+        pages = range(0, len(expected), 97)
+        found = [storage.is_cached(str(big_file), page * mmap.PAGESIZE) for page in pages]
+    assert found == expected[pages.start : pages.stop : pages.step].tolist()
+
+
+def in_page_cache(path):
+    """Whether the page cache holds each page of a file, as mincore(2) says."""
+    size = path.stat().st_size
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as pages:
+        start = ctypes.c_char.from_buffer(pages)
+        assert libc.mincore(ctypes.addressof(start), size, flags.ctypes.data) == 0
+        del start
+    return (flags & 1).astype(bool)

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.format.header import (
     parse_header,
 )
 from orbax_safetensors_layout.format.telling import Tell, refuse
-from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
 
 

@@ -51,6 +51,7 @@ def gather(
     storage: Storage,
     pieces_folder: str,
     *,
+    in_order: bool,
     memory_budget_bytes: int,
     progress: Callable[[Progress], None] | None,
     check: Callable[[], None],
@@ -61,8 +62,9 @@ def gather(
         plan: The plan.
         files: The files, begun, with what came from this process's own shards.
         pool: Threads that write.
-        storage: Where files and pieces are.
+        storage: Where the pieces are.
         pieces_folder: The folder that the names of the files of pieces are relative to.
+        in_order: Whether the files are written from their first bytes to their last.
         memory_budget_bytes: Host bytes that blocks may hold.
         progress: Told after each block.
         check: Called now and then; raises where another process has failed.
@@ -88,7 +90,6 @@ def gather(
     def deliver(
         number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Callable[[], object]:
-        check()
         block, (values,) = blocks[number], parts
         done[0] += values.nbytes
         if progress is not None:
@@ -100,9 +101,11 @@ def gather(
         profile=ReadOptions().profile(storage.kind).within(memory_budget_bytes),
         memory_budget_bytes=memory_budget_bytes,
         adopt=False,
-        in_order=storage.appends,
+        in_order=in_order,
     )
-    stats = read_leaves(reads, storage, deliver=deliver, convert=lambda _, value: value)
+    stats = read_leaves(
+        reads, storage, deliver=deliver, convert=lambda _, value: value, check=check
+    )
     pool.join()
     written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
     return WriteStats(bytes_written=written, bytes_read=stats.bytes_read)

@@ -59,9 +59,7 @@ class _Tensor:
         if part.ops:
             values = apply_ops(values, part.ops)
         values = values.reshape(part.view.shape)
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in part.view.strides)
-        target = _writable_view(self._elements, part.view)
-        target[once] = values[once]
+        _writable_view(self._elements, part.view)[...] = values
 
     def write(self) -> None:
         """Writes it, complete; the last of a file completes that."""
@@ -210,7 +208,6 @@ def _from_pieces(
     def deliver(
         number: int, boxes: Sequence[int], values: Sequence[np.ndarray]
     ) -> Callable[[], object] | None:
-        check()
         tensor, part = wanted[number]
         tensor.add(part, values[0])
         tensor.left -= 1
@@ -232,6 +229,7 @@ def _from_pieces(
         storage,
         deliver=deliver,
         convert=lambda number, values: values.view(leaves[number].dtype),
+        check=check,
     )
     return stats.bytes_read
 
