@@ -457,6 +457,7 @@ def test_packed_elements_stay_packed(tmp_path, kind):
 
 
 def test_companions(tmp_path, hf):
+    (hf / "._config.json").write_bytes(b"what an archive of macOS leaves")
     osl.convert(hf, tmp_path / "copy", format="hf")
     assert (tmp_path / "copy" / "config.json").read_text() == '{"model_type": "llama"}'
     assert (tmp_path / "copy" / "tokenizer.model").read_bytes() == b"\0\1"

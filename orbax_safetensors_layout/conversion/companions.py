@@ -30,5 +30,7 @@ def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
         return {
             name: read_range(storage, file, 0, storage.size(file))
             for name, file in files.items()
-            if name.endswith(_SUFFIXES) and appearance_rank(name) is None
+            if name.endswith(_SUFFIXES)
+            and appearance_rank(name) is None
+            and not name.startswith(".")
         }
