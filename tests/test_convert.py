@@ -505,6 +505,18 @@ def test_parts_of_trees_are_named_as_leaves_are(tmp_path):
             osl.convert(tmp_path / "saved", tmp_path / "no", format="hf", subtree=subtree)
 
 
+@pytest.mark.timeout(60)
+def test_many_rows_without_elements_take_no_time(tmp_path):
+    entry = {"dtype": "F32", "shape": [1 << 60, 0], "data_offsets": [0, 0]}
+    header = json.dumps({"none": entry}).encode()
+    (tmp_path / "source").mkdir()
+    file = tmp_path / "source" / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    for form in ("hf", "sharded"):
+        osl.convert(tmp_path / "source", tmp_path / form, format=form, mesh={"x": 2})
+        assert osl.verify(tmp_path / form, tmp_path / "source").ok
+
+
 def test_one_array_is_a_part_too(tmp_path):
     osl.save(tmp_path / "saved", {"a": {"b": np.arange(3.0), "c": 1}})
     for form in ("orbax", "hf"):

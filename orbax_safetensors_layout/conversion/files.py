@@ -130,9 +130,8 @@ class FilesTarget:
         regions = []
         for outer in self._places[leaf.name]:
             for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
-                if rows.size:
-                    regions.append(Region(leaf, within(rows, outer.start)))
-                    self._outer[leaf.name, regions[-1].box] = outer
+                regions.append(Region(leaf, within(rows, outer.start)))
+                self._outer[leaf.name, regions[-1].box] = outer
         return regions
 
     def describe(self) -> object:
