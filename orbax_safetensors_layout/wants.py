@@ -301,11 +301,10 @@ def _tensor_name(catalog: Catalog, want: Want) -> str:
 
 
 def _refuse_unexpected(catalog: Catalog, names: list[str], tree: WantedTree) -> None:
-    covered = tuple(f"{name}." for name in tree.skipped)
     unexpected = [
         name
-        for name in sorted(set(catalog.names) - set(names) - tree.skipped)
-        if not name.startswith(covered)
+        for name in sorted(set(catalog.names) - set(names))
+        if tree.skipped.isdisjoint(_with_prefixes(name))
     ]
     if unexpected:
         message = "the checkpoint has a tensor that the abstract tree does not name"
@@ -313,6 +312,11 @@ def _refuse_unexpected(catalog: Catalog, names: list[str], tree: WantedTree) -> 
             [UnexpectedTensorError(message, file=catalog.path, tensor=name) for name in unexpected],
             hint="Put `...` where a tensor is not wanted, or load with ReadOptions(strict=False).",
         )
+
+
+def _with_prefixes(name: str) -> list[str]:
+    """A name, and the names of all that it is below."""
+    return list(itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}"))
 
 
 def _raise_all(problems: list[MismatchError]) -> None:

@@ -239,6 +239,18 @@ def test_strict_refuses_what_the_tree_does_not_name(path):
         osl.load(path, {"stop": int}, options=options)
 
 
+def test_strict_with_many_placeholders(tmp_path):
+    count = 20_000  # each tensor against each placeholder would take long
+    names = [f"layers.{number}.w" for number in range(count)]
+    save(tmp_path, {name: np.empty((0, 1), np.uint8) for name in names} | {"step": np.zeros(1)})
+    tree = {"layers": dict.fromkeys(map(str, range(count)), ...), "step": np.empty(1)}
+    options = osl.ReadOptions(strict=True)
+    assert osl.load(tmp_path, tree, options=options)["layers"]["7"] is ...
+    del tree["layers"]["77"]  # not below "7"
+    with pytest.raises(osl.UnexpectedTensorError, match=r"'layers\.77\.w'"):
+        osl.load(tmp_path, tree, options=options)
+
+
 def test_a_leaf_that_says_nothing_is_refused(path):
     with pytest.raises(TypeError, match=r"'layers\.0\.bias'.*object"):
         osl.load(path, {"layers.0.bias": object()})
@@ -341,6 +353,15 @@ def test_options_are_checked():
             osl.ReadOptions(latency_seconds={"local": seconds})
     with pytest.raises(ValueError, match="bandwidth_bytes_per_second"):
         osl.ReadOptions(bandwidth_bytes_per_second={"local": 0.0})
+    osl.ReadOptions(latency_seconds={"local": np.float32(0)})
+    for wrong in (
+        {"memory_budget_bytes": None},
+        {"latency_seconds": 0.01},
+        {"bandwidth_bytes_per_second": {"local": "1 GB/s"}},
+        {"progress": "yes"},
+    ):
+        with pytest.raises(ValueError, match=rf"^ReadOptions\.{next(iter(wrong))}"):
+            osl.ReadOptions(**wrong)
 
 
 @pytest.mark.parametrize(
