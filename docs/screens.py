@@ -5,7 +5,9 @@
     python docs/screens.py --check    says whether the screens are what the tool prints now
 
 The checkpoint is of the size of Llama-3.1-405B: an index, real headers and holes, which take no
-disk. A screen stands there between `<!-- screen: ID -->` and the next `<!-- end -->`.
+disk; one of the same form and 132 MB is converted. Of stderr the messages are shown, not the
+progress, whose times differ. A screen stands there between `<!-- screen: ID -->` and the
+next `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +40,8 @@ SCREENS = {
     "inspect": "inspect Llama-3.1-405B",
     "plan": f"plan {CLUSTER} {SPEC}",
     "compare": f"plan {CLUSTER} --compare '--mesh fsdp=256,tensor=4 --hosts 256'",
+    "convert": "convert Llama-small llama-orbax --mesh fsdp=16,tensor=4"
+    " --spec \"'.*norm.weight' = replicated\" --spec \"'.*' = fsdp,tensor\"",
 }
 DRAW = f"plan {CLUSTER} {SPEC} --plot reads.png --plot-files model-00003-* --quiet"
 _WIDTH = 96
@@ -47,12 +52,14 @@ def checkpoint() -> Iterator[None]:
     """Inside the block the working folder has the checkpoint."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     try:
-        from llama405b import make_llama_index
+        from deepseek import make_index
+        from llama405b import llama_tensors, make_llama_index
     finally:
         sys.path.remove(str(REPOSITORY / "benchmarks"))
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         make_llama_index(Path(folder) / "Llama-3.1-405B")
+        make_index(Path(folder) / "Llama-small", llama_tensors(layers=4, scale=16), files=2)
         os.chdir(folder)
         try:
             yield
@@ -64,12 +71,17 @@ def printed(command: str) -> str:
     """What a command prints, with paths as a reader would have them."""
     from orbax_safetensors_layout.cli import main
 
+    before = set(os.listdir())
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(shlex.split(command))
     if code:
-        raise SystemExit(f"{command} has failed with {code}")
-    return out.getvalue().replace(f"{os.path.realpath(os.getcwd())}/", "").rstrip("\n")
+        raise SystemExit(f"{command} has failed with {code}:\n{out.getvalue()}")
+    for name in set(os.listdir()) - before:
+        if os.path.isdir(name):
+            shutil.rmtree(name)
+    text = re.sub(r"^ *[0-9]+%  .*\n", "", out.getvalue(), flags=re.MULTILINE)
+    return text.replace(f"{os.path.realpath(os.getcwd())}/", "").rstrip("\n")
 
 
 def shown(command: str) -> str:

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+
 from orbax_safetensors_layout.adapters.checkpoints import (
     Location,
     holds_checkpoint,
@@ -27,13 +29,17 @@ from orbax_safetensors_layout.conversion.design import (
 from orbax_safetensors_layout.conversion.pipeline import Conversion
 from orbax_safetensors_layout.conversion.source import Source, arrays_of, rerooted
 from orbax_safetensors_layout.conversion.target import Target
-from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    SafetensorsLayoutError,
+)
 from orbax_safetensors_layout.mapping.fingerprint import fingerprint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
 from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
-from orbax_safetensors_layout.publishing import appearance_rank
+from orbax_safetensors_layout.publishing import appearance_rank, check_is_folder
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
@@ -110,8 +116,9 @@ def convert(
         restart: Drop what an interrupted call has done.
 
     Raises:
-        CheckpointNotFoundError: There is nothing to convert.
-        CheckpointExistsError: A checkpoint stands at the target, without `overwrite`.
+        CheckpointNotFoundError: There is nothing to convert, or nothing of `config`.
+        CheckpointExistsError: A checkpoint, or another `config.json` or the like, stands at the
+            target, without `overwrite`.
         MappingError: The mapping does not fit, or does not invert.
         MismatchError: Arrays can not be sharded as their rules say; or what was written differs.
         SafetensorsLayoutError: The target can not hold a leaf, a chunk of the source is too large
@@ -142,25 +149,32 @@ def convert(
         _check_apart(location.path, folder)
         tree = rerooted(opened.tree, subtree)
         arrays = arrays_of(tree)
+        if not jax.tree.leaves(tree):
+            raise CheckpointNotFoundError(
+                "there is nothing in what shall be converted", file=location.path
+            )
         made = plain_tree(tree)
+        backwards = False
         if mapping is not None:
             backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
             made = mapped_tree(tree, mapping, inverse=backwards)
         topology = _topology(mesh, spec, processes)
         way = mapping and fingerprint(mapping)
         planned: Target
+        documents: dict[str, bytes] = {}
         if kind == "orbax":
             saved_item = None if kept is None else location.item or "default"
             planned = orbax_target(made, opened, arrays, topology, options, item=saved_item)
         else:
+            documents = _documents(opened, config)
             planned = files_target(
                 made,
                 opened,
                 _write_options(options, kind, opened.metadata),
                 topology,
                 is_tree=mapping is None and opened.is_recorded,
-                identity=_digest(opened.identity(), way, subtree, options.dtype),
-                documents=_documents(opened, config),
+                identity=_digest(opened.identity(), way, backwards, subtree, options.dtype),
+                documents=documents,
             )
         with frozen_heap(len(planned.leaves)):
             conversion = Conversion(
@@ -169,21 +183,28 @@ def convert(
                 planned,
                 folder,
                 options,
-                arguments=(way, subtree),
+                arguments=(way, backwards, subtree),
                 reopen=lambda path: open_source(locate(path), options.memory_budget_bytes),
                 is_replaced=_is_replaced(folder),
             )
             resumed = conversion.run(
-                lambda: _check_target(folder, kind, overwrite), restart=restart
+                lambda: _check_target(folder, kind, documents, overwrite), restart=restart
             )
         return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
 
 
 def _documents(source: Source, config: PathLike | None) -> dict[str, bytes]:
     """What is put beside safetensors files."""
-    if config is not None:
-        return companions(config)
-    return companions(source.path) if source.kind == "hf" else {}
+    if config is None:
+        return companions(source.path) if source.kind == "hf" else {}
+    found = companions(config)
+    if not found:
+        raise CheckpointNotFoundError(
+            "there is nothing to put beside the files",
+            file=config,
+            expected="a folder with config.json, a tokenizer and the like",
+        )
+    return found
 
 
 def _digest(*arguments: object) -> str:
@@ -245,9 +266,10 @@ def _write_options(
     )
 
 
-def _check_target(folder: str, kind: Format, overwrite: bool) -> None:
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise CheckpointExistsError("the path is a file", file=folder, expected="a folder")
+def _check_target(
+    folder: str, kind: Format, documents: Mapping[str, bytes], overwrite: bool
+) -> None:
+    check_is_folder(folder, is_file=os.path.exists(folder) and not os.path.isdir(folder))
     if holds_checkpoint(folder):
         if not overwrite:
             raise CheckpointExistsError(
@@ -259,6 +281,21 @@ def _check_target(folder: str, kind: Format, overwrite: bool) -> None:
         raise CheckpointExistsError(
             "the folder is not empty", file=folder, expected="a new or empty folder"
         )
+    others = [name for name, data in documents.items() if _is_other(folder, name, data)]
+    if others and not overwrite:
+        raise CheckpointExistsError(
+            f"other files of these names stand there: {others}",
+            file=folder,
+            hint="Pass overwrite=True (--overwrite) to replace them.",
+        )
+
+
+def _is_other(folder: str, name: str, data: bytes) -> bool:
+    try:
+        with open(os.path.join(folder, name), "rb") as file:
+            return file.read() != data
+    except FileNotFoundError:
+        return False
 
 
 def _is_replaced(folder: str) -> Callable[[str], bool]:

@@ -103,17 +103,31 @@ def _publish(
 
 
 def _check_target(storage: Storage, target: str, overwrite: bool) -> None:
-    if target.endswith(SUFFIX):
-        raise SafetensorsLayoutError(
-            "a checkpoint is saved as a folder",
-            file=target,
-            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
-        )
-    if storage.is_file(target):
-        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
+    check_is_folder(target, is_file=storage.is_file(target))
     if not overwrite and is_safetensors_checkpoint(target, storage=storage):
         raise CheckpointExistsError(
             "a safetensors checkpoint stands there already",
             file=target,
             hint="Pass overwrite=True to replace it.",
         )
+
+
+def check_is_folder(target: str, *, is_file: bool) -> None:
+    """Refuses a target that is no folder, or is called as if it were none.
+
+    Args:
+        target: Its path.
+        is_file: Whether a file stands there.
+
+    Raises:
+        SafetensorsLayoutError: It is called like a file.
+        CheckpointExistsError: It is one.
+    """
+    if target.endswith(SUFFIX):
+        raise SafetensorsLayoutError(
+            "a checkpoint is saved as a folder",
+            file=target,
+            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
+        )
+    if is_file:
+        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")

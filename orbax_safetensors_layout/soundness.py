@@ -42,10 +42,15 @@ class Soundness:
         if found is None:
             return
         for file in sorted(found.files):
+            problems: list[SafetensorsLayoutError] = []
             try:
-                self.headers[file] = read_header(self.storage, file)
+                header = read_header(self.storage, file, tell=problems.append)
             except SafetensorsLayoutError as error:
-                self._error("header", str(error))
+                problems.append(error)
+            for problem in problems:
+                self._error("header", str(problem))
+            if not problems:
+                self.headers[file] = header
         manifest = found.manifest
         if manifest is None and found.manifest_file is not None:
             try:
@@ -89,7 +94,7 @@ class Soundness:
                         "index", f"{self.name(file)} holds '{name}'; the index says {where}"
                     )
         said = found.weights.metadata.get("total_size")
-        is_known = isinstance(said, int | float) and len(self.headers) == len(found.files)
+        is_known = isinstance(said, int | float) and len(self.headers) == len(found.weights.files)
         if is_known and said != total:
             self._error("index", f"total_size of the index is {said}; the tensors have {total}")
 
@@ -163,13 +168,16 @@ def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -
     Raises:
         CheckpointNotFoundError: Nothing stands there.
     """
+
+    def told(error: SafetensorsLayoutError) -> None:
+        tell("manifest" if MANIFEST in (error.file or "") else "index", str(error))
+
     try:
-        return survey(storage, path)
+        return survey(storage, path, tell=told)
     except SafetensorsLayoutError as error:
         if isinstance(error, FileNotFoundError):
             raise
-        kind = "manifest" if MANIFEST in (error.file or "") else "index"
-        tell(kind, str(error))
+        told(error)
     names = [] if storage.is_file(path) else storage.list(path)
     return Survey([join(path, name) for name in names if name.endswith(SUFFIX)])
 

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.format.digests import DIGESTS, MAX_DIGESTS_BYTES, parse_digests
 from orbax_safetensors_layout.format.headers import read_range
 from orbax_safetensors_layout.options import Progress, ReadOptions
@@ -115,11 +115,15 @@ def _check_digests(soundness: Soundness, progress: Callable[[Progress], None] | 
     done = 0
     for name in names:
         value = 0
-        for block in _blocks(storage, join(folder, name)):
-            value = zlib.crc32(block, value)
-            done += len(block)
-            if progress is not None:
-                progress(Progress(done, total, name))
+        try:
+            for block in _blocks(storage, join(folder, name)):
+                value = zlib.crc32(block, value)
+                done += len(block)
+                if progress is not None:
+                    progress(Progress(done, total, name))
+        except StorageError as error:
+            soundness.findings.append(Finding("digest", str(error)))
+            continue
         if value != found[name]:
             text = f"{name} has CRC-32 {value:08x}; it was written with {found[name]:08x}"
             soundness.findings.append(Finding("digest", text))

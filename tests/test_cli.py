@@ -1,6 +1,8 @@
 """The command line, as a shell runs it."""
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -69,6 +71,8 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
         (OSError("no disk"), 1),
         (UsageError("no sense"), 2),
         (ValueError("no sense"), 2),
+        (KeyError("lost"), 1),
+        (MemoryError(), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -82,6 +86,9 @@ def test_exit_codes(monkeypatch, capsys, error, code):
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
+    if isinstance(error, KeyError | MemoryError):  # whose text alone says too little
+        assert type(error).__name__ in err
+        assert "--debug" in err
     if code == 130:
         assert "interrupted" in err
         assert "run the same command again" in err
@@ -126,6 +133,46 @@ def test_an_interrupt_leaves_a_clean_state_and_says_how_to_continue(tmp_path):
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "pieces").iterdir()}
     assert run(*command).returncode == 0
     assert osl.verify(tmp_path / "out", tmp_path / "pieces").ok
+
+
+@pytest.mark.parametrize("swallow", ["pass", "raise ImportError('numpy')"])
+def test_an_interrupt_amid_an_import(tmp_path, swallow):
+    """Modules make something else of it; whoever pressed Ctrl-C shall not see that."""
+    osl.save(tmp_path / "some", {"a": np.arange(3)})
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        f"except KeyboardInterrupt:\n    {swallow}\n"
+        "def tree(): return {}\n"
+    )
+    arguments = ["plan", "some", "--mesh", "a=2", "--abstract", "slow:tree"]
+    done = subprocess.run(
+        [sys.executable, "-m", "orbax_safetensors_layout", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(osl.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "orbax-safetensors: interrupted. Nothing was changed; run it again.\n"
+
+
+def test_interrupts_that_are_somebody_elses_stay(tmp_path, capsys):
+    osl.save(tmp_path, {"a": np.arange(3)})
+    found = []
+    before = signal.signal(signal.SIGINT, lambda *_: found.append(True))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            module = importlib.import_module("orbax_safetensors_layout.cli.inspect")
+            patch.setattr(module, "inspect", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+            assert main(["inspect", str(tmp_path)]) == 1  # None is no inspection
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found
+    assert "interrupted" not in capsys.readouterr().err
 
 
 def test_a_size_that_is_none_is_named(capsys):

@@ -1,6 +1,9 @@
 """`inspect`: against `safetensors` and files whose contents are known."""
 
 import json
+import os
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -187,3 +190,18 @@ def test_nothing_there_and_streams(tmp_path):
     osl.save(tmp_path / "some", layers())
     done = run("inspect", tmp_path / "some")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_do_not_command_the_terminal(tmp_path):
+    name, folder = "red\x1b[31m\nline\x9b", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    osl.save(folder, {name: np.zeros(2)})
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "orbax_safetensors_layout", "inspect", folder]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(os.fsencode(folder))
+    assert b"red\\x1b[31m\\nline\\x9b  F64" in done.stdout
+    command.append("--json")
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
+    (found,) = json.loads(done.stdout.decode(errors="surrogateescape"))["tensors"]
+    assert found["name"] == name

@@ -166,8 +166,11 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
     assert "names an axis twice" in capsys.readouterr().err
     assert main(["plan", str(path), "--mesh", "x=3", "--spec", ".*up_proj.* = x"]) == 1
     out, err = capsys.readouterr()
-    assert "is not divisible by 3" in err
+    assert "layers.{0..1}.mlp.up_proj.weight [256, 64]: dimension 0 of 256 is not divisible" in out
     assert "tensors do not fit their rule" in err
+    arguments += ["--compare", "--mesh x=2 --spec '.* = auto'"]
+    assert main([*arguments[:4], "--spec", ".*up_proj.* = x", *arguments[-2:]]) == 1
+    assert "tensors that do not fit" in capsys.readouterr().out
     assert "no rule matches: replicated" in out
 
 
@@ -177,6 +180,9 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "fsdp"], "is no mesh; write for instance fsdp=64,tensor=4"),
         (["--mesh", "a=2,a=2"], "is no mesh"),
         (["--mesh", "a=4", "--hosts", "3"], "3 processes do not divide 4 devices"),
+        (["--mesh", "a=4", "--hosts", "0"], "on 0 processes has no devices"),
+        (["--mesh", "a=1000,b=1000000"], "1,000,000,000 devices are more than"),
+        (["--mesh", "a=4", "--memory-budget-bytes", "2"], "2 is too little memory"),
         (["--mesh", "a=4", "--spec", "nothing"], "is no sharding rule"),
         (["--mesh", "a=4", "--spec", "( = a"], "is malformed"),
         (["--mesh", "a=4", "--spec", ".* = b"], "names 'b'; the mesh has the axes a"),

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
@@ -132,6 +133,17 @@ def test_pieces_are_the_shards_of_the_target(tmp_path, hf, weights):
     # Two devices of a process hold neighbouring rows, which it stores as one piece.
     rows = weights[name].shape[0] // 4
     assert [(start[0], file) for start, _, file in boxes] == [(n * rows, n) for n in range(4)]
+
+
+@pytest.mark.parametrize("rows", [12, 12 << 12])
+def test_pieces_do_not_overlap_where_processes_hold_overlapping_parts(tmp_path, rows):
+    """Three processes of four devices, two of which hold each of six parts."""
+    weights = {"w": random_tensor((rows, 4), np.float32)}
+    save(tmp_path / "hf", weights)
+    topology = {"mesh": {"data": 2, "fsdp": 6}, "processes": 3, "spec": ["'w' = fsdp"]}
+    osl.convert(tmp_path / "hf", tmp_path / "pieces", format="sharded", **topology)
+    assert bits(osl.load(tmp_path / "pieces")) == bits(weights)
+    assert osl.verify(tmp_path / "pieces").ok
 
 
 PLAIN = """
@@ -418,6 +430,15 @@ def test_what_can_not_be_held_is_refused_before_a_byte_is_written(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["empty", "f6", "large"]
 
 
+@pytest.mark.parametrize("middle", ["hf", "sharded"])
+def test_arrays_without_elements(tmp_path, middle):
+    weights = {"none": np.zeros((0, 3), np.float32), "some": np.arange(4.0), "flat": np.zeros(0)}
+    save(tmp_path / "hf", weights)
+    osl.convert(tmp_path / "hf", tmp_path / "there", format=middle, mesh={"x": 2})
+    osl.convert(tmp_path / "there", tmp_path / "back", format="hf")
+    assert bits(osl.load(tmp_path / "back")) == bits(weights)
+
+
 @pytest.mark.parametrize("kind", ["hf", "sharded", "orbax"])
 def test_packed_elements_stay_packed(tmp_path, kind):
     rng = np.random.default_rng(0)
@@ -436,6 +457,7 @@ def test_packed_elements_stay_packed(tmp_path, kind):
 
 
 def test_companions(tmp_path, hf):
+    (hf / "._config.json").write_bytes(b"what an archive of macOS leaves")
     osl.convert(hf, tmp_path / "copy", format="hf")
     assert (tmp_path / "copy" / "config.json").read_text() == '{"model_type": "llama"}'
     assert (tmp_path / "copy" / "tokenizer.model").read_bytes() == b"\0\1"
@@ -447,6 +469,94 @@ def test_companions(tmp_path, hf):
     assert (tmp_path / "back" / "config.json").exists()
     osl.convert(tmp_path / "orbax", tmp_path / "bare")
     assert not (tmp_path / "bare" / "config.json").exists()
+    osl.convert(tmp_path / "orbax", tmp_path / "one", config=hf / "config.json")
+    assert (tmp_path / "one" / "config.json").exists()
+    assert not (tmp_path / "one" / "tokenizer.model").exists()
+    with pytest.raises(osl.CheckpointNotFoundError, match="nothing to put beside"):
+        osl.convert(tmp_path / "orbax", tmp_path / "no", config=tmp_path / "nowhere")
+
+
+def test_companions_of_another_checkpoint_stay(tmp_path, hf):
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "config.json").write_text("mine")
+    (tmp_path / "to" / "tokenizer.model").write_bytes(b"\0\1")  # the same
+    with pytest.raises(osl.CheckpointExistsError, match=r"\['config.json'\]"):
+        osl.convert(hf, tmp_path / "to", format="hf")
+    assert (tmp_path / "to" / "config.json").read_text() == "mine"
+    osl.convert(hf, tmp_path / "to", format="hf", overwrite=True)
+    assert json.loads((tmp_path / "to" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_checksums_of_the_source_are_not_those_of_the_target(tmp_path, weights):
+    osl.save(tmp_path / "saved", weights, options=osl.WriteOptions(digests=True))
+    osl.convert(tmp_path / "saved", tmp_path / "copy", format="hf", mesh={"x": 2})
+    report = osl.verify(tmp_path / "copy", tmp_path / "saved")
+    assert report.ok, str(report)
+    assert report.compared_tensors == len(weights)
+
+
+def test_parts_of_trees_are_named_as_leaves_are(tmp_path):
+    state = optax.adam(1e-3).init({"w": np.ones((4, 2), np.float32)})
+    osl.save(tmp_path / "saved", {"opt": state, "step": 3})
+    osl.convert(tmp_path / "saved", tmp_path / "mu", format="hf", subtree="opt.0.mu")
+    assert [*osl.load(tmp_path / "mu")] == ["w"]
+    for subtree in ("step.x", "opt.0.mu.w.x", "opt.7", "opt.0.none"):
+        with pytest.raises(osl.MissingTensorError, match="no such part"):
+            osl.convert(tmp_path / "saved", tmp_path / "no", format="hf", subtree=subtree)
+
+
+@pytest.mark.timeout(60)
+def test_many_rows_without_elements_take_no_time(tmp_path):
+    entry = {"dtype": "F32", "shape": [1 << 60, 0], "data_offsets": [0, 0]}
+    header = json.dumps({"none": entry}).encode()
+    (tmp_path / "source").mkdir()
+    file = tmp_path / "source" / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    for form in ("hf", "sharded"):
+        osl.convert(tmp_path / "source", tmp_path / form, format=form, mesh={"x": 2})
+        assert osl.verify(tmp_path / form, tmp_path / "source").ok
+
+
+def test_one_array_is_a_part_too(tmp_path):
+    osl.save(tmp_path / "saved", {"a": {"b": np.arange(3.0), "c": 1}})
+    for form in ("orbax", "hf"):
+        osl.convert(tmp_path / "saved", tmp_path / form, format=form, subtree="a.b")
+    assert bits(plainly(tmp_path / "orbax")) == bits({"b": np.arange(3.0)})
+    assert bits(osl.load(tmp_path / "hf")) == bits({"b": np.arange(3.0)})
+    safetensors.numpy.save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(osl.CheckpointNotFoundError, match="there is nothing in"):
+        osl.convert(tmp_path / "empty.safetensors", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+NAMES = ["", "a", "a/b", "c/0", "ü/コ", " ", "x" * 300, "..", "../../evil", "a//b", "/abs", ".",
+         "a\nb", "zarr.json", "manifest.ocdbt", "_METADATA", "a\\b", "a..b"]  # fmt: skip
+
+
+def test_names_of_every_kind(tmp_path):
+    weights = {name: np.arange(6.0) + n for n, name in enumerate(NAMES)}
+    save(tmp_path / "hf", weights)
+    osl.convert(tmp_path / "hf", tmp_path / "orbax")
+    assert bits(plainly(tmp_path / "orbax")) == bits(weights)
+    files = osl.ConvertOptions(use_ocdbt=False)
+    with pytest.raises(osl.SafetensorsLayoutError, match="no-ocdbt") as refused:
+        osl.convert(tmp_path / "hf", tmp_path / "no", options=files)
+    bad = [name for name in NAMES if repr(name) in str(refused.value)]
+    assert bad == ["", "x" * 300, "..", "../../evil", "a//b", "/abs", ".", "_METADATA", "a\\b"]
+    assert sorted(os.listdir(tmp_path)) == ["hf", "orbax"]
+    good = {name: value for name, value in weights.items() if name not in bad}
+    save(tmp_path / "good", good)
+    osl.convert(tmp_path / "good", tmp_path / "folders", options=files)
+    assert bits(plainly(tmp_path / "folders")) == bits(good)
+
+
+def test_targets_and_meshes_that_make_no_sense(tmp_path, hf):
+    with pytest.raises(osl.SafetensorsLayoutError, match="saved as a folder"):
+        osl.convert(hf, tmp_path / "to.safetensors", format="hf")
+    for topology in ({"processes": 0}, {"processes": -1}, {"mesh": {"x": 0}}):
+        with pytest.raises(ValueError, match="has no devices"):
+            osl.convert(hf, tmp_path / "to", format="sharded", **topology)
+    assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_from_the_hub(tmp_path, hf, weights, monkeypatch):

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -16,6 +17,8 @@ import pytest
 from checkpoints import random_tensor, save
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.conversion import pipeline
+from orbax_safetensors_layout.storage import publish
 
 SERVER = """
 import json, os, signal, sys, warnings
@@ -286,3 +289,78 @@ def test_an_interrupt_leaves_what_is_done(tmp_path):
     done = osl.convert(source, tmp_path / "target", **CONTINUED)
     assert done.resumed_bytes * 3 > done.nbytes
     np.testing.assert_array_equal(osl.load(tmp_path / "target")["big"], WEIGHTS["big"])
+
+
+def ends_while_publishing(source, target, *, after, **more):
+    """A conversion that ends as a kill would end it: `after` the folder took its place, or not."""
+    real = pipeline.publish_folder
+
+    def publish_folder(*arguments, **keywords):
+        if after:
+            with mock.patch.object(publish, "_remove_old"):
+                real(*arguments, **keywords)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(pipeline, "publish_folder", publish_folder),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        osl.convert(source, target, **CONTINUED | more)
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_ended_while_it_was_published(tmp_path, form, overwrite, after):
+    """Where the finished folder was stands what it replaced: nothing may be written into that."""
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    target = tmp_path / "target"
+    if overwrite:
+        osl.convert(source, target, **CONTINUED | {"format": form})
+        shutil.rmtree(source)
+        save(source, {name: -value for name, value in WEIGHTS.items()}, files=2)
+    options = osl.ConvertOptions(memory_budget_bytes=128 << 10, verify=False)
+    same = CONTINUED | {"format": form, "overwrite": overwrite, "options": options}
+    ends_while_publishing(source, target, after=after, **same)
+    done = osl.convert(source, target, **same)
+    assert done.resumed_bytes == done.nbytes
+    found = values_at(target, form)
+    for name, value in WEIGHTS.items():
+        assert np.asarray(found[name]).tobytes() == (-value if overwrite else value).tobytes()
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+def test_what_was_published_is_not_taken_for_what_came_after_it(tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    target = tmp_path / "target"
+    ends_while_publishing(source, target, after=True)
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.convert(source, target, **CONTINUED | {"format": "sharded"})
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+    ends_while_publishing(source, target, after=True, overwrite=True)
+    shutil.rmtree(target)
+    target.mkdir()
+    assert osl.convert(source, target, **CONTINUED).resumed_bytes == 0
+    np.testing.assert_array_equal(osl.load(target)["big"], WEIGHTS["big"])
+
+
+def test_an_old_checkpoint_is_put_back_where_names_are_not_exchanged(tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    target = save(tmp_path / "target", {"old": np.arange(3)})
+    rename = os.rename
+
+    def ends(one, other):
+        rename(one, other)
+        if one == str(target):
+            raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(publish, "_exchange", return_value=False),
+        mock.patch.object(os, "rename", ends),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        osl.convert(source, target, **CONTINUED | {"overwrite": True})
+    assert not target.exists()
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.convert(source, target, **CONTINUED)
+    np.testing.assert_array_equal(osl.load(target)["old"], np.arange(3))

@@ -16,6 +16,8 @@ from test_cli import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
+from orbax_safetensors_layout.soundness import Soundness
+from orbax_safetensors_layout.storage.local import LocalStorage
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
 MANIFEST = "orbax_safetensors_layout.json"
@@ -97,6 +99,61 @@ def test_total_size_and_missing_files(tmp_path):
     assert "lists files that are missing" in found
 
 
+def test_every_fault_of_a_header_is_told(tmp_path):
+    def entry(begin, end, shape, dtype="F32"):
+        return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+    header = {
+        "a": entry(0, 8, [2]),
+        "overlapping": entry(4, 12, [2]),
+        "too long": entry(12, 20, [1]),
+        "unknown": entry(20, 24, [4], "Q8"),
+        "negative": entry(24, 28, [-1]),
+        "no list": entry(28, 32, 1),
+        "b": entry(32, 40, [2]),
+    }
+    text = json.dumps(header)[:-1] + ', "b": ' + json.dumps(entry(40, 48, [2])) + "}"
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(48))
+    found = texts(osl.verify(tmp_path), "header")
+    assert len(found) == 6
+    for name, problem in {
+        "overlapping": "overlaps the one before it",
+        "too long": "do not fit the shape",
+        "unknown": "Q8",
+        "negative": "malformed shape",
+        "no list": "malformed shape",
+        "b": "a name is repeated",
+    }.items():
+        assert [t for t in found if f"'{name}'" in t and problem in t], (name, found)
+    with pytest.raises(osl.FormatError):
+        osl.load(tmp_path)
+    # A gap is told where no tensor that is left out may have filled it.
+    text = json.dumps({"a": entry(0, 8, [2]), "b": entry(12, 20, [2]), "c": entry(24, 28, [1])})
+    file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(40))
+    gaps = texts(osl.verify(tmp_path), "header")
+    assert ["'b'" in gaps[0], "'c'" in gaps[1], "goes on after" in gaps[2]] == [True] * 3
+
+
+def test_missing_files_hide_nothing_else(tmp_path):
+    folder = saved(tmp_path / "hf")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    first, second = sorted(set(index["weight_map"].values()))[:2]
+    (folder / first).unlink()
+    held = safetensors.numpy.load_file(folder / second) | {"stray": np.zeros(2)}
+    safetensors.numpy.save_file(held, folder / second)
+    found = texts(osl.verify(folder), "index")
+    assert [t for t in found if first in t and "missing" in t]
+    assert [t for t in found if "'stray'" in t and "no file" in t]
+    assert len(found) == 2
+    saved(tmp_path / "pieces", layout="sharded")
+    manifest = json.loads((tmp_path / "pieces" / MANIFEST).read_text())
+    manifest["pieces"]["files"].append("shard-00002-of-00002.safetensors")
+    (tmp_path / "pieces" / MANIFEST).write_text(json.dumps(manifest))
+    (found,) = texts(osl.verify(tmp_path / "pieces"))
+    assert "shard-00002-of-00002.safetensors" in found
+
+
 def test_a_tensor_in_two_files(tmp_path):
     safetensors.numpy.save_file({"a": np.zeros(2), "b": np.zeros(1)}, tmp_path / "x.safetensors")
     safetensors.numpy.save_file({"a": np.ones(2)}, tmp_path / "y.safetensors")
@@ -135,6 +192,33 @@ def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
     assert osl.verify(folder, digests=False).ok
     victim.rename(folder / "elsewhere")
     assert [t for t in texts(osl.verify(folder)) if "there is a checksum of it" in t]
+
+
+def test_a_file_that_can_not_be_read_hides_no_other(tmp_path, monkeypatch):
+    folder = saved(tmp_path, digests=True)
+    bad, flipped = sorted(folder.glob("*.safetensors"))[:2]
+    data = bytearray(flipped.read_bytes())
+    data[-1] ^= 4
+    flipped.write_bytes(data)
+    real, broken = LocalStorage.read_into, [False]
+
+    def read_into(self, file, offset, buffers, **keywords):
+        if file == str(bad) and broken[0]:
+            raise osl.StorageError("reading failed", file=file, found="Input/output error")
+        real(self, file, offset, buffers, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "read_into", read_into)
+        check = Soundness.check
+
+        def then_breaks(self):
+            check(self)
+            broken[0] = True
+
+        patch.setattr(Soundness, "check", then_breaks)
+        found = texts(osl.verify(folder), "digest")
+    assert "Input/output error" in found[0]
+    assert found[1].startswith(f"{flipped.name} has CRC-32 ")
 
 
 def test_an_overwrite_replaces_the_checksums(tmp_path):

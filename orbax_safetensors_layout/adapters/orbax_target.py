@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_safetensors_layout import prng
+from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA
 from orbax_safetensors_layout.adapters.streaming import (
     ArrayFormat,
     Written,
@@ -32,8 +34,10 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.options import ConvertOptions
+from orbax_safetensors_layout.storage.resumable import FULL
 
 _WRITTEN = "written"
+_MOST_NAME_BYTES = 255  # of a file
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -75,6 +79,7 @@ class OrbaxTarget:
         self._context = context(array_format)
         self._chunks: dict[object, tuple[int, ...] | None] = {}
         self._refuse_empty()
+        self._refuse_names()
         self._refuse_dtypes()
 
     def _refuse_empty(self) -> None:
@@ -82,6 +87,18 @@ class OrbaxTarget:
         if empty:
             raise SafetensorsLayoutError(
                 f"Orbax stores no arrays without elements: {empty[:10]}", tensor=empty[0]
+            )
+
+    def _refuse_names(self) -> None:
+        """Without a database each array is a folder of its name."""
+        if self._format.use_ocdbt:
+            return
+        refused = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
+        if refused:
+            raise SafetensorsLayoutError(
+                f"arrays can not have folders of these names: {refused[:10]}",
+                tensor=refused[0],
+                hint="Store them in OCDBT databases, without use_ocdbt=False (--no-ocdbt).",
             )
 
     def _refuse_dtypes(self) -> None:
@@ -198,11 +215,13 @@ class OrbaxWriter:
         try:
             return done.result()
         except ValueError as error:  # TensorStore's
+            text = str(error).split("\n")[0]
             raise StorageError(
                 "writing chunks failed",
                 file=self._folder,
                 tensor=leaf.name,
-                found=str(error).split("\n")[0],
+                found=text,
+                hint=FULL if os.strerror(errno.ENOSPC) in text else None,
             ) from error
 
     def flush(self) -> None:
@@ -283,3 +302,15 @@ def _with_keys(leaf: Any, source: Source, arrays: Mapping[str, SourceArray]) -> 
     assert isinstance(leaf.made_of, str)
     (data,) = source.read([(arrays[leaf.made_of], Box.whole(leaf.shape))])
     return prng.wrap(jax.numpy.asarray(data), leaf.key_impl)
+
+
+def _is_folder_name(name: str) -> bool:
+    """Whether Orbax and TensorStore find an array of that name again, in a folder of its own."""
+    parts = name.split("/")
+    return (
+        "\\" not in name
+        and parts[:1] != [ITEM_METADATA]
+        and all(
+            part not in ("", ".", "..") and len(part.encode()) <= _MOST_NAME_BYTES for part in parts
+        )
+    )

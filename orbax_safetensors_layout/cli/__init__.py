@@ -6,6 +6,9 @@ checkpoint; 2 for misuse; 130 after Ctrl-C.
 
 from __future__ import annotations
 
-from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.cli.interrupts import clean_interrupts
+
+with clean_interrupts("orbax-safetensors: interrupted. Nothing was done; run it again."):
+    from orbax_safetensors_layout.cli.main import main
 
 __all__ = ["main"]

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule, parse_rules
+from orbax_safetensors_layout.units import KIB, parse_size
+
+_LEAST_BUDGET_BYTES = 64 * KIB
 
 
 def mesh_axes(text: str) -> dict[str, int]:
@@ -22,6 +25,20 @@ def mesh_axes(text: str) -> dict[str, int]:
             raise ValueError(f"{text!r} is no mesh; write for instance fsdp=64,tensor=4")
         axes[name] = int(size)
     return axes
+
+
+def memory_budget(text: str) -> int:
+    """Bytes of a memory budget.
+
+    Raises:
+        ValueError: It is no size, or so small that one may have forgotten its unit.
+    """
+    size = parse_size(text)
+    if size < _LEAST_BUDGET_BYTES:
+        raise ValueError(
+            f"{text} is too little memory to work with; 2GiB is usual, 64KiB the least"
+        )
+    return size
 
 
 def sharding_rules(texts: Sequence[str] | None) -> tuple[ShardingRule, ...]:

@@ -7,6 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 
+_CONTROLS = {n: repr(chr(n))[1:-1] for n in (*range(32), *range(127, 160)) if chr(n) != "\n"}
+"""What a terminal would take for a command, in names that a file may give to its tensors."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Console:
@@ -27,11 +30,11 @@ class Console:
 
     def result(self, text: str) -> None:
         """Writes a result to stdout, and ends the line."""
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text.translate(_CONTROLS) + "\n")
 
     def json(self, document: object) -> None:
         """Writes a result to stdout as one JSON document."""
-        self.result(json.dumps(document, indent=2, ensure_ascii=False))
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
     def message(self, text: str) -> None:
         """Writes a line to stderr, unless it shall be quiet."""
@@ -41,7 +44,7 @@ class Console:
     def error(self, text: str) -> None:
         """Writes a line to stderr."""
         sys.stdout.flush()  # in the order in which things were said, where both are one
-        sys.stderr.write(f"{self.program}: {text}\n")
+        sys.stderr.write(f"{self.program}: {text.translate(_CONTROLS)}\n")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -58,7 +61,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
         a          1
         bcdef     10
     """
-    lines = [header, *rows]
+    lines = [
+        [cell.replace("\n", "\\n").translate(_CONTROLS) for cell in row] for row in [header, *rows]
+    ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
         "  ".join(

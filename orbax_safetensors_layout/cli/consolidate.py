@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from orbax_safetensors_layout.cli.arguments import memory_budget
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.verb import Verb, argument
 from orbax_safetensors_layout.options import WriteOptions
@@ -25,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory-budget-bytes",
-        type=argument(parse_size),
+        type=argument(memory_budget),
         metavar="SIZE",
         help="host memory to use",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_safetensors_layout.cli.arguments import mesh_axes, sharding_rules
+from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
 from orbax_safetensors_layout.cli.verb import Verb, argument
@@ -25,7 +25,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_layout(parser)
     parser.add_argument(
         "--memory-budget-bytes",
-        type=argument(parse_size),
+        type=argument(memory_budget),
         default=ConvertOptions().memory_budget_bytes,
         metavar="SIZE",
         help="host memory to use, whatever the checkpoint's size; default 2GiB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from orbax_safetensors_layout.cli import consolidate, convert, inspect, plan, verify
 from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.interrupts import INTERRUPTED, clean_interrupts
 from orbax_safetensors_layout.cli.verb import UsageError, Verb
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
@@ -23,7 +25,8 @@ VERBS: tuple[Verb, ...] = (
     consolidate.VERB,
 )
 
-FINDING, MISUSE, INTERRUPTED, NO_READER = 1, 2, 130, 141
+_EXPECTED = (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError)
+FINDING, MISUSE, NO_READER = 1, 2, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,22 +42,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     verb: Verb = parsed.verb
     console = Console(PROGRAM, quiet=parsed.quiet)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths need be no text; their bytes are kept
+        sys.stdout.reconfigure(errors="surrogateescape")
+    interrupted = f"interrupted. {verb.resume}"
     try:
-        code = verb.run(parsed, console)
-        sys.stdout.flush()
+        with clean_interrupts(f"{PROGRAM}: {interrupted}"):
+            code = verb.run(parsed, console)
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        console.error(f"interrupted. {verb.resume}")
+        console.error(interrupted)
         return INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
-    except (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError) as error:
+    except Exception as error:
         if parsed.debug:
             raise
-        console.error(" ".join(str(error).split()))
-        return FINDING if isinstance(error, SafetensorsLayoutError | OSError) else MISUSE
+        text = " ".join(str(error).split())
+        if not (text and isinstance(error, _EXPECTED)):
+            text = f"{type(error).__name__}: {text} (--debug tells where)"
+        console.error(text)
+        if isinstance(error, SafetensorsLayoutError):
+            return FINDING
+        return MISUSE if isinstance(error, UsageError | ValueError | ImportError) else FINDING
 
 
 def parser() -> argparse.ArgumentParser:

@@ -43,7 +43,7 @@ def forecast_text(found: Forecast, top: int) -> str:
         found: The forecast.
         top: How many costly tensors to name.
     """
-    parts = [_head(found), _rules(found), _table(found), _costly(found, top)]
+    parts = [_head(found), _rules(found), _misfits(found, top), _table(found), _costly(found, top)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -63,6 +63,8 @@ def compared(labels: Sequence[str], found: Sequence[Forecast]) -> str:
     rows.append(["device memory", *(size_text(one.device_bytes) for one in found)])
     rows.append(["largest shard", *(size_text(one.largest[1]) for one in found)])
     rows.append(["estimated time", *(seconds_text(max(one.seconds())) for one in found)])
+    if any(one.misfits for one in found):
+        rows.append(["tensors that do not fit", *(f"{len(one.misfits):,}" for one in found)])
     return table(["", *labels], rows)
 
 
@@ -108,6 +110,15 @@ def _rules(found: Forecast) -> str:
     shown = rows[:_SOME_ROWS]
     more = f"\n… and {len(rows) - _SOME_ROWS} more rules" if len(rows) > _SOME_ROWS else ""
     return table(["sharding rule", "tensors"], shown) + more if rows else ""
+
+
+def _misfits(found: Forecast, top: int) -> str:
+    """Tensors that can not be sharded as their rule says, those alike together."""
+    families = name_families((one.name, (one.shape, one.reason)) for one in found.misfits)
+    lines = [f"{pattern} {list(shape)}: {reason}" for pattern, (shape, reason), _ in families[:top]]
+    more = len(families) - len(lines)
+    lines += [f"… and {more:,} more like these"] if more > 0 else []
+    return "\n".join(["not sharded as their rule says", *lines]) if families else ""
 
 
 def _table(found: Forecast) -> str:

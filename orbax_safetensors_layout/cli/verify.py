@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 from typing import Any
 
+from orbax_safetensors_layout.cli.arguments import memory_budget
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
 from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.units import parse_size
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="do not hold files against their checksums"
     )
     parser.add_argument(
-        "--memory-budget-bytes", type=argument(parse_size), metavar="SIZE", help="default 2GiB"
+        "--memory-budget-bytes", type=argument(memory_budget), metavar="SIZE", help="default 2GiB"
     )
     add_json(parser)
 

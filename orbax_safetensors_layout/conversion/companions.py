@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from orbax_safetensors_layout.format.headers import read_range
-from orbax_safetensors_layout.format.index import INDEX_SUFFIX
-from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.publishing import appearance_rank
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
@@ -17,17 +16,21 @@ def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """The configuration, tokenizer and the like of a Hugging Face folder, by name.
 
     Args:
-        path: The folder. A single file has none.
+        path: The folder, or one such file.
 
     Raises:
         StorageError: A file can not be read.
     """
     storage, folder = open_storage(path)
     with storage:
-        names = [
-            name
-            for name in storage.list(folder)
-            if name.endswith(_SUFFIXES) and not name.endswith(INDEX_SUFFIX) and name != MANIFEST
-        ]
-        files = {name: join(folder, name) for name in names}
-        return {name: read_range(storage, f, 0, storage.size(f)) for name, f in files.items()}
+        if storage.is_file(folder):
+            files = {os.path.basename(folder): folder}
+        else:
+            files = {name: join(folder, name) for name in storage.list(folder)}
+        return {
+            name: read_range(storage, file, 0, storage.size(file))
+            for name, file in files.items()
+            if name.endswith(_SUFFIXES)
+            and appearance_rank(name) is None
+            and not name.startswith(".")
+        }

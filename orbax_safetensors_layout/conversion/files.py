@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import threading
@@ -23,7 +24,7 @@ from orbax_safetensors_layout.format.layout import (
     split,
 )
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
-from orbax_safetensors_layout.format.pieces import NO_SAVE_ID
+from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID, piece_name
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.options import WriteOptions
@@ -40,6 +41,14 @@ class _Place(NamedTuple):
 
     file: str
     start: int
+
+
+class _Piece(NamedTuple):
+    """A box of a tensor, as a tensor of a file."""
+
+    tensor: NewTensor
+    name: str
+    box: Box
 
 
 class FilesTarget:
@@ -75,6 +84,7 @@ class FilesTarget:
         self._documents: dict[str, bytes] = dict(documents or {})
         self._layouts: dict[str, FileLayout] = {}
         self._places: dict[str, dict[Box, list[_Place]]] = {leaf.name: {} for leaf in leaves}
+        self._outer: dict[tuple[str, Box], Box] = {}  # of each region the box that it is of
         self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
         if options.layout == "hf":
             self._whole_tensors(tensors)
@@ -96,36 +106,33 @@ class FilesTarget:
             self._documents[MAIN_INDEX] = index_bytes(files)
 
     def _pieces(self, written: Sequence[LeafWrite], processes: int, manifest: Manifest) -> Manifest:
-        for process in range(processes):
-            plan = plan_writes(
-                written,
-                options=self._options,
-                process_index=process,
-                process_count=processes,
-            ).stamped(self._save_id)
-            manifest = Manifest(
-                "sharded", manifest.tree, manifest.shardings, manifest.metadata,
-                manifest.custom, plan.stored,
-            )  # fmt: skip
-            if plan.pieces is None:
-                continue
-            name = plan.pieces.name
-            self._layouts[name] = plan.pieces.layout
-            for part in plan.pieces.parts:
-                boxes = self._places[written[part.leaf].tensor.name]
-                boxes.setdefault(part.tile.box, []).append(_Place(name, part.start))
-        return manifest
+        plan = plan_writes(written, options=self._options, process_count=processes)
+        stored = plan.stamped(self._save_id).stored
+        assert stored is not None
+        members: list[dict[str, _Piece]] = [{} for _ in stored.files]
+        for name, (code, shape, _) in stored.tensors.items():
+            for box in stored.boxes(name):
+                tensor = NewTensor(piece_name(name, shape, box), DTYPES[code], box.box.shape)
+                members[box.file][tensor.name] = _Piece(tensor, name, box.box)
+        metadata = {"format": "pt", **self._options.metadata, SAVE_ID: NO_SAVE_ID}
+        for file, pieces in zip(stored.files, members, strict=True):
+            layout = lay_out(file, [piece.tensor for piece in pieces.values()], metadata)
+            self._layouts[file] = layout.stamped(self._save_id)
+            for entry in layout.tensors:
+                _, name, whole = pieces[entry.name]
+                self._places[name].setdefault(whole, []).append(_Place(file, entry.start))
+        return dataclasses.replace(manifest, layout="sharded", pieces=stored)
 
     def regions(self, leaf: Leaf, most_bytes: int) -> list[Region]:
         """Rows of each box."""
         dtype = self._dtypes[leaf.name]
         group = 8 if dtype.packed else 1
-        return [
-            Region(leaf, within(rows, box.start))
-            for box in self._places[leaf.name]
-            for rows in row_blocks(box.shape, 8 * leaf.dtype.itemsize, most_bytes, group)
-            if rows.size
-        ]
+        regions = []
+        for outer in self._places[leaf.name]:
+            for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
+                regions.append(Region(leaf, within(rows, outer.start)))
+                self._outer[leaf.name, regions[-1].box] = outer
+        return regions
 
     def describe(self) -> object:
         """The files, to the byte, but for the values."""
@@ -140,19 +147,15 @@ class FilesTarget:
         return FilesWriter(finished, self)
 
     def places(self, region: Region) -> list[_Place]:
-        """Where the first byte of a region goes."""
+        """Where the first byte of a region, one of `regions`, goes."""
         leaf, box = region
-        bits = self._dtypes[leaf.name].bits
-        found = []
-        for outer, places in self._places[leaf.name].items():
-            if outer.contains(box):
-                shape = outer.shape
-                first = sum(
-                    (at - low) * math.prod(shape[axis + 1 :])
-                    for axis, (at, low) in enumerate(zip(box.start, outer.start, strict=True))
-                )
-                found += [_Place(file, start + first * bits // 8) for file, start in places]
-        return found
+        outer = self._outer[leaf.name, box]
+        first = sum(
+            (at - low) * math.prod(outer.shape[axis + 1 :])
+            for axis, (at, low) in enumerate(zip(box.start, outer.start, strict=True))
+        )
+        begin = first * self._dtypes[leaf.name].bits // 8
+        return [_Place(file, start + begin) for file, start in self._places[leaf.name][outer]]
 
     def layout(self, file: str) -> FileLayout:
         """How a file is laid out."""

@@ -99,6 +99,8 @@ def _parts(
     for members in _components(leaves):
         names = list(dict.fromkeys(name for n in members for name in leaves[n].sources))
         together = [region for n in members for region in regions[n]]
+        if not together:
+            continue  # arrays without elements
         needed = [arrays[name] for name in names]
         if needed and _is_staged(source, needed, together, len(members)):
             yield _Part(together, needed)

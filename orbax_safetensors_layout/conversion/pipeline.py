@@ -126,6 +126,10 @@ class Conversion:
                 self._prepare(check, restart)
 
             _together(group, "preparing the folder", prepare, leader_only=True)
+            if self._is_published():
+                group.meet("reading the journal")  # before it is removed
+                _together(group, "cleaning up", self._clean, leader_only=True)
+                return self.nbytes
             done = self._journal.read()
             group.meet("reading the journal")  # before anyone adds to it
             left = [one for one in self.groups if one.number not in done]
@@ -137,7 +141,12 @@ class Conversion:
         return self.nbytes - sum(group.nbytes for group in left)
 
     def _prepare(self, check: Callable[[], None], restart: bool) -> None:
-        restore_folder(self._folder, self._workspace)
+        restore_folder(self._folder, self._finished)
+        if self._is_spent():
+            if self._is_published() and not restart:
+                return
+            self._clean()
+        self._journal.forget_publishing()
         check()
         check_replaceable(self._folder)
         with LocalStorage() as storage:
@@ -179,11 +188,26 @@ class Conversion:
 
     def _publish(self) -> None:
         names = set(os.listdir(self._finished))
+        self._journal.note_publishing(self._finished)
         publish_folder(
             self._finished,
             self._folder,
             is_replaced=lambda name: name in names or self._is_replaced(name),
         )
+        self._clean()
+
+    def _is_spent(self) -> bool:
+        """Whether an earlier run has moved what it had finished, and ended before it cleaned up.
+
+        At `FINISHED` stands then nothing, or what was replaced.
+        """
+        return self._journal.is_publishing() and not self._journal.is_publishing(self._finished)
+
+    def _is_published(self) -> bool:
+        """Whether it was this conversion, and what it made still stands at its place."""
+        return self._journal.is_publishing(self._folder) and self._journal.is_ours()
+
+    def _clean(self) -> None:
         with LocalStorage() as storage:
             storage.remove(self._workspace)
 

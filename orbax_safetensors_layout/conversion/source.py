@@ -68,8 +68,10 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
         MissingTensorError: There is no such part.
     """
     for key in subtree.split(".") if subtree else ():
-        children = dict(enumerate(tree)) if isinstance(tree, list | tuple) else tree
-        named = {str(name): child for name, child in children.items()} if children else {}
+        below = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda x, tree=tree: x is not tree
+        )
+        named = {dotted_name(path): child for path, child in below[0] if path}
         if key not in named:
             raise MissingTensorError(
                 "the tree has no such part",
@@ -78,6 +80,8 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
                 found=key,
             )
         tree = named[key]
+        if isinstance(tree, SourceArray):
+            tree = {key: tree}  # a tree is a container
 
     def renamed(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, SourceArray):

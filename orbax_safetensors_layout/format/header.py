@@ -9,12 +9,15 @@ begin with `{` at once, as the format's specification asks.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from orbax_safetensors_layout.errors import InvalidHeaderError, TruncatedFileError
+from orbax_safetensors_layout.errors import FormatError, InvalidHeaderError, TruncatedFileError
 from orbax_safetensors_layout.format import strict_json
 from orbax_safetensors_layout.format.dtypes import DType, dtype_from_code
+from orbax_safetensors_layout.format.telling import Tell, refuse
 
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -107,13 +110,14 @@ def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
     return length
 
 
-def parse_header(header_bytes: bytes, *, file: str, file_size: int) -> Header:
+def parse_header(header_bytes: bytes, *, file: str, file_size: int, tell: Tell = refuse) -> Header:
     """Parses and validates a header.
 
     Args:
         header_bytes: The header without the 8 bytes of its length.
         file: The file's path; kept in each entry.
         file_size: Size of the file in bytes.
+        tell: Is given what is wrong with single tensors. If it returns, they are left out.
 
     Raises:
         InvalidHeaderError: It is not a header that the Rust library would accept, or it repeats a
@@ -127,7 +131,7 @@ def parse_header(header_bytes: bytes, *, file: str, file_size: int) -> Header:
     (2,)
     """
     try:
-        return _parse(header_bytes, file, file_size)
+        return _parse(header_bytes, file, file_size, tell)
     except RecursionError as error:  # the caller's own stack was nearly full
         raise InvalidHeaderError("the header is nested too deeply", file=file) from error
     except MemoryError as error:
@@ -136,7 +140,7 @@ def parse_header(header_bytes: bytes, *, file: str, file_size: int) -> Header:
         ) from error
 
 
-def _parse(header_bytes: bytes, file: str, file_size: int) -> Header:
+def _parse(header_bytes: bytes, file: str, file_size: int, tell: Tell) -> Header:
     if not header_bytes.startswith(b"{"):
         raise InvalidHeaderError(
             "the header does not begin with an object",
@@ -159,16 +163,21 @@ def _parse(header_bytes: bytes, file: str, file_size: int) -> Header:
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for equal shapes
     look_closely = strict_json.has_surrogate_escape(text)
     name: str | None = None
+    is_complete = True
     try:
         for name, value in strict_json.members(text):
             if look_closely:
                 strict_json.refuse_lone_surrogate(name)
-            if name != _METADATA_KEY:
-                tensors.append(_entry(name, value, file, data_start, look_closely, shapes))
-            elif metadata is None:
-                metadata = _metadata(value, file)
-            else:
-                raise _repeated(_METADATA_KEY, file)
+            try:
+                if name != _METADATA_KEY:
+                    tensors.append(_entry(name, value, file, data_start, look_closely, shapes))
+                elif metadata is None:
+                    metadata = _metadata(value, file)
+                else:
+                    raise _repeated(_METADATA_KEY, file)
+            except FormatError as problem:
+                tell(problem)
+                is_complete = False
     except strict_json.JsonError as error:
         raise InvalidHeaderError(
             "the header is not valid JSON" + ("" if name is None else f", in or after {name!r}"),
@@ -179,8 +188,11 @@ def _parse(header_bytes: bytes, file: str, file_size: int) -> Header:
     tensors.sort(key=attrgetter("start", "stop"))
     by_name = {entry.name: entry for entry in tensors}
     if len(by_name) != len(tensors):
-        raise _repeated(_first_repeated(tensors), file)
-    _check_tiling(tensors, file, data_start, file_size)
+        counts = Counter(entry.name for entry in tensors)
+        for repeated in (name for name, count in counts.items() if count > 1):
+            tell(_repeated(repeated, file))
+    for misplaced in _misplaced(tensors, file, data_start, file_size, is_complete=is_complete):
+        tell(misplaced)
     return Header(file, by_name, metadata or {}, data_start, file_size)
 
 
@@ -300,12 +312,17 @@ def _needed_bytes(name: str, dtype: DType, shape: list[int], file: str) -> int:
     return whole
 
 
-def _check_tiling(tensors: list[TensorEntry], file: str, data_start: int, file_size: int) -> None:
-    """Checks that the tensors, sorted, cover the file from `data_start` to its end, each once."""
+def _misplaced(
+    tensors: Sequence[TensorEntry], file: str, data_start: int, file_size: int, *, is_complete: bool
+) -> Iterator[FormatError]:
+    """Where the tensors, sorted, do not cover the file from `data_start` to its end, each once.
+
+    Where they are not all that the file has, gaps are no problem of theirs.
+    """
     position = data_start
     for entry in tensors:
-        if entry.start != position:
-            raise InvalidHeaderError(
+        if entry.start < position or (is_complete and entry.start > position):
+            yield InvalidHeaderError(
                 "the tensor leaves a gap after the one before it"
                 if entry.start > position
                 else "the tensor overlaps the one before it",
@@ -314,18 +331,18 @@ def _check_tiling(tensors: list[TensorEntry], file: str, data_start: int, file_s
                 expected=f"data_offsets that begin at {position - data_start}",
                 found=f"{entry.start - data_start}",
             )
-        position = entry.stop
+        position = max(position, entry.stop)
     if position > file_size:
         cut = next(entry.name for entry in tensors if entry.stop > file_size)
-        raise TruncatedFileError(
+        yield TruncatedFileError(
             "the file is truncated: it ends before its tensors do",
             file=file,
             tensor=cut,
             expected=f"{position} bytes",
             found=f"{file_size} bytes",
         )
-    if position < file_size:
-        raise InvalidHeaderError(
+    if position < file_size and is_complete:
+        yield InvalidHeaderError(
             "the file goes on after its last tensor",
             file=file,
             expected=f"{position} bytes",
@@ -354,15 +371,6 @@ def _repeated(name: str, file: str) -> InvalidHeaderError:
     return InvalidHeaderError(
         "a name is repeated", file=file, tensor=name, expected="each name once", found="it twice"
     )
-
-
-def _first_repeated(tensors: list[TensorEntry]) -> str:
-    seen: set[str] = set()
-    for entry in tensors:
-        if entry.name in seen:
-            return entry.name
-        seen.add(entry.name)
-    raise AssertionError("no name is repeated")
 
 
 def _brief(value: object, limit: int = 80) -> str:

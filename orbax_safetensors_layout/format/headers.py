@@ -12,6 +12,7 @@ from orbax_safetensors_layout.format.header import (
     header_length,
     parse_header,
 )
+from orbax_safetensors_layout.format.telling import Tell, refuse
 from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
 
@@ -56,8 +57,13 @@ class Headers:
             return {file: self._found[file] for file in files}
 
 
-def read_header(storage: Storage, file: str) -> Header:
+def read_header(storage: Storage, file: str, *, tell: Tell = refuse) -> Header:
     """Fetches and parses a file's header, in one request unless it is longer than 256 KiB.
+
+    Args:
+        storage: Where the file is.
+        file: The file.
+        tell: As for `parse_header`.
 
     Raises:
         FormatError: It is malformed, or the file is truncated.
@@ -68,7 +74,7 @@ def read_header(storage: Storage, file: str) -> Header:
     stop = PREFIX_BYTES + header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
     if stop > len(data):
         data += read_range(storage, file, len(data), stop - len(data))
-    return parse_header(data[PREFIX_BYTES:stop], file=file, file_size=file_size)
+    return parse_header(data[PREFIX_BYTES:stop], file=file, file_size=file_size, tell=tell)
 
 
 def read_range(storage: Storage, file: str, start: int, size: int) -> bytes:

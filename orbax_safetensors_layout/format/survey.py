@@ -29,6 +29,7 @@ from orbax_safetensors_layout.format.manifest import (
     Manifest,
     parse_manifest,
 )
+from orbax_safetensors_layout.format.telling import Tell, refuse
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
@@ -80,8 +81,13 @@ class Survey(NamedTuple):
     manifest: Manifest | None = None
 
 
-def survey(storage: Storage, path: str) -> Survey:
+def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
     """Looks at what stands at a path.
+
+    Args:
+        storage: Where it is.
+        path: The path.
+        tell: Is given which files are missing. If it returns, the others count.
 
     Raises:
         CheckpointNotFoundError: There is no `.safetensors` file.
@@ -104,8 +110,8 @@ def survey(storage: Storage, path: str) -> Survey:
     if index_name is not None:
         index_file = join(path, index_name)
         index = _read_index(storage, index_file)
-        _check_present(storage, path, index.files, names, index_file)
-        return Survey([join(path, name) for name in index.files], index, manifest_file)
+        present = _present(storage, path, index.files, names, index_file, tell)
+        return Survey([join(path, name) for name in present], index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None:
         pieces = manifest.pieces.files
@@ -118,10 +124,10 @@ def survey(storage: Storage, path: str) -> Survey:
                 found=listed(whole),
                 hint=f"Remove '{MANIFEST}' and the pieces, or those files.",
             )
-        _check_present(storage, path, pieces, names, join(path, MANIFEST))
-        return Survey([join(path, name) for name in pieces], None, manifest_file, manifest)
+        present = _present(storage, path, pieces, names, join(path, MANIFEST), tell)
+        return Survey([join(path, name) for name in present], None, manifest_file, manifest)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
-    _check_complete(names, path)
+    _check_complete(names, path, tell)
     if files:
         return Survey(files, None, manifest_file, manifest)
     if names:
@@ -155,8 +161,8 @@ def _hint(path: str) -> str | None:
     return "In the cache of the hub, give the folder of a commit: models--…/snapshots/<commit>."
 
 
-def _check_complete(names: Sequence[str], path: str) -> None:
-    """Refuses a part of a numbered set: without an index nobody else would notice."""
+def _check_complete(names: Sequence[str], path: str, tell: Tell) -> None:
+    """Tells of a part of a numbered set: without an index nobody else would notice."""
     sets: dict[tuple[str, str], set[int]] = {}
     for name in names:
         numbered = _NUMBERED.fullmatch(name)
@@ -167,12 +173,14 @@ def _check_complete(names: Sequence[str], path: str) -> None:
         missing = set(range(1, int(count) + 1)) - numbers
         if missing and int(count) < _MAX_NUMBERED:
             absent = [f"{number:0{len(count)}}" for number in sorted(missing)]
-            raise InvalidIndexError(
-                "the folder has no index and lacks files of a numbered set",
-                file=path,
-                expected=f"{int(count)} files {stem}-…-of-{count}{SUFFIX}",
-                found=f"{len(missing)} missing: numbers {listed(absent)}",
-                hint="Complete the download, or give the path of one file.",
+            tell(
+                InvalidIndexError(
+                    "the folder has no index and lacks files of a numbered set",
+                    file=path,
+                    expected=f"{int(count)} files {stem}-…-of-{count}{SUFFIX}",
+                    found=f"{len(missing)} missing: numbers {listed(absent)}",
+                    hint="Complete the download, or give the path of one file.",
+                )
             )
 
 
@@ -221,24 +229,33 @@ def read_manifest(storage: Storage, file: str) -> Manifest:
     return parse_manifest(read_range(storage, file, 0, size), file=file)
 
 
-def _check_present(
-    storage: Storage, path: str, files: Sequence[str], names: Sequence[str], index_file: str
-) -> None:
+def _present(
+    storage: Storage,
+    path: str,
+    files: Sequence[str],
+    names: Sequence[str],
+    index_file: str,
+    tell: Tell,
+) -> Sequence[str]:
+    """Those of some files that are there; tells of the others."""
     if not storage.lists:
-        return  # opening a file tells
+        return files  # opening a file tells
     present = set(names)
     folders = {name.rpartition("/")[0] for name in files} - {""}
     for folder in folders:
         present.update(f"{folder}/{name}" for name in storage.list(join(path, folder)))
     missing = [name for name in files if name not in present]
     if missing:
-        raise InvalidIndexError(
-            "the index lists files that are missing",
-            file=index_file,
-            expected=f"{len(files)} files",
-            found=f"{len(missing)} missing: {', '.join(missing)}",
-            hint="The download or copy of the checkpoint may be incomplete.",
+        tell(
+            InvalidIndexError(
+                "the index lists files that are missing",
+                file=index_file,
+                expected=f"{len(files)} files",
+                found=f"{len(missing)} missing: {', '.join(missing)}",
+                hint="The download or copy of the checkpoint may be incomplete.",
+            )
         )
+    return [name for name in files if name in present]
 
 
 def listed(items: Sequence[str]) -> str:

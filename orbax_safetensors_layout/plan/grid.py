@@ -20,6 +20,9 @@ Spec: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""
 
 
+_MOST_DEVICES = 1 << 20  # of which tables are made, by array shape
+
+
 class Cells(NamedTuple):
     """Which part of an array each device holds.
 
@@ -46,13 +49,19 @@ class DeviceGrid:
         processes: How many processes share the devices.
 
     Raises:
-        ValueError: The processes do not divide the devices.
+        ValueError: The processes do not divide the devices, or there are none of either.
     """
 
     axes: Mapping[str, int]
     processes: int
 
     def __post_init__(self) -> None:
+        if self.processes < 1 or any(size < 1 for size in self.axes.values()):
+            raise ValueError(
+                f"a mesh of {dict(self.axes)} on {self.processes} processes has no devices"
+            )
+        if self.devices > _MOST_DEVICES:
+            raise ValueError(f"{self.devices:,} devices are more than {_MOST_DEVICES:,}")
         if self.devices % self.processes:
             raise ValueError(f"{self.processes} processes do not divide {self.devices} devices")
 

@@ -127,10 +127,18 @@ def _stored_tiles(held: HeldBoxes, choices: _Choices, number: int) -> tuple[Stor
         writers = holders if number == _EVERYONE else (int(choices.writers[number, box]),)
         for process in writers:
             of_process.setdefault(process, []).append(box)
-    return tuple(
+    joined = tuple(
         StoredTile(process, found._replace(members=tuple(boxes[i] for i in found.members)))
         for process, boxes in sorted(of_process.items())
         for found in tile([held.boxes[box] for box in boxes])
+    )
+    if sum(box.size for box in {found.tile.box for found in joined}) == choices.size:
+        return joined
+    # Holders of different boxes join these differently, and the pieces would overlap.
+    return tuple(
+        StoredTile(process, tile([held.boxes[box]])[0]._replace(members=(box,)))
+        for process, boxes in sorted(of_process.items())
+        for box in boxes
     )
 
 

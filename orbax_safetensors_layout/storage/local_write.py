@@ -216,14 +216,23 @@ def _libc_fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 @contextlib.contextmanager
-def storage_errors(doing: str, file: str) -> Iterator[None]:
-    """Turns an `OSError` of the block into a `StorageError` that names the file."""
+def storage_errors(
+    doing: str,
+    file: str,
+    *,
+    full: str = "Free space on the disk, or save elsewhere; nothing of this save is kept.",
+) -> Iterator[None]:
+    """Turns an `OSError` of the block into a `StorageError` that names the file.
+
+    Args:
+        doing: What is said to have failed.
+        file: The file.
+        full: What to do about a full disk.
+    """
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
-        hint = None
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "Free space on the disk, or save elsewhere; nothing of this save is kept."
+        hint = full if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
         raise StorageError(doing, file=file, found=error.strerror or error, hint=hint) from error

@@ -12,6 +12,8 @@ from orbax_safetensors_layout.storage.local_write import (
     write_fully,
 )
 
+FULL = "Free space on the disk and repeat the call; what is written so far is kept."
+
 
 class ResumableFile:
     """A file of known size under its final name; what is written stays, whatever happens.
@@ -26,7 +28,7 @@ class ResumableFile:
 
     def __init__(self, file: str, size: int) -> None:
         self.file = file
-        with storage_errors(f"can not make room for {size} bytes", file):
+        with storage_errors(f"can not make room for {size} bytes", file, full=FULL):
             self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 allocate_file(self._fd, size)
@@ -41,7 +43,8 @@ class ResumableFile:
             StorageError: The write failed.
         """
         total = sum(buffer.nbytes for buffer in buffers)
-        with storage_errors(f"writing bytes [{offset}, {offset + total}) failed", self.file):
+        doing = f"writing bytes [{offset}, {offset + total}) failed"
+        with storage_errors(doing, self.file, full=FULL):
             write_fully(self._fd, offset, buffers, total)
 
     def flush(self) -> None:
@@ -50,7 +53,7 @@ class ResumableFile:
         Raises:
             StorageError: It can not be brought there.
         """
-        with storage_errors("flushing the file failed", self.file):
+        with storage_errors("flushing the file failed", self.file, full=FULL):
             os.fsync(self._fd)
 
     def close(self) -> None:

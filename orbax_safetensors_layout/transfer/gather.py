@@ -155,6 +155,8 @@ def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 
         >>> [box.shape for box in row_blocks((5, 4), 8, 8)]
         [(2, 4), (2, 4), (1, 4)]
     """
+    if 0 in shape:  # no elements, however many rows
+        return
     axis = 0
     while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * bits > most_bytes * 8:
         axis += 1

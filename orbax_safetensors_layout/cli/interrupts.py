@@ -1,0 +1,47 @@
+"""Ctrl-C amid an import: it ends the process at once, since modules do not survive one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+INTERRUPTED = 130
+_IMPORTING = "<frozen importlib"
+
+
+@contextlib.contextmanager
+def clean_interrupts(message: str) -> Iterator[None]:
+    """In the block Ctrl-C raises `KeyboardInterrupt`, or where something is imported, ends it all.
+
+    An import that is interrupted may swallow the interrupt, raise something else, or crash in
+    native code (each seen with numpy and jax). While one runs there is nothing to clean up.
+
+    Args:
+        message: What is written to stderr then.
+    """
+
+    def interrupted(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(_IMPORTING):
+                sys.stderr.write(f"{message}\n")
+                sys.stderr.flush()
+                os._exit(INTERRUPTED)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody's own
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, interrupted)
+    except ValueError:  # not the main thread, where no signal arrives
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
