@@ -130,24 +130,31 @@ class _Parser:
 
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
         dtype = next(self._dtypes)
-        if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
-            return ValueLeaf(value)
         name = dotted_name(path)  # without flax boxes, which `describe` leaves out
-        if name in self._names or name == _RESERVED or not _is_text(name):
-            problem = "two leaves have one name"
-            if name == _RESERVED:
-                problem = "the name is reserved"
-            elif name not in self._names:
-                problem = "the name is no Unicode text"
-            self._problems.append(MismatchError(problem, tensor=name, expected="one name a leaf"))
-            return TensorLeaf(name)
+        is_value = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
+        flaw = self._flaw(name, is_value)
         self._names.add(name)
+        if flaw is not None:
+            self._problems.append(MismatchError(flaw, tensor=name, expected="one name a leaf"))
+            return TensorLeaf(name)
+        if is_value:
+            return ValueLeaf(value)
         try:
             return self._tensor(name, value, dtype)
         except SafetensorsLayoutError as problem:
             problem.tensor = name
             self._problems.append(problem)
             return TensorLeaf(name)
+
+    def _flaw(self, name: str, is_value: bool) -> str | None:
+        """Why a leaf can not have a name; that of a value stands in the manifest alone."""
+        if name in self._names:
+            return "two leaves have one name"
+        if is_value:
+            return None
+        if name == _RESERVED:
+            return "the name is reserved"
+        return None if _is_text(name) else "the name is no Unicode text"
 
     def raise_problems(self) -> None:
         """Raises one error for all problems."""

@@ -673,6 +673,13 @@ def test_names_that_two_leaves_have(tmp_path):
     assert "two leaves have one name" in str(error)
 
 
+@pytest.mark.parametrize("tree", [{"a": {"b": 1}, "a.b": VALUE}, {"a": {"b": 1}, "a.b": 2}])
+def test_a_number_and_another_leaf_of_one_name(tmp_path, tree):
+    """With an abstract tree both would come back as one of them."""
+    error = refused(tmp_path / "x", tree, osl.MismatchError)
+    assert "two leaves have one name" in str(error)
+
+
 def test_problems_of_two_kinds_are_named_together(tmp_path):
     tree = {"a": {"b": VALUE}, "a.b": VALUE, "c": object(), "__metadata__": VALUE}
     error = refused(tmp_path / "x", tree)
