@@ -124,6 +124,19 @@ def test_values_become_what_is_wanted(tmp_path):
         osl.load(tmp_path, {"step": jax.ShapeDtypeStruct((2,), jnp.int32)})
 
 
+def test_a_number_becomes_a_numpy_scalar(tmp_path):
+    osl.save(tmp_path, {"step": 7, "rate": 0.5})
+    wanted = {"step": np.int64(0), "rate": np.float32(0)}
+    same(osl.load(tmp_path, wanted), {"step": np.int64(7), "rate": np.float32(0.5)})
+
+
+def test_keys_of_another_implementation_are_an_error(tmp_path):
+    """Their data may have the same shape, and would make other numbers."""
+    osl.save(tmp_path, {"key": jax.random.key(0, impl="rbg")})
+    with pytest.raises(osl.DtypeMismatchError, match=r"'key', expected: unsafe_rbg .* found: rbg"):
+        osl.load(tmp_path, {"key": jax.random.key(0, impl="unsafe_rbg")})
+
+
 def test_a_manifest_of_other_tensors_is_an_error(tmp_path):
     osl.save(tmp_path, {"a": np.arange(3)})
     safetensors.numpy.save_file({"b": np.arange(3)}, tmp_path / "model.safetensors")
