@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +161,15 @@ def too_large(need: int, folder: Path) -> str:
     if need + files <= 0.92 * pages.available_bytes():
         return ""
     return f"left out: needs {need / 1e9:.1f} GB of memory"
+
+
+def touch_bytes(needs: Iterable[float]) -> int:
+    """How much memory is touched and freed before each run of contenders that take turns.
+
+    The same for all, and twice what the hungriest needs: the kernel need not hand out again the
+    very pages that were touched. No more than is free, or files would leave the page cache.
+
+    Args:
+        needs: What each contender takes, in bytes.
+    """
+    return int(min(2 * max(needs), 0.9 * pages.free_bytes()))

@@ -6,10 +6,10 @@
     python benchmarks/load.py --only llama:dim1 --only small --contenders ours,builtin
 
 Every timed run is a process of its own. The contenders of a row take turns; the page cache is read
-through (warm) or emptied (cold) before each run, and the memory a run will need is touched and
-freed just before the clock starts. What is timed begins with all modules imported, the devices and
-the contender's code warm, and the tree of `jax.ShapeDtypeStruct` made; it ends when every array is
-ready. Afterwards the arrays are compared with the files, shard by shard.
+through (warm) or emptied (cold) before each run, and more memory than any of them needs is
+touched and freed just before the clock starts. What is timed begins with all modules imported, the
+devices and the contender's code warm, and the tree of `jax.ShapeDtypeStruct` made; it ends when
+every array is ready. Afterwards the arrays are compared with the files, shard by shard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import harness
-import pages
 from cases import CASES, data_files
 from child import Job
 from results import Cell, Row
@@ -122,8 +121,8 @@ class Bench:
 
     def _one(self, row: Row, who: str, job: Job, cell: Cell, needs: dict[str, int]) -> None:
         """One run of one contender; `needs` learns how much memory it took."""
-        most = int(0.8 * pages.available_bytes())
-        job = dataclasses.replace(job, contender=who, touch_bytes=min(needs[who], most))
+        touch = harness.touch_bytes(needs.values())
+        job = dataclasses.replace(job, contender=who, touch_bytes=touch)
         result, cell.problem = harness.run_child(
             "child.py", job, timeout_seconds=self.timeout_seconds
         )

@@ -13,8 +13,8 @@ stacked. The contenders:
     numpy     as Tunix loads: mapped files, transposed and stacked whole by numpy, `device_put`
 
 Every timed run is a process of its own; contenders take turns, files are in the page cache, and
-the memory a run will need is touched and freed just before the clock starts. What is timed begins
-with all modules imported and the contender's code warm, and ends when every array is ready.
+more memory than any of them needs is touched and freed just before the clock starts. What is timed
+begins with all modules imported and the contender's code warm, and ends when every array is ready.
 Afterwards leaves are compared with numpy's, bit for bit.
 """
 
@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import harness
-import pages
 from cases import CASES
 from floors import Verdict
 from mapping_child import Job
@@ -75,14 +74,13 @@ class Bench:
             cell.problem = harness.too_large(int(needs[who]), source)
 
         def one(who: str) -> None:
-            most = 0.8 * pages.available_bytes()
             job = Job(
                 contender=who,
                 case=row.case,
                 split=row.split,
                 folder=str(source),
                 warmup=str(warmup),
-                touch_bytes=int(min(needs[who], most)),
+                touch_bytes=harness.touch_bytes(needs.values()),
                 verify=self.verify,
             )
             cell = cells[who]

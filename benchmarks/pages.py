@@ -148,6 +148,11 @@ def available_bytes() -> int:
     return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
 
 
+def free_bytes() -> int:
+    """Memory that nothing uses, not even as page cache."""
+    return _kilobytes(Path("/proc/meminfo"), "MemFree")
+
+
 def total_bytes() -> int:
     """The machine's memory."""
     return _kilobytes(Path("/proc/meminfo"), "MemTotal")

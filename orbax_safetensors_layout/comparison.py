@@ -13,13 +13,14 @@ from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.rules import Mapping
-from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.origins import Mapped, Origin, Plain, bind
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.transfer.gather import row_blocks
 from orbax_safetensors_layout.transfer.read import read_leaves
 from orbax_safetensors_layout.tree import Want
+from orbax_safetensors_layout.units import MIB
 from orbax_safetensors_layout.wants import Fidelity, WantedLeaf, planned_leaves
 
 _BLOCK_BYTES = 32 * MIB

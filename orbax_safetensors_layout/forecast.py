@@ -16,13 +16,14 @@ from typing import NamedTuple, Self
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.quantization import find_quantization
 from orbax_safetensors_layout.inspection import read_configuration
-from orbax_safetensors_layout.options import ReadOptions, StorageProfile, WriteOptions
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.fleet import Fleet, plan_fleet
 from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind
 from orbax_safetensors_layout.plan.fleet_writes import plan_fleet_writes
 from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
 from orbax_safetensors_layout.plan.sharding_rules import Misfit, Placed, ShardingRule, ShardingRules
+from orbax_safetensors_layout.profiles import StorageProfile
 
 _NETWORK_BYTES_PER_SECOND = 25e9 / 8
 

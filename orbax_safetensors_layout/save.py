@@ -23,7 +23,7 @@ from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.options import MIB, Progress, WriteOptions
+from orbax_safetensors_layout.options import Progress, WriteOptions
 from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import (
@@ -44,6 +44,7 @@ from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.scatter import scatter
 from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats, write_parts
+from orbax_safetensors_layout.units import MIB
 
 PathLike = str | os.PathLike[str]
 _WRITING, _GATHERING = "writing shards", "putting files together"

@@ -11,12 +11,13 @@ from typing import Any
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format.digests import DIGESTS, MAX_DIGESTS_BYTES, parse_digests
 from orbax_safetensors_layout.format.headers import read_range
-from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.report import Finding, Report
 from orbax_safetensors_layout.soundness import Soundness
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.progress import progress_callback
+from orbax_safetensors_layout.units import MIB
 
 PathLike = str | os.PathLike[str]
 _BLOCK_BYTES = 8 * MIB

@@ -126,8 +126,8 @@ def _from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
 
 def adopts(wants: Iterable[Want | None]) -> bool:
     """Whether all arrays keep the buffers they are made of, as on the CPU backend."""
-    placements = {id(want.placement): want.placement for want in wants if want is not None}
-    return all(_on_cpu(placement) for placement in placements.values() if placement is not None)
+    placements = {want.placement for want in wants if want is not None}
+    return all(_on_cpu(placement) for placement in placements if placement is not None)
 
 
 def _on_cpu(placement: Placement) -> bool:
@@ -175,7 +175,7 @@ def wanted_leaves(
         shape, stored = origin.shape, origin.dtype
         wanted = want.dtype or recorded.dtype(name) or stored
         is_raw = stored == np.uint8 and wanted != stored and recorded.is_raw(name, wanted)
-        key = (shape, stored, want.shape, wanted, id(want.placement), is_raw)
+        key = (shape, stored, want.shape, wanted, want.placement, is_raw)
         fit = fits.get(key)
         if fit is None:
             try:

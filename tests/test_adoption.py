@@ -22,6 +22,7 @@ import orbax_safetensors_layout.transfer.assemble as assemble_module
 import orbax_safetensors_layout.transfer.destinations as destinations_module
 import orbax_safetensors_layout.transfer.read as read_module
 from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
+from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.direct import HUGE_PAGE_BYTES
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.buffers import allocate
@@ -257,6 +258,27 @@ def test_a_cold_load_reads_the_disk_once(tmp_path):
     assert read <= 1.1 * file.stat().st_size
     for name, tensor in tensors.items():
         assert_same_bits(loaded[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("is_cached", "options", "threads"),
+    [
+        (True, {}, PROFILES["local"].cached_concurrency),
+        (False, {}, PROFILES["local"].concurrency),
+        (True, {"concurrency": 3}, 3),
+        (False, {"concurrency": 3}, 3),
+    ],
+)
+def test_the_page_cache_decides_how_many_read_at_once(
+    tmp_path, monkeypatch, is_cached, options, threads
+):
+    path = save(tmp_path, {f"t{i}": random_tensor((64,), np.uint8, i) for i in range(40)})
+    asked = mock.Mock(return_value=is_cached)
+    monkeypatch.setattr(LocalStorage, "is_cached", asked)
+    with mock.patch.object(read_module, "Workers", wraps=read_module.Workers) as workers:
+        osl.load(path, options=osl.ReadOptions(**options))
+    assert [call.args[0] for call in workers.call_args_list] == [threads]
+    assert 1 <= asked.call_count <= 16
 
 
 def disk_bytes() -> int:

@@ -22,6 +22,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for line in (
         "errors",
         "units",
+        "profiles",
         "options",
         "geometry",
         "storage",

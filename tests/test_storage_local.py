@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 
 import numpy as np
@@ -200,3 +202,30 @@ def test_mapped_pages_outlive_the_storage(big_file):
         (big_file.parent / "empty").write_bytes(b"")
         with pytest.raises(osl.StorageError, match="can not map"):
             storage.map(str(big_file.parent / "empty"))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_the_page_cache_holds(big_file, is_read):
+    if is_read:
+        big_file.read_bytes()
+    else:
+        drop_from_cache(big_file)
+    expected = in_page_cache(big_file)
+    assert not is_read or expected.all()  # a tmpfs evicts nothing
+    with LocalStorage() as storage:
+        pages = range(0, len(expected), 97)
+        found = [storage.is_cached(str(big_file), page * mmap.PAGESIZE) for page in pages]
+    assert found == expected[pages.start : pages.stop : pages.step].tolist()
+
+
+def in_page_cache(path):
+    """Whether the page cache holds each page of a file, as mincore(2) says."""
+    size = path.stat().st_size
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as pages:
+        start = ctypes.c_char.from_buffer(pages)
+        assert libc.mincore(ctypes.addressof(start), size, flags.ctypes.data) == 0
+        del start
+    return (flags & 1).astype(bool)

@@ -12,7 +12,7 @@ from orbax_safetensors_layout.format.header import (
     header_length,
     parse_header,
 )
-from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
 
 

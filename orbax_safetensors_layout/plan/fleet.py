@@ -17,7 +17,6 @@ import numpy as np
 
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind, Shape, Sums
 from orbax_safetensors_layout.plan.grid import DeviceGrid
@@ -27,6 +26,7 @@ from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.reads import held_bytes
 from orbax_safetensors_layout.plan.regions import Region
+from orbax_safetensors_layout.profiles import StorageProfile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

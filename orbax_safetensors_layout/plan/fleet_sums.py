@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.grid import Spec
 from orbax_safetensors_layout.plan.groups import MAX_GROUP_BUFFERS, Fetch, SmallRequest
 from orbax_safetensors_layout.plan.holdings import Ints
 from orbax_safetensors_layout.plan.reads import staging_bytes
+from orbax_safetensors_layout.profiles import StorageProfile
 
 
 class FleetLeaf(NamedTuple):

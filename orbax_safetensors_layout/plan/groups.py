@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.regions import Region, RegionRead
+from orbax_safetensors_layout.profiles import StorageProfile
 
 SMALL_REGION_BYTES = 4 << 20
 """Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones

@@ -6,6 +6,7 @@ elements fill it and where in that tensor they are. See ARCHITECTURE.md, The cor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -24,7 +25,8 @@ from orbax_safetensors_layout.geometry.box import Box, cover
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 
 
-class LocalBoxes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LocalBoxes:
     """The distinct regions of one array that the devices of one process hold.
 
     Attributes:
@@ -34,6 +36,11 @@ class LocalBoxes(NamedTuple):
 
     boxes: tuple[Box, ...]
     shared: tuple[bool, ...]
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Elements of all boxes."""
+        return sum(box.size for box in self.boxes)
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> LocalBoxes:
@@ -111,7 +118,7 @@ class LeafRead(NamedTuple):
     @property
     def needed_bytes(self) -> int:
         """Stored bytes of all its boxes."""
-        return sum(box.size for box in self.local.boxes) * self.stored.bits // 8
+        return self.local.elements * self.stored.bits // 8
 
     @classmethod
     def plain(cls, name: str, entry: TensorEntry, local: LocalBoxes, dtype: np.dtype) -> LeafRead:

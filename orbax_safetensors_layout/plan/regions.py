@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.axes import Axis, axes_of, memory_runs
 from orbax_safetensors_layout.plan.blocking import Blocking
 from orbax_safetensors_layout.plan.tiles import TileLayout
+from orbax_safetensors_layout.profiles import StorageProfile
 
 _DIRECT_SPAN_BYTES = 32 << 10
 """Pieces of this size are read straight into their places, however many they are: a buffer more

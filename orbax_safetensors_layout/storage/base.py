@@ -8,7 +8,7 @@ from typing import Protocol, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.options import KIB
+from orbax_safetensors_layout.units import KIB
 
 Buffer: TypeAlias = memoryview
 """A writable, contiguous memoryview of bytes."""
@@ -95,7 +95,7 @@ class RangeReader(Protocol):
     """Exact ranged reads of files by name, from many threads.
 
     Attributes:
-        kind: The storage class, a key of `options.PROFILES`.
+        kind: The storage class, a key of `profiles.PROFILES`.
     """
 
     kind: str

@@ -9,9 +9,9 @@ import threading
 
 import numpy as np
 
-from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.units import MIB
 
-DIRECT_CHUNK_BYTES = 4 * MIB
+DIRECT_CHUNK_BYTES = 2 * MIB
 """One direct read or write."""
 
 HUGE_PAGE_BYTES = 2 * MIB

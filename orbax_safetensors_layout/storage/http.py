@@ -18,8 +18,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from orbax_safetensors_layout.options import KIB
 from orbax_safetensors_layout.storage.base import Buffer
+from orbax_safetensors_layout.units import KIB
 
 _CONNECT_SECONDS = 20.0
 _SLOWEST_BYTES_PER_SECOND = 16 * KIB  # a longer body may take longer, but not come slower

@@ -19,7 +19,6 @@ from typing import Self
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
-from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
 from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
 from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
@@ -29,6 +28,7 @@ from orbax_safetensors_layout.storage.local_write import (
     storage_errors,
 )
 from orbax_safetensors_layout.storage.publish import FolderExchange
+from orbax_safetensors_layout.units import MIB
 
 _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
@@ -153,6 +153,12 @@ class LocalStorage:
                     found=error.strerror or str(error),
                 ) from error
             self._check_unchanged(handle, offset, total)
+
+    def is_cached(self, file: str, offset: int) -> bool:
+        """Whether the page cache holds the byte at `offset`, or nobody can tell."""
+        with self._handle(file) as handle, contextlib.suppress(OSError):
+            return not self._is_cold(handle, offset)
+        return True
 
     def map(self, file: str) -> memoryview:
         """The whole file as read-only mapped pages; they stay valid after `close`.

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.groups import Group
+from orbax_safetensors_layout.profiles import StorageProfile
 from orbax_safetensors_layout.storage.base import Buffer, RangeReader
 from orbax_safetensors_layout.transfer.blocks import Block, Cut, Scratch, blocks_of, targets_of
 from orbax_safetensors_layout.transfer.buffers import Bytes, align

@@ -27,6 +27,8 @@ from orbax_safetensors_layout.transfer.destinations import Destination, Room, de
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
 from orbax_safetensors_layout.transfer.workers import Then, Workers
 
+_CACHE_PROBES = 16
+
 Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
 """Takes a leaf's number, some of its boxes by number, and their values. What it returns, if
 anything, is called before the buffers count as free: it waits for a transfer."""
@@ -112,7 +114,7 @@ class _Reader:
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
-        self._workers = Workers(plan.profile.concurrency, "safetensors-read", storage.interrupt)
+        self._workers = Workers(_threads(plan, storage), "safetensors-read", storage.interrupt)
         self._budget = Budget(plan.memory_budget_bytes)
         self._tiles: dict[tuple[int, int], _OpenTile] = {}
         self._total_bytes = self._done_bytes = 0
@@ -285,6 +287,17 @@ class _Reader:
         if self._progress is not None:
             name = self._plan.leaves[region.leaf].name
             self._progress(Progress(self._done_bytes, self._total_bytes, name))
+
+
+def _threads(plan: ReadPlan, storage: RangeReader) -> int:
+    """Requests at once: fewer where the page cache holds what some regions begin with."""
+    profile = plan.profile
+    if profile.cached_concurrency is None or not isinstance(storage, LocalStorage):
+        return profile.concurrency
+    starts = [(file, region.start) for file, regions in plan.batches for region in regions]
+    sample = starts[:: -(-len(starts) // _CACHE_PROBES) or 1]
+    cached = all(storage.is_cached(file, offset) for file, offset in sample)
+    return profile.cached_concurrency if cached else profile.concurrency
 
 
 def _adoptable(region: Region) -> bool:

@@ -15,12 +15,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.options import MIB, Progress
+from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
 from orbax_safetensors_layout.storage.base import FileWriter, Source, Storage, join
 from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
 from orbax_safetensors_layout.transfer.digesting import DigestingWriter
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
+from orbax_safetensors_layout.units import MIB
 
 _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
