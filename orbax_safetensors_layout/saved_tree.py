@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 
 from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.errors import (
+    MappingError,
     MismatchError,
     SafetensorsLayoutError,
     UnsupportedDtypeError,
@@ -25,14 +26,22 @@ from orbax_safetensors_layout.format.nodes import (
     TensorKind,
     TensorLeaf,
     ValueLeaf,
+    leaf_names,
 )
 from orbax_safetensors_layout.format.shardings import ShardingRecord
 from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.mapping.keys import dotted_name
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.placements import ShardingTable
+from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.shards import ProcessShards
-from orbax_safetensors_layout.plan.writes import LeafWrite
+from orbax_safetensors_layout.plan.writes import (
+    LeafWrite,
+    WritePlan,
+    plan_mapped_writes,
+    plan_writes,
+)
 from orbax_safetensors_layout.structure import describe
 
 _RESERVED = "__metadata__"
@@ -83,6 +92,47 @@ class SavedTree(NamedTuple):
         if isinstance(node, Container) and not node.children:
             raise ValueError("Found an empty tree; there is nothing to save.")
         return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
+
+    def plan(
+        self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
+    ) -> tuple[WritePlan, ScatterPlan | None]:
+        """What one process writes, and with a mapping what the files' tensors are made of.
+
+        Args:
+            mapping: What the leaves are made of; the files get the tensors that it takes.
+            options: How to write.
+            shards: The process.
+
+        Raises:
+            ValueError: The options say what only holds without a mapping.
+            MappingError: The mapping does not invert, or does not fit.
+        """
+        index, count = shards.process_index, shards.process_count
+        if mapping is None:
+            plan = plan_writes(
+                self.leaves, options=options, process_index=index, process_count=count
+            )
+            return plan, None
+        if options.layout != "hf" or options.dtype is not None:
+            raise ValueError(
+                "A save through a mapping has layout 'hf', and the dtypes of its leaves unless the"
+                " mapping casts: leave out WriteOptions.layout and .dtype."
+            )
+        values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
+        if values:
+            raise MappingError(
+                f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
+                hint="Save the parameters alone.",
+            )
+        scattered = plan_scatter(self.leaves, mapping)
+        plan = plan_mapped_writes(
+            self.leaves,
+            scattered.tensors,
+            options=options,
+            process_index=index,
+            process_count=count,
+        )
+        return plan, scattered
 
     def check_concrete(self) -> None:
         """Refuses abstract and deleted arrays: a plan can be made of them, but nothing written.

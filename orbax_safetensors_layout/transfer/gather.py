@@ -21,9 +21,10 @@ from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.base import join
+from orbax_safetensors_layout.transfer.completion import Completion
 from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WritePool, WriteStats
+from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WriteStats
 
 _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20
@@ -44,37 +45,21 @@ class _Block(NamedTuple):
     start: int
 
 
-def gather(
-    plan: WritePlan,
-    files: FileSet,
-    pool: WritePool,
-    storage: Storage,
-    pieces_folder: str,
-    *,
-    memory_budget_bytes: int,
-    progress: Callable[[Progress], None] | None,
-    check: Callable[[], None],
-) -> WriteStats:
+def gather(work: Completion) -> WriteStats:
     """Completes the files that this process owns from the pieces that all have written.
 
     Args:
-        plan: The plan.
-        files: The files, begun, with what came from this process's own shards.
-        pool: Threads that write.
-        storage: Where files and pieces are.
-        pieces_folder: The folder that the names of the files of pieces are relative to.
-        memory_budget_bytes: Host bytes that blocks may hold.
-        progress: Told after each block.
-        check: Called now and then; raises where another process has failed.
+        work: The files; its progress is told of after each block.
     """
+    plan, files, pool, storage = work.plan, work.files, work.pool, work.storage
     unfinished = files.unfinished()
     assert plan.stored is not None
-    paths = [join(pieces_folder, name) for name in plan.stored.files]
+    paths = [join(work.pieces_folder, name) for name in plan.stored.files]
     headers = Headers(storage)
     pieces = PieceCatalog(plan.stored, paths, headers.fetch)
     leaves: list[LeafRead] = []
     blocks: list[_Block] = []
-    most = min(_MOST_BLOCK_BYTES, memory_budget_bytes // _BLOCKS_IN_FLIGHT)
+    most = min(_MOST_BLOCK_BYTES, work.memory_budget_bytes // _BLOCKS_IN_FLIGHT)
     for file in unfinished:
         before = len(blocks)
         for leaf, block in _blocks(plan, file, pieces, most):
@@ -88,17 +73,17 @@ def gather(
     def deliver(
         number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Callable[[], object]:
-        check()
+        work.check()
         block, (values,) = blocks[number], parts
         done[0] += values.nbytes
-        if progress is not None:
-            progress(Progress(done[0], total, leaves[number].name))
+        if work.progress is not None:
+            work.progress(Progress(done[0], total, leaves[number].name))
         return pool.submit(functools.partial(_write, files, block, values)).result
 
     reads = plan_reads(
         leaves,
-        profile=ReadOptions().profile(storage.kind).within(memory_budget_bytes),
-        memory_budget_bytes=memory_budget_bytes,
+        profile=ReadOptions().profile(storage.kind).within(work.memory_budget_bytes),
+        memory_budget_bytes=work.memory_budget_bytes,
         adopt=False,
         in_order=storage.appends,
     )
