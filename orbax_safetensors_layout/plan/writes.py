@@ -28,8 +28,10 @@ from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.owners import HeldBoxes, PieceWriters, StoredTile, file_owners
 
-PIECES_FOLDER = "pieces"
-"""Where processes leave what the owners of files fetch; it is gone when a save is complete."""
+PIECES_FOLDER = "orbax_safetensors_layout.pieces"
+"""Where processes leave what the owners of files fetch; it is gone when a save is complete.
+
+Its name is nobody else's: a save into a bucket removes what a crash has left there."""
 
 
 class LeafWrite(NamedTuple):
