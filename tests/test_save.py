@@ -1157,3 +1157,36 @@ def test_the_peak_memory_of_a_save(tmp_path, kind):
     # glibc would keep freed megabytes, for each thread that allocated them.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
     assert int(run_alone(PEAK, tmp_path, kind, environment=environment)) < 64 * 1024
+
+
+CONSOLIDATION_PEAK = """
+import sys
+import numpy as np
+import orbax_safetensors_layout as osl
+folder = sys.argv[1]
+
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
+
+
+def save(name, rows):
+    options = osl.WriteOptions(layout="sharded", fsync=False)
+    osl.save(f"{folder}/{name}", {"a": np.ones((rows, 8192), np.float32)}, options=options)
+
+
+save("warm", 64)
+osl.consolidate(folder + "/warm")
+save("x", 8192)
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+osl.consolidate(folder + "/x", options=osl.WriteOptions(memory_budget_bytes=32 << 20, fsync=False))
+print(peak() - before)
+"""
+
+
+def test_the_peak_memory_of_a_consolidation(tmp_path):
+    """256 MB, and no more than 64 MB and the memory budget."""
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    grown = run_alone(CONSOLIDATION_PEAK, tmp_path, environment=environment)
+    assert int(grown) < (64 + 32) * 1024
