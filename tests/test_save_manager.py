@@ -299,6 +299,12 @@ def test_steps_of_others_and_ours_side_by_side(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         restored = manager.restore(0, args=ocp.args.StandardRestore(state()))
         assert_same_bits(restored["w"], VALUES)
+    told = pytest.raises(osl.CheckpointNotFoundError, match=r"Orbax saved it.*osl\.convert")
+    with manager_of(tmp_path) as manager, told:
+        manager.restore(0)
+    with pytest.raises(osl.CheckpointNotFoundError, match="give the folder of an item"):
+        osl.load(tmp_path / "1")
+    same(osl.load(tmp_path / "1" / "default"), state(1))
 
 
 def test_the_last_reference_to_what_is_saved_may_go(tmp_path):
