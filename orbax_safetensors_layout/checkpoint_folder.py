@@ -12,6 +12,7 @@ from orbax_safetensors_layout.format.layout import index_bytes
 from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import PIECES_FOLDER, WritePlan
+from orbax_safetensors_layout.publishing import appearance_rank
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.transfer.write import FileSet
 
@@ -39,6 +40,7 @@ class CheckpointFolder:
         self.files = FileSet(storage, path, durable=options.fsync, digest=options.digests)
         self._durable = options.fsync
         self._digests = options.digests
+        self._documents: set[str] = set()
 
     def begin(self, manifest: bytes | None, documents: Mapping[str, bytes]) -> None:
         """Writes what is known before the tensors are; for one process.
@@ -78,10 +80,18 @@ class CheckpointFolder:
                 found |= self._left_digests(process)
             documents[DIGESTS] = dump_digests(found)
         self._write(documents)
+        self._remove_strays(plan)
         if plan.exchanges or self._digests:
             self.storage.remove(join(self.path, PIECES_FOLDER))
         if self._durable:
             self.storage.flush_folder(self.path)
+
+    def _remove_strays(self, plan: WritePlan) -> None:
+        """Removes what a save that was given up has left, and would pass for a part of this one."""
+        own = self._documents.union(plan.names)
+        for name in self.storage.list(self.path):
+            if appearance_rank(name) is not None and name not in own:
+                self.storage.remove(join(self.path, name))
 
     def _left_digests(self, process: int) -> dict[str, int]:
         file = join(self.path, _own_digests(process))
@@ -89,6 +99,7 @@ class CheckpointFolder:
         return parse_digests(data, file=file)
 
     def _write(self, documents: Mapping[str, bytes]) -> None:
+        self._documents.update(documents)
         for name, data in documents.items():
             file = self.storage.create(join(self.path, name), len(data), durable=self._durable)
             try:

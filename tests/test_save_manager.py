@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import jax
 import numpy as np
@@ -305,6 +306,31 @@ def test_steps_of_others_and_ours_side_by_side(tmp_path):
     with pytest.raises(osl.CheckpointNotFoundError, match="give the folder of an item"):
         osl.load(tmp_path / "1")
     same(osl.load(tmp_path / "1" / "default"), state(1))
+
+
+def test_a_save_that_was_given_up_does_not_mix_with_the_next(tmp_path, is_async):
+    """One item of a step can not be saved; the thread of the other goes on for a while."""
+    gate = Gate()
+    with manager_of(tmp_path, "a", "b", enable_async_checkpointing=is_async) as manager:
+
+        def save(value, other, write):
+            args = {"a": {name: np.full(1000, value) for name in "xyz"}, "b": other}
+            with osl.using(write=write):
+                items = {name: ocp.args.StandardSave(item) for name, item in args.items()}
+                manager.save(5, args=ocp.args.Composite(**items))
+
+        with pytest.raises(osl.UnsupportedDtypeError):
+            save(1, {"bad": object()}, gate.options)
+        assert gate.reached.wait(30)
+        threading.Timer(0.3, gate.open).start()
+        save(2, {"good": 1}, osl.WriteOptions())
+        manager.wait_until_finished()
+        restored = manager.restore(5)
+    assert restored["b"] == {"good": 1}
+    assert [*restored["a"]] == ["x", "y", "z"]
+    assert all((value == 2).all() for value in restored["a"].values())
+    files = {path.name for path in (tmp_path / "5" / "a").glob("*.safetensors*")}
+    assert files == {"model.safetensors"}
 
 
 def test_the_last_reference_to_what_is_saved_may_go(tmp_path):

@@ -114,6 +114,13 @@ class WritePlan:
         """Whether files are put together from pieces, by some process."""
         return self.stored is not None and bool(self.files)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files of tensors that stay, of all processes."""
+        if self.stored is not None and not self.files:
+            return self.stored.files
+        return tuple(name for name, _, _ in self.files)
+
     def stamped(self, save_id: str) -> WritePlan:
         """The plan of one save, whose id stands in files of pieces that are there to stay."""
         if self.stored is None or self.files:
