@@ -64,6 +64,7 @@ class ItemSave:
     Raises:
         ValueError: The tree is an empty container.
         SafetensorsLayoutError: Leaves that can not be saved.
+        PeerError: Another process can not save.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class ItemSave:
         except BaseException as error:
             self._group.fail(error)
             raise
+        # Where one process raises, all must: Orbax has them wait for each other when this returns.
+        self._group.meet("planning the save")
         self.write: Callable[[_PathLike], None] = in_callers_context(self._write)
 
     @property
