@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes the README's screens of the command line, and its picture.
+"""Makes the screens of the command line in the documentation, and its picture.
 
-    python docs/screens.py            rewrites README.md and docs/reads.png
+    python docs/screens.py            rewrites docs/command_line.md and docs/reads.png
     python docs/screens.py --check    says whether the screens are what the tool prints now
 
 The checkpoint is of the size of Llama-3.1-405B: an index, real headers and holes, which take no
-disk. A screen stands in README.md between `<!-- screen: ID -->` and the next `<!-- end -->`.
+disk. A screen stands there between `<!-- screen: ID -->` and the next `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "command_line.md"
 PICTURE = REPOSITORY / "docs" / "reads.png"
 PROGRAM = "orbax-safetensors"
 
@@ -85,19 +85,19 @@ def shown(command: str) -> str:
 
 
 def screen(name: str) -> str:
-    """A screen as it stands in the README."""
+    """A screen as it stands in the page."""
     command = SCREENS[name]
     return f"```text\n$ {shown(command)}\n{printed(command)}\n```"
 
 
 def with_screens(text: str) -> str:
-    """A README with all its screens made anew."""
+    """The page with all its screens made anew."""
     for name in SCREENS:
         pattern = re.compile(rf"(<!-- screen: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         made = screen(name)
         text, count = pattern.subn(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
         if count != 1:
-            raise SystemExit(f"README.md has {count} places for the screen {name!r}")
+            raise SystemExit(f"{PAGE.name} has {count} places for the screen {name!r}")
     return text
 
 
@@ -108,14 +108,14 @@ def draw(target: Path) -> None:
 
 
 def main() -> None:
-    """Rewrites the README, or checks it."""
-    before = README.read_text(encoding="utf-8")
+    """Rewrites the page, or checks it."""
+    before = PAGE.read_text(encoding="utf-8")
     with checkpoint():
         after = with_screens(before)
         if "--check" in sys.argv[1:]:
-            raise SystemExit("README.md: python docs/screens.py" if before != after else 0)
+            raise SystemExit(f"{PAGE.name}: python docs/screens.py" if before != after else 0)
         draw(PICTURE)
-    README.write_text(after, encoding="utf-8")
+    PAGE.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

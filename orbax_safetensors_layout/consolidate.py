@@ -76,27 +76,26 @@ def consolidate(
                 expected='layout "sharded"',
                 hint="It needs no consolidation.",
             )
-        folder = catalog.path
-    options = dataclasses.replace(options, layout="hf", dtype=None, metadata=manifest.metadata)
-    packed = _packed_tensors(manifest)
-    tensors = _tensors(manifest.pieces, packed)
-    shards = ProcessShards()
-    plan = plan_consolidation(
-        tensors,
-        manifest.pieces,
-        options=options,
-        process_index=shards.process_index,
-        process_count=shards.process_count,
-    )
-    tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
-    whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
-    prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces_folder=folder)
-    target, overwrite = (path, True) if target is None else (target, overwrite)
-    storage, target = open_storage(target, retries=options.retries)
-    publication = publication_of(storage, target, overwrite=overwrite)
-    with storage, save_group(publication.target, options) as group:
-        write = functools.partial(prepared.write, group=group, storage=storage)
-        publish(publication, write, group=group, storage=storage, overwrite=overwrite)
+        options = dataclasses.replace(options, layout="hf", dtype=None, metadata=manifest.metadata)
+        packed = _packed_tensors(manifest)
+        shards = ProcessShards()
+        plan = plan_consolidation(
+            _tensors(manifest.pieces, packed),
+            manifest.pieces,
+            options=options,
+            process_index=shards.process_index,
+            process_count=shards.process_count,
+        )
+        tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
+        whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
+        pieces = catalog.storage, catalog.path
+        prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces=pieces)
+        target, overwrite = (path, True) if target is None else (target, overwrite)
+        storage, target = open_storage(target, retries=options.retries)
+        publication = publication_of(storage, target, overwrite=overwrite)
+        with storage, save_group(publication.target, options) as group:
+            write = functools.partial(prepared.write, group=group, storage=storage)
+            publish(publication, write, group=group, storage=storage, overwrite=overwrite)
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, str]:

@@ -28,6 +28,7 @@ from orbax_safetensors_layout.conversion.pipeline import Conversion
 from orbax_safetensors_layout.conversion.source import Source, arrays_of, rerooted
 from orbax_safetensors_layout.conversion.target import Target
 from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.mapping.fingerprint import fingerprint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
 from orbax_safetensors_layout.plan.grid import DeviceGrid
@@ -146,6 +147,7 @@ def convert(
             backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
             made = mapped_tree(tree, mapping, inverse=backwards)
         topology = _topology(mesh, spec, processes)
+        way = mapping and fingerprint(mapping)
         planned: Target
         if kind == "orbax":
             saved_item = None if kept is None else location.item or "default"
@@ -157,7 +159,7 @@ def convert(
                 _write_options(options, kind, opened.metadata),
                 topology,
                 is_tree=mapping is None and opened.is_recorded,
-                identity=_digest(opened.identity(), mapping, subtree, options.dtype),
+                identity=_digest(opened.identity(), way, subtree, options.dtype),
                 documents=_documents(opened, config),
             )
         with frozen_heap(len(planned.leaves)):
@@ -167,7 +169,7 @@ def convert(
                 planned,
                 folder,
                 options,
-                arguments=(mapping, subtree),
+                arguments=(way, subtree),
                 reopen=lambda path: open_source(locate(path), options.memory_budget_bytes),
                 is_replaced=_is_replaced(folder),
             )

@@ -28,13 +28,15 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
+from orbax_safetensors_layout.redaction import redact_urls
+
 
 class SafetensorsLayoutError(Exception):
     """Base of all errors raised by this package.
 
     Args:
         message: What was being done and what is wrong, one sentence, no final period needed.
-        file: The file or folder concerned.
+        file: The file or folder concerned; of a URL what may be shown.
         tensor: The tensor concerned, by its name in the file, or the leaf by its dotted key path.
         expected: What was expected.
         found: What was found.
@@ -52,7 +54,7 @@ class SafetensorsLayoutError(Exception):
         hint: str | None = None,
     ) -> None:
         self.message = message
-        self.file = None if file is None else os.fspath(file)
+        self.file = None if file is None else redact_urls(os.fsdecode(file))
         self.tensor = tensor
         self.expected = expected
         self.found = found

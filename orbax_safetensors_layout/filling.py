@@ -10,7 +10,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.pieces import AffinePiece, assemble_box
 from orbax_safetensors_layout.mapping.values import apply_ops
-from orbax_safetensors_layout.origins import ComposedBox
+from orbax_safetensors_layout.origins import ComposedBox, Plain
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.casting import cast
@@ -44,7 +44,13 @@ class Filling:
         self._arrays: dict[tuple[int, int], dict[int, np.ndarray]] = {}
         self.reads: list[LeafRead] = []
         self._inputs: list[_Input] = []
-        for number, (_, plan) in enumerate(leaves):
+        # Of leaves that are alike, as tied ones, the first is read, and the others get its values.
+        alike: dict[object, list[int]] = {}
+        for number, (leaf, _) in enumerate(leaves):
+            alike.setdefault(_likeness(leaf), []).append(number)
+        self._alike = {numbers[0]: numbers for numbers in alike.values()}
+        for number in self._alike:
+            plan = leaves[number].plan
             if plan.read is not None:
                 self._add(plan.read, _Input(number))
                 continue
@@ -54,14 +60,15 @@ class Filling:
 
     def begin(self) -> None:
         """Fills what nothing has to be read for."""
-        for number, (leaf, plan) in enumerate(self._leaves):
+        for number in self._alike:
+            plan = self._leaves[number].plan
             if plan.read is not None:
                 continue
             for box in plan.composed:
                 if not box.inputs:
                     self._composed(number, box, {})
             if not plan.composed:
-                self._take(leaf, [], [])
+                self._finish(number, [], [])
 
     def _add(self, read: LeafRead, made: _Input) -> None:
         self.reads.append(read)
@@ -83,7 +90,7 @@ class Filling:
         """Takes some boxes of a read."""
         made = self._inputs[number]
         if made.box is None:
-            return self._take(self._leaves[made.leaf].leaf, boxes, parts)
+            return self._finish(made.leaf, boxes, parts)
         arrays = self._arrays.setdefault((made.leaf, made.box.number), {})
         (arrays[made.number],) = parts
         if len(arrays) < len(made.box.inputs):
@@ -112,7 +119,28 @@ class Filling:
         if len(done) < len(plan.composed):
             return None
         del self._boxes[number]
-        return self._take(leaf, [*done], [*done.values()])
+        return self._finish(number, [*done], [*done.values()])
+
+    def _finish(
+        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Wait | None:
+        """Gives finished boxes to their leaf, and to those that are like it."""
+        waits: list[Wait] = []
+        for alike in self._alike[number]:
+            leaf = self._leaves[alike].leaf
+            if alike != number and leaf.want.placement is None:
+                parts = [part.copy() for part in parts]  # who has arrays of numpy may write to them
+            wait = self._take(leaf, boxes, parts)
+            waits += [] if wait is None else [wait]
+        return (lambda: [wait() for wait in waits]) if waits else None
+
+
+def _likeness(leaf: WantedLeaf) -> object:
+    """What leaves have in common that have the same values in the same boxes."""
+    origin = leaf.origin
+    if isinstance(origin, Plain):
+        return leaf.number
+    return id(origin.bound), leaf.dtype, leaf.cast, leaf.local
 
 
 def _cast(leaf: WantedLeaf, values: np.ndarray) -> np.ndarray:

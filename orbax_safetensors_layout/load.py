@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.recorded import Recorded
 from orbax_safetensors_layout.sharing import (
     LOADING,
+    PLANNING,
     Exchange,
     agreement,
     load_group,
@@ -73,7 +75,7 @@ def load(
 
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file; also as a
-            `gs://`, `s3://` or `az://` URL.
+            `gs://`, `s3://`, `az://`, `hf://` or `https://` URL.
         abstract: The tree that is wanted; see `orbax_safetensors_layout.tree.WantedTree`. Where
             a leaf's dtype is not the file's, values are cast; a cast to integers that do not
             hold the values, or of a 64-bit value that JAX can not hold because x64 is off, is an
@@ -81,7 +83,7 @@ def load(
             Without a tree, a flat dict of numpy arrays comes back.
         mapping: What the leaves are made of; without one each leaf is the tensor of its name. A
             shard of a mapped leaf reads only its own bytes.
-        only: Without an abstract tree: glob patterns of the tensors to load
+        only: Without an abstract tree or a mapping: glob patterns of the tensors to load
             (`"model.layers.{0..15}.*"`).
         options: How to read.
 
@@ -117,6 +119,7 @@ def load(
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
         if tree is None:
+            group.meet(PLANNING, agree=agreement((), ()))
             values, stats = _read_host(catalog, only, options)
         else:
             values, stats = _read_tree(catalog, recorded, tree, mapping, options, group)
@@ -242,8 +245,8 @@ def _wanted_tree(
         return recorded.tree() if only is None else None
     if only is not None:
         raise ValueError(
-            "`only` names tensors where there is no abstract tree; with one, leave out the leaves"
-            " that are not wanted or put `...` in their place."
+            "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
+            " leave out of the tree the leaves that are not wanted, or put `...` in their place."
         )
     tree = WantedTree.parse(abstract)
     return tree if mapping is not None else recorded.settle(tree)
@@ -274,7 +277,7 @@ def _read_tree(
     fillings = [Filling(step.leaves, exchange.taker(step)) for step in steps]
     reads = [filling.reads for filling in fillings]
     plans = _plans(catalog, reads, options, adopt=adopts(tree.wants))
-    group.meet("planning the load", agree=agreement(steps, leaves))
+    group.meet(PLANNING, agree=agreement(steps, leaves))
     stats = ReadStats()
     with progress_callback(options.progress) as progress:
         reports = consecutive(progress, [plan.needed_bytes for plan in plans])
@@ -282,7 +285,8 @@ def _read_tree(
             with group.together(LOADING):
                 exchange.launch()  # what all have read in the step before
                 filling.begin()
-                stats += _read(plan, catalog, options, filling, report)
+                check = functools.partial(group.check, LOADING)
+                stats += _read(plan, catalog, options, filling, report, check)
         with group.together(LOADING):
             exchange.finish()
     filled = values.values()
@@ -331,6 +335,7 @@ def _read(
     options: ReadOptions,
     taker: _Taker,
     progress: Callable[[Progress], None] | None,
+    check: Callable[[], None] = lambda: None,
 ) -> ReadStats:
     return read_leaves(
         plan,
@@ -339,6 +344,7 @@ def _read(
         convert=taker.convert,
         mmap=options.mmap,
         progress=progress,
+        check=check,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -109,28 +110,19 @@ class ReadOptions:
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
-        _check_counts(self, ("memory_budget_bytes", "concurrency", "request_bytes"))
+        _check_counts(self, ("memory_budget_bytes",), optional=("concurrency", "request_bytes"))
         if self.replicated not in ("each", "read_once"):
             raise ValueError(
                 f'ReadOptions.replicated is {self.replicated!r}; it must be "each" or "read_once".'
             )
         _check_timeout(self)
+        _check_progress(self)
+        _check_retries(self)
         for name in ("mmap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
         for name in ("latency_seconds", "bandwidth_bytes_per_second"):
-            unknown = sorted(set(getattr(self, name)) - set(PROFILES))
-            if unknown:
-                raise ValueError(
-                    f"ReadOptions.{name} names unknown storage classes {unknown}; "
-                    f"known: {sorted(PROFILES)}."
-                )
-        for kind, seconds in self.latency_seconds.items():
-            if not 0 <= seconds < math.inf:
-                raise ValueError(f"ReadOptions.latency_seconds[{kind!r}] is {seconds}.")
-        for kind, rate in self.bandwidth_bytes_per_second.items():
-            if not 0 < rate < math.inf:
-                raise ValueError(f"ReadOptions.bandwidth_bytes_per_second[{kind!r}] is {rate}.")
+            _check_by_storage_class(name, getattr(self, name), zero=name == "latency_seconds")
 
     def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
         """The cost model of a storage class with this object's overrides applied.
@@ -210,9 +202,7 @@ class WriteOptions:
             raise ValueError(
                 f'WriteOptions.layout is {self.layout!r}; it must be "hf" or "sharded".'
             )
-        if self.max_file_bytes is None:
-            raise ValueError("WriteOptions.max_file_bytes must be a positive integer, got None.")
-        _check_counts(self, ("max_file_bytes", "memory_budget_bytes", "concurrency"))
+        _check_counts(self, ("max_file_bytes",), optional=("memory_budget_bytes", "concurrency"))
         for name in ("fsync", "digests"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"WriteOptions.{name} must be True or False.")
@@ -220,8 +210,8 @@ class WriteOptions:
         if type(below) is not int or below < 0:
             raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
         _check_timeout(self)
-        if not (isinstance(self.progress, bool) or callable(self.progress)):
-            raise ValueError(f"WriteOptions.progress is {self.progress!r}; a bool or a function.")
+        _check_progress(self)
+        _check_retries(self)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _floating(self.dtype))
         _check_metadata(self.metadata)
@@ -308,10 +298,44 @@ def _check_timeout(options: ReadOptions | WriteOptions) -> None:
         raise ValueError(f"{kind}.timeout_seconds is {seconds!r}; a positive number.")
 
 
-def _check_counts(options: object, names: tuple[str, ...]) -> None:
-    for name in names:
+def _check_progress(options: ReadOptions | WriteOptions) -> None:
+    progress: Any = options.progress
+    if not (isinstance(progress, bool) or callable(progress)):
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.progress is {progress!r}; a bool or a function.")
+
+
+def _check_retries(options: ReadOptions | WriteOptions) -> None:
+    retries: Any = options.retries
+    if not isinstance(retries, RetryPolicy):
+        kind = type(options).__name__
+        raise ValueError(f"{kind}.retries is {retries!r}; a RetryPolicy(attempts=..., ...).")
+
+
+def _check_by_storage_class(name: str, values: Any, *, zero: bool) -> None:
+    """Checks a finite number for some storage classes; `zero` allows that, too."""
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"ReadOptions.{name} is {values!r}; a dict from storage classes, as {{'local': …}}."
+        )
+    unknown = sorted(set(values) - set(PROFILES))
+    if unknown:
+        raise ValueError(
+            f"ReadOptions.{name} names unknown storage classes {unknown}; "
+            f"known: {sorted(PROFILES)}."
+        )
+    for kind, value in values.items():
+        is_number = isinstance(value, numbers.Real) and 0 <= float(value) < math.inf
+        if not is_number or (value == 0 and not zero):
+            raise ValueError(f"ReadOptions.{name}[{kind!r}] is {value!r}.")
+
+
+def _check_counts(
+    options: object, names: tuple[str, ...], *, optional: tuple[str, ...] = ()
+) -> None:
+    for name in (*names, *optional):
         value = getattr(options, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_count and value > 0):
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not (is_count or (value is None and name in optional)):
             kind = type(options).__name__
             raise ValueError(f"{kind}.{name} must be a positive integer, got {value!r}.")

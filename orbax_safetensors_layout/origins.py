@@ -28,7 +28,7 @@ from orbax_safetensors_layout.mapping.pieces import (
     Piece,
     affine_pieces,
 )
-from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.mapping.values import ValueOp
 from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, LocalBoxes, Source
 
@@ -257,6 +257,7 @@ def bind(
         MappingError: The mapping does not fit.
         FormatError: A header is malformed.
     """
+    check_mapping(mapping)
     entries = catalog.entries(mapping.needs(catalog.names, leaves))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
     if catalog.pieces is None:

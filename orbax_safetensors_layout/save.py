@@ -62,7 +62,9 @@ def save(
             and Python numbers, booleans and strings. A tensor is called by its dotted key path;
             a flat dict of Hugging Face names gives the files of Hugging Face.
         mapping: What the leaves are made of, as for `load`; the files get the tensors that it
-            takes, and nothing else is written beside them. The tree then holds arrays only.
+            takes, and nothing else is written beside them. The tree then holds arrays only. A
+            tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
+            says otherwise.
         options: How to write.
         overwrite: Replace a safetensors checkpoint that stands there.
 
@@ -113,7 +115,7 @@ def plan_save(
     """
     options = options or WriteOptions()
     shards = ProcessShards(process_index, process_count)
-    parsed = SavedTree.parse(abstract, options=options, shards=shards)
+    parsed = SavedTree.parse(abstract, options=options, shards=shards, mapping=mapping)
     return parsed.plan(mapping, options, shards)[0]
 
 
@@ -141,8 +143,9 @@ class PreparedSave:
         manifest: What is written beside the tensors, if anything.
         options: How to write.
         scattered: What the files' tensors are made of, in a save through a mapping.
-        pieces_folder: Where the pieces are that files are put together from, if they are there
-            already; by default this save writes them, and removes them when it is done.
+        pieces: Where the pieces are that files are put together from, a storage and a folder, if
+            they are there already; by default this save writes them, and removes them when it is
+            done.
     """
 
     def __init__(
@@ -153,14 +156,14 @@ class PreparedSave:
         options: WriteOptions,
         *,
         scattered: ScatterPlan | None = None,
-        pieces_folder: str | None = None,
+        pieces: tuple[Storage, str] | None = None,
     ) -> None:
         self.plan = plan
         self._values = values
         self._manifest = manifest
         self._options = options
         self._scattered = scattered
-        self._pieces_folder = pieces_folder
+        self._pieces = pieces
 
     @classmethod
     def of(
@@ -187,15 +190,19 @@ class PreparedSave:
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         shards = ProcessShards()
-        parsed = SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
+        parsed = SavedTree.parse(
+            tree, options=options, shards=shards, dtypes=dtypes, mapping=mapping
+        )
         parsed.check_concrete()
         plan, scattered = parsed.plan(mapping, options, shards)
         values = HostValues(parsed.values, plan.leaves)
-        if scattered is not None:
-            return cls(plan, values, None, options, scattered=scattered)
+        manifest: Manifest | None = None
         if custom is not None:  # checked, and copied, now: the caller may change it
             data = Manifest("hf", custom=custom).to_json()
-            custom = parse_manifest(data, file=MANIFEST).custom
+            manifest = parse_manifest(data, file=MANIFEST)
+            custom = manifest.custom
+        if scattered is not None:
+            return cls(plan, values, manifest, options, scattered=scattered)
         stored = plan.stored if options.layout == "sharded" else None
         manifest = Manifest(
             layout=options.layout,
@@ -250,7 +257,9 @@ class PreparedSave:
             run = _Run(
                 CheckpointFolder(folder, storage, options),
                 group,
-                WritePool(options.writers, storage.interrupt),
+                WritePool(
+                    options.writers, storage.interrupt, functools.partial(group.check, "saving")
+                ),
                 options.memory_budget_bytes or _BUDGET_BYTES,
                 progress,
             )
@@ -276,6 +285,8 @@ class PreparedSave:
             run.pool.stop()
             folder.files.abort()
             self._values.release()
+        with run.step("looking at what was written"):  # by all, before pieces are removed
+            folder.storage.check_written(folder.path)
         with run.step("completing the folder"):
             if group.is_leader:
                 folder.complete(self.plan)
@@ -298,12 +309,14 @@ class PreparedSave:
 
     def _put_together(self, run: _Run) -> WriteStats:
         """Completes the files that need what other processes have written, or a mapping."""
+        storage, pieces_folder = self._pieces or (run.folder.storage, run.folder.path)
         work = Completion(
             self.plan,
             run.folder.files,
             run.pool,
-            run.folder.storage,
-            self._pieces_folder or run.folder.path,
+            storage,
+            pieces_folder,
+            run.folder.storage.appends,
             run.memory_budget_bytes,
             run.progress,
             check=functools.partial(run.group.check, _GATHERING),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from orbax_safetensors_layout.format.shardings import ShardingRecord
 from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping.rules import check_mapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.placements import ShardingTable
 from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
@@ -70,6 +72,7 @@ class SavedTree(NamedTuple):
         options: WriteOptions,
         shards: ProcessShards,
         dtypes: Sequence[Any] | None = None,
+        mapping: LeafMapping | None = None,
     ) -> SavedTree:
         """Reads a tree.
 
@@ -80,12 +83,22 @@ class SavedTree(NamedTuple):
             options: How to write.
             shards: The processes.
             dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
-                the options say; None for the usual.
+                the options say; None for the usual. Not with a mapping.
+            mapping: What the leaves are made of. The tensors that it takes get the dtype of the
+                options then, not the leaves.
 
         Raises:
             ValueError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that can not be saved, or two of one name; names all.
         """
+        if mapping is not None:
+            check_mapping(mapping)
+            if any(dtype is not None for dtype in dtypes or ()):
+                raise ValueError(
+                    "A save through a mapping has no dtypes of single leaves: leave out save_args,"
+                    " and give WriteOptions.dtype, or a mapping that casts."
+                )
+            options = dataclasses.replace(options, dtype=None)
         parser = _Parser(options, shards, dtypes)
         node = describe(tree, parser.leaf)
         parser.raise_problems()
@@ -113,10 +126,9 @@ class SavedTree(NamedTuple):
                 self.leaves, options=options, process_index=index, process_count=count
             )
             return plan, None
-        if options.layout != "hf" or options.dtype is not None:
+        if options.layout != "hf":
             raise ValueError(
-                "A save through a mapping has layout 'hf', and the dtypes of its leaves unless the"
-                " mapping casts: leave out WriteOptions.layout and .dtype."
+                "A save through a mapping has layout 'hf': leave out WriteOptions.layout."
             )
         values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
         if values:
@@ -124,7 +136,7 @@ class SavedTree(NamedTuple):
                 f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
                 hint="Save the parameters alone.",
             )
-        scattered = plan_scatter(self.leaves, mapping)
+        scattered = plan_scatter(self.leaves, mapping, options.dtype)
         plan = plan_mapped_writes(
             self.leaves,
             scattered.tensors,

@@ -32,12 +32,13 @@ from orbax_safetensors_layout.plan.spread import (
     Stage,
     plan_spread,
 )
+from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.transfer._jax import DistributedStore
 from orbax_safetensors_layout.transfer.coordination import Agreement, Group
 from orbax_safetensors_layout.transfer.spread import Gathered, Slots, stays_on_devices
 from orbax_safetensors_layout.wants import PlannedLeaf, WantedLeaf, planned_leaves
 
-LOADING = "loading tensors"
+PLANNING, LOADING = "planning the load", "loading tensors"
 _ROUNDS_IN_BUDGET = 8
 _STAGES_IN_BUDGET = 4
 _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devices
@@ -49,7 +50,7 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> Group:
     if options.replicated == "each" or jax.process_count() == 1:
         return Group.alone()
     return Group(
-        os.fspath(path),
+        redact_urls(os.fsdecode(path)),
         jax.process_index(),
         jax.process_count(),
         DistributedStore.connect(),
@@ -152,15 +153,18 @@ def agreement(steps: Sequence[Step], leaves: Sequence[WantedLeaf]) -> Agreement:
             tell(shared)
         return numbers.setdefault(id(shared), len(numbers))
 
-    rounds = [one for step in steps for one in step.stage]
-    for one in rounds:
-        tell((number(one.grid), one.shape, one.dtype.name, one.axis, one.is_packed, one.is_direct))
-        for lane in one.lanes:
-            tell([(leaves[n].name, number(boxes), offset) for n, boxes, offset in lane])
-    nbytes = sum(one.gathered_bytes for one in rounds)
+    nbytes = 0
+    for step in steps:
+        tell(len(step.stage))  # after each all meet
+        for one in step.stage:
+            nbytes += one.gathered_bytes
+            kind = one.shape, one.dtype.name, one.axis, one.is_packed, one.is_direct
+            tell((number(one.grid), kind))
+            for lane in one.lanes:
+                tell([(leaves[n].name, number(boxes), offset) for n, boxes, offset in lane])
     return Agreement(
         digest.hexdigest(),
-        f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas",
+        f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
         "All processes must load the same tree from the same checkpoint, with the same options.",
     )
 
@@ -198,11 +202,9 @@ class Exchange:
         def keep(
             leaf: WantedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
         ) -> Wait | None:
-            self._group.check(LOADING)
             return self._values.take(leaf, boxes, parts)
 
         def give(leaf: WantedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-            self._group.check(LOADING)
             slots, of_leaf = fragments[leaf.number]
             for box, values in zip(boxes, parts, strict=True):
                 _, _, row, column, offset = of_leaf[box]

@@ -11,18 +11,24 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import azurite
 from object_server import BUCKET, ObjectServer, configured, object_server
 from read_only_servers import ReadOnlyServer, read_only_server
 
 REMOTE = ("s3", "gs")
 READ_ONLY = ("hf", "https")
-BACKENDS = ("local", *REMOTE, *READ_ONLY)
+AZURE = ("az",) if azurite.COMMAND else ()  # without faults and a log
+BACKENDS = ("local", *REMOTE, *AZURE, *READ_ONLY)
 WRITABLE = tuple(kind for kind in BACKENDS if kind not in READ_ONLY)
 LISTING = tuple(kind for kind in BACKENDS if kind != "https")
+
+
+Running = ObjectServer | ReadOnlyServer | Callable[[], azurite.AzurePlace] | None
+"""What a backend has for a test session."""
 
 
 class Place(Protocol):
@@ -34,7 +40,7 @@ class Place(Protocol):
     """
 
     url: str
-    server: ObjectServer | None
+    server: ObjectServer | ReadOnlyServer | None
 
     def put(self, name: str, data: bytes) -> None:
         """Stores a file, in place of one that is there: another one, not the same written to."""
@@ -56,7 +62,7 @@ class Place(Protocol):
 class LocalPlace:
     """A local folder."""
 
-    server = None
+    server: ReadOnlyServer | None = None
 
     def __init__(self, folder: Path) -> None:
         self.url = str(folder)
@@ -86,6 +92,7 @@ class WebPlace(LocalPlace):
     def __init__(self, server: ReadOnlyServer) -> None:
         name = uuid.uuid4().hex
         super().__init__(server.folder / name)
+        self.server = server
         (server.folder / name).mkdir()
         self.url = f"{server.url}/files/{name}"
 
@@ -96,6 +103,7 @@ class HubPlace(LocalPlace):
     def __init__(self, server: ReadOnlyServer) -> None:
         name = uuid.uuid4().hex
         super().__init__(server.folder / name / "0")
+        self.server = server
         self._folder.mkdir(parents=True)
         self.url = f"hf://org/{name}"
 
@@ -117,7 +125,7 @@ class BucketPlace:
     """A prefix in the bucket of a server."""
 
     def __init__(self, server: ObjectServer) -> None:
-        self.server: ObjectServer | None = server
+        self.server: ObjectServer | ReadOnlyServer | None = server
         self._server = server
         self._prefix = uuid.uuid4().hex
         self.url = f"{server.kind}://{BUCKET}/{self._prefix}"
@@ -137,7 +145,7 @@ class BucketPlace:
 
 
 @contextlib.contextmanager
-def running(kind: str) -> Iterator[ObjectServer | ReadOnlyServer | None]:
+def running(kind: str) -> Iterator[Running]:
     """What a backend needs for a test session; one for all places."""
     if kind == "local":
         yield None
@@ -149,12 +157,16 @@ def running(kind: str) -> Iterator[ObjectServer | ReadOnlyServer | None]:
         ):
             yield server
         return
+    if kind in AZURE:
+        with azurite.azurite() as make_place:
+            yield make_place
+        return
     with object_server(kind) as server, configured(server):
         yield server
 
 
 @contextlib.contextmanager
-def place(server: ObjectServer | ReadOnlyServer | None, folder: Path) -> Iterator[Place]:
+def place(server: Running, folder: Path) -> Iterator[Place]:
     """A fresh place.
 
     Args:
@@ -165,10 +177,13 @@ def place(server: ObjectServer | ReadOnlyServer | None, folder: Path) -> Iterato
         yield LocalPlace(folder)
         shutil.rmtree(folder)
         return
-    if isinstance(server, ReadOnlyServer):
-        yield HubPlace(server) if server.kind == "hf" else WebPlace(server)
+    if not isinstance(server, ObjectServer | ReadOnlyServer):
+        yield server()
         return
     server.fail()
     server.take_log()
-    yield BucketPlace(server)
+    if isinstance(server, ObjectServer):
+        yield BucketPlace(server)
+    else:
+        yield HubPlace(server) if server.kind == "hf" else WebPlace(server)
     server.fail()

@@ -227,11 +227,15 @@ def ratio(plan):
     return cost.read_bytes / cost.needed_bytes
 
 
+# Models whose weights MaxText takes as they are; of others it scales queries, or more.
+IN_MAXTEXT = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+
 CASES = [
     (name, target)
     for name, (family, *_) in CONFIGS.items()
-    for target in ("plain", "tunix")
+    for target in ("plain", "tunix", "maxtext")
     if family.removesuffix("_text") in osl.families.TARGETS[target]
+    and (target != "maxtext" or family in IN_MAXTEXT)
 ]
 
 

@@ -80,15 +80,15 @@ class Saved(NamedTuple):
     model: Any
 
 
-def make(name: str, folder, dtype: str = "bfloat16") -> Saved:
-    """Builds the model, and saves it in several files."""
+def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
+    """Builds the model, with `more` in its configuration, and saves it in several files."""
     import torch
     import transformers
 
     kind, changes = MODELS[name]
     text = "Text" if kind == "Gemma3" else ""
     config = getattr(transformers, f"{kind}{text}Config")(
-        **DIMS | {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | changes
+        **DIMS | {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | changes | more
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(getattr(torch, dtype))

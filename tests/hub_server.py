@@ -18,9 +18,9 @@ _API = re.compile(
     r"(/(?P<what>revision|tree)/(?P<revision>[^/]+)(/(?P<path>.*))?)?"
 )
 # Small files of git are redirected, on the same host, to a cache.
-_CACHE = "/api/resolve-cache"
+CACHE = "/api/resolve-cache"
 _RESOLVE = re.compile(
-    rf"(?P<cache>{_CACHE}/models)?/((?P<type>datasets|spaces)/)?(?P<repo>[^/]+/[^/]+)/resolve/"
+    rf"(?P<cache>{CACHE}/models)?/((?P<type>datasets|spaces)/)?(?P<repo>[^/]+/[^/]+)/resolve/"
     r"(?P<revision>[^/]+)/(?P<path>.+)"
 )
 
@@ -107,7 +107,7 @@ class Hub:
             path = folder / urllib.parse.unquote(found["path"])
             reply = self._resolve(request, path, commit)
             if reply.status == 206 and found["type"] is None and not found["cache"]:
-                return Reply(307, {"Location": f"{_CACHE}/models{request.path}"})
+                return Reply(307, {"Location": f"{CACHE}/models{request.path}"})
             return reply
         is_tree = found["what"] == "tree"
         body = _tree(folder, found["path"]) if is_tree else _info(name, commit, folder)

@@ -30,33 +30,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from faults import Fault, Faults
+
 BUCKET = "bucket"
 _CONTROL = "/-/"
 _JSON_PATHS = ("/storage/", "/upload/", "/download/", "/batch", "/b/")
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """What goes wrong with requests.
-
-    Attributes:
-        kind: "status", "reset", "truncate" (half of the body), "delay", or "range" (another
-            Content-Range than was asked for).
-        method: HTTP method.
-        key: A part of the object's name.
-        times: How many requests fail.
-        status: For "status".
-        seconds: For "delay".
-        skip: So many matching requests go well before.
-    """
-
-    kind: str
-    method: str = "GET"
-    key: str = ""
-    times: int = 1
-    status: int = 503
-    seconds: float = 0.05
-    skip: int = 0
 
 
 class ObjectServer:
@@ -169,7 +147,7 @@ class Recorder:
         self._app = app
         self._lock = threading.Lock()
         self._log: list[dict[str, Any]] = []
-        self._faults: list[dict[str, Any]] = []
+        self._faults = Faults()
 
     def __call__(self, environ: dict[str, Any], start: Start) -> list[bytes]:
         path = environ["PATH_INFO"]
@@ -178,7 +156,7 @@ class Recorder:
         if "HTTP_X_OSL_TEST" in environ:
             return self._answer(environ, start)[1]
         key = path.removeprefix(f"/{BUCKET}").removeprefix("/")
-        fault = self._take_fault(environ["REQUEST_METHOD"], key)
+        fault = self._faults.take(environ["REQUEST_METHOD"], key)
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", environ.get("HTTP_RANGE", ""))
         entry = {
             "method": environ["REQUEST_METHOD"],
@@ -187,7 +165,7 @@ class Recorder:
             "first": int(asked[1]) if asked else None,
             "last": int(asked[2]) if asked else None,
             "nbytes": int(environ.get("CONTENT_LENGTH") or 0),
-            "fault": fault and fault["kind"],
+            "fault": fault and fault.kind,
         }
         with self._lock:
             self._log.append(entry)
@@ -203,23 +181,12 @@ class Recorder:
         start(said[0][0], said[0][1])
         return said[0][0], [body]
 
-    def _take_fault(self, method: str, key: str) -> dict[str, Any] | None:
-        with self._lock:
-            for fault in self._faults:
-                if fault["times"] > 0 and fault["method"] == method and fault["key"] in key:
-                    if fault["skip"] > 0:
-                        fault["skip"] -= 1
-                        continue
-                    fault["times"] -= 1
-                    return fault
-        return None
-
-    def _fail(self, fault: dict[str, Any], environ: dict[str, Any], start: Start) -> list[bytes]:
-        kind = fault["kind"]
+    def _fail(self, fault: Fault, environ: dict[str, Any], start: Start) -> list[bytes]:
+        kind = fault.kind
         if kind == "status":
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            body = f"<Error><Code>Fault</Code><Message>{fault['status']}</Message></Error>".encode()
-            start(f"{fault['status']} Fault", [("Content-Length", str(len(body)))])
+            body = f"<Error><Code>Fault</Code><Message>{fault.status}</Message></Error>".encode()
+            start(f"{fault.status} Fault", [("Content-Length", str(len(body)))])
             return [body]
         if kind == "reset":
             connection = environ["werkzeug.socket"]
@@ -228,7 +195,7 @@ class Recorder:
             connection.shutdown(socket.SHUT_RDWR)
             raise ConnectionError("reset on purpose")
         if kind == "delay":
-            time.sleep(fault["seconds"])
+            time.sleep(fault.seconds)
             return self._answer(environ, start)[1]
         said: list[Any] = []
         body = b"".join(self._app(environ, lambda *args: said.append(args)))
@@ -247,7 +214,7 @@ class Recorder:
         with self._lock:
             answer = b"{}"
             if name == "faults":
-                self._faults = json.loads(body)
+                self._faults = Faults(json.loads(body))
             else:
                 answer = json.dumps(self._log).encode()
                 self._log = []

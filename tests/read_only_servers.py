@@ -7,16 +7,22 @@ which the last is `main`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from http_server import Server, files_of
-from hub_server import Hub, Repo
+from faults import Fault, Faults
+from http_server import FAULTS, Reply, Request, Server, files_of
+from hub_server import CACHE, Hub, Repo
+
+_KINDS = {"reset": "reset", "truncate": "truncated", "range": "wrong range", "delay": "stall"}
 
 
 class ReadOnlyServer:
@@ -28,8 +34,27 @@ class ReadOnlyServer:
         folder: What it serves.
     """
 
-    def __init__(self, kind: str, url: str, folder: Path) -> None:
-        self.kind, self.url, self.folder = kind, url, folder
+    def __init__(self, kind: str, folder: Path, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self.kind, self.folder = kind, folder
+        self.url = process.stdout.readline().strip()
+        self._process = process
+
+    def fail(self, *faults: Fault) -> None:
+        """Sets what goes wrong from now on with requests for ranges of files."""
+        self._tell("faults", [dataclasses.asdict(fault) for fault in faults])
+
+    def take_log(self) -> list[dict[str, Any]]:
+        """The requests for ranges of files since the last call, as of `ObjectServer`."""
+        found: list[dict[str, Any]] = self._tell("log", None)
+        return found
+
+    def _tell(self, what: str, value: object) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([what, value]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
 
 
 class _FolderHub(Hub):
@@ -50,21 +75,59 @@ class _FolderHub(Hub):
 def read_only_server(kind: str, folder: Path) -> Iterator[ReadOnlyServer]:
     """Runs a server of a folder; `hf://` is its, inside the block."""
     command = [sys.executable, __file__, kind, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
-            url = process.stdout.readline().strip()
-            with mock.patch.dict(os.environ, {"HF_ENDPOINT": url}):
-                yield ReadOnlyServer(kind, url, folder)
+            server = ReadOnlyServer(kind, folder, process)
+            with mock.patch.dict(os.environ, {"HF_ENDPOINT": server.url}):
+                yield server
         finally:
             process.kill()
 
 
+class Recorder:
+    """Logs requests for ranges, and tells which of them fail and how."""
+
+    def __init__(self) -> None:
+        self.faults = Faults()
+        self.log: list[dict[str, Any]] = []
+
+    def __call__(self, request: Request) -> str | None:
+        if request.range is None:
+            return None
+        fault = self.faults.take(request.method, request.path)
+        entry = {"method": request.method, "fault": fault and fault.kind}
+        entry |= {"first": request.range[0], "last": request.range[1] - 1}
+        self.log.append(entry)
+        if fault is None:
+            return None
+        if fault.kind == "status":
+            FAULTS[str(fault.status)] = lambda reply: Reply(fault.status, {})
+        return {"status": str(fault.status), **_KINDS}[fault.kind]
+
+
 def main() -> None:
-    """Serves, in threads, until it is killed."""
+    """Serves, in threads, until it is killed; does what it is told on stdin."""
     kind, folder = sys.argv[1], Path(sys.argv[2])
-    server = _FolderHub(folder).hub if kind == "hf" else Server(files_of(folder))
+    recorder = Recorder()
+    if kind == "hf":
+        hub = _FolderHub(folder)
+        server = hub.hub
+        # Of a small file the request that is not redirected any more.
+        server.faults = lambda request: recorder(request) if CACHE in request.path else None
+    else:
+        server = Server(files_of(folder))
+        server.faults = recorder
     print(server.url, flush=True)
+    for line in sys.stdin:
+        what, value = json.loads(line)
+        found: list[dict[str, Any]] = []
+        if what == "faults":
+            recorder.faults = Faults(value)
+        else:
+            found, recorder.log = recorder.log, []
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,5 +48,17 @@ def assert_same(found: dict, expected: dict[str, np.ndarray]) -> None:
         assert got.tobytes() == values.tobytes(), name
 
 
+def shown(error: BaseException) -> str:
+    """All that an error and what it chains tell, also where a traceback would leave it out."""
+    found: list[str] = []
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if one is not None:
+            found += [repr(one), str(one), repr(vars(one)), *getattr(one, "__notes__", ())]
+            chain += [one.__cause__, one.__context__]
+    return "\n".join(found)
+
+
 def assert_no_secret(text: str) -> None:
     assert not [secret for secret in SECRETS if secret in text], text

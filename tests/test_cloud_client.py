@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import obstore
 import pytest
 from obstore import exceptions
+from remote_checks import shown
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.cloud_client import classify, open_client
@@ -85,6 +87,42 @@ def test_the_environment_goes_before_the_files(home, environment):
     assert not {"access_key_id", "secret_access_key", "session_token", "region"} & set(config())
 
 
+def test_a_default_of_the_environment_goes_before_the_files(home, environment):
+    environment["AWS_PROFILE"] = "other"
+    environment.update(AWS_DEFAULT_REGION="eu-north-1", AWS_ENDPOINT="http://localhost:2")
+    assert not {"region", "endpoint"} & set(config())
+
+
+def test_files_in_a_home_that_is_written_as_one(home, environment):
+    environment["AWS_SHARED_CREDENTIALS_FILE"] = "~/keys"
+    (home / ".aws" / "credentials").rename(home / "keys")
+    assert config()["access_key_id"] == "default-id"
+
+
+def test_a_user_without_a_home_has_no_files(environment, monkeypatch):
+    """As in a container that runs under a number nobody has a name for."""
+    del environment["HOME"]
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
+    environment["AWS_REGION"] = "eu-north-1"
+    assert config()["bucket"] == "bucket"
+
+
+@pytest.mark.parametrize("text", ["no section\nhunter2hunter2\n", "[default]\nhunter2hunter2\n"])
+def test_a_malformed_file_is_named_and_not_shown(home, text):
+    (home / ".aws" / "credentials").write_text(text)
+    with pytest.raises(osl.StorageError, match=r"credentials is malformed") as caught:
+        client()
+    assert "hunter2" not in shown(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tab\there", "../other", "a/./b"])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_path_that_no_object_can_have(environment, scheme, name):
+    environment.update(AWS_SKIP_SIGNATURE="true", STORAGE_EMULATOR_HOST="localhost:1")
+    with pytest.raises(osl.StorageError, match=r"after 1 attempt.*Could not parse path"):
+        osl.load(f"{scheme}://bucket/{name}")
+
+
 @pytest.mark.parametrize(
     "variables",
     [
@@ -122,8 +160,31 @@ def test_azure_without_an_account_says_what_is_missing():
     assert "account" in str(caught.value).lower()
 
 
+AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "me", "AZURE_STORAGE_ACCOUNT_KEY": "aGlkZGVu"}
+
+
+def test_azures_listings_name_versions_without_the_quotes_of_its_answers(environment, monkeypatch):
+    environment.update(AZURE)
+    meta = {"path": "model/f", "size": 3, "e_tag": "0x8D", "version": None}
+    meta["last_modified"] = datetime.datetime.now(datetime.UTC)
+    asked = []
+
+    def get(client, key, options):
+        asked.append(options["if_match"])
+        return SimpleNamespace(meta={**meta, "e_tag": '"0x8D"'}, stream=lambda **_: [b"abc"])
+
+    monkeypatch.setattr(obstore, "list_with_delimiter", lambda *_: {"objects": [meta]})
+    monkeypatch.setattr(obstore, "get", get)
+    storage, folder = open_storage("az://container/model", retries=POLICY)
+    with storage:
+        assert storage.list(folder) == ["f"]
+        data = bytearray(3)
+        storage.read_into(f"{folder}/f", 0, [memoryview(data)])
+    assert (data, asked) == (b"abc", ['"0x8D"'])
+
+
 def test_azure_with_an_account(environment):
-    environment.update(AZURE_STORAGE_ACCOUNT_NAME="me", AZURE_STORAGE_ACCOUNT_KEY="aGlkZGVu")
+    environment.update(AZURE)
     assert isinstance(client("az"), obstore.store.AzureStore)
 
 

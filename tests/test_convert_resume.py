@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -236,6 +237,28 @@ def test_other_arguments_and_other_sources_are_refused(server, tmp_path):
     assert done.resumed_bytes == 0
     np.testing.assert_array_equal(osl.load(target)["big"], -WEIGHTS["big"])
     assert not workspace.exists()
+
+
+def test_a_mapping_that_differs_late_in_a_long_list_is_another(tmp_path):
+    """What such a list is in messages leaves out most of it."""
+    layers = {f"layers.{n}": np.full((64, 32), n, np.float32) for n in range(12)}
+    source = save(tmp_path / "source", layers, files=2)
+    convert = functools.partial(osl.convert, source, tmp_path / "target", format="hf")
+
+    def mapping(*last):
+        expr = osl.stack(osl.tensor("layers.{i}"), "i", indices=[*range(10), *last])
+        return osl.Mapping([osl.rule("all", expr)])
+
+    def interrupt(progress):
+        if progress.done_bytes * 2 > progress.total_bytes:
+            raise KeyboardInterrupt
+
+    small = functools.partial(osl.ConvertOptions, memory_budget_bytes=128 << 10)
+    with pytest.raises(KeyboardInterrupt):
+        convert(mapping=mapping(10, 11), options=small(progress=interrupt))
+    with pytest.raises(osl.SafetensorsLayoutError, match="other arguments"):
+        convert(mapping=mapping(11, 10), options=small())
+    assert convert(mapping=mapping(10, 11), options=small()).resumed_bytes
 
 
 def test_a_line_that_a_crash_cut_off_is_no_line(server, tmp_path):

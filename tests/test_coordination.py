@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout import sharing
 from orbax_safetensors_layout.transfer import coordination, pulse
 from orbax_safetensors_layout.transfer.coordination import Group
 
@@ -317,6 +318,19 @@ def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
         else:
             assert isinstance(error, osl.PeerError)
             assert "enough" in str(error)
+
+
+def test_processes_meet_by_what_may_be_shown_of_a_path(store, monkeypatch):
+    monkeypatch.setattr(sharing.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(sharing.DistributedStore, "connect", lambda: store)
+    options = osl.ReadOptions(replicated="read_once", timeout_seconds=0.1)
+    with (
+        pytest.raises(osl.PeerError) as caught,
+        sharing.load_group("https://me:hunter2@host/model?sig=hunter2", options) as group,
+    ):
+        group.meet("a step")
+    assert caught.value.file == "https://host/model"
+    assert "hunter2" not in str(caught.value) + str(store.values)
 
 
 def test_a_lost_store_is_an_error_and_hides_no_other(store):

@@ -362,6 +362,7 @@ def test_select() -> None:
         "embed",
     ]
     assert catalog.select("x[[]0]") == ["x[0]"]
+    assert catalog.select("x[0]") == ["x[0]"]
     assert catalog.select([]) == []
 
 
@@ -444,6 +445,23 @@ def test_own_storage_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointNotFoundError):
         Catalog.open("/elsewhere")
     assert storage.closed
+
+
+def test_hidden_files_do_not_count() -> None:
+    files = {"/m/a.safetensors": model_file({"a": 1}), "/m/._a.safetensors": b"Mac OS X"}
+    assert opened(files).names == ("a",)
+    hidden = MemoryStorage({"/m/.a.safetensors": model_file({"a": 1}), "/m/._x.json": b""})
+    assert not is_safetensors_checkpoint("/m", storage=hidden)
+    with pytest.raises(CheckpointNotFoundError):
+        Catalog.open("/m", storage=hidden)
+
+
+def test_a_folder_of_the_hubs_cache_above_the_commits(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "models--org--model"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    for path in (folder, folder / "snapshots"):
+        with pytest.raises(CheckpointNotFoundError, match="snapshots/<commit>"):
+            Catalog.open(path)
 
 
 def test_an_incomplete_numbered_set_without_an_index() -> None:

@@ -5,12 +5,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mapping_expressions import ALL_OPS, cases
 from multiprocess import run_processes
+from recording import recording
 
 import orbax_safetensors_layout as osl
 
@@ -228,6 +230,19 @@ def test_nested_trees_and_placeholders(path, tensors):
     assert_same_bits(np.asarray(found["layers"]["experts"]), expected["layers.experts"])
 
 
+def test_a_placeholder_stands_for_all_below_it(path, tensors):
+    shape = reference(tensors)["norm"].shape
+    for skipped in (..., {"q": ..., "experts": ..., **{str(i): ... for i in range(LAYERS)}}):
+        tree = {"layers": skipped, "norm": np.zeros(shape, np.float32)}
+        with recording() as storage:
+            found = osl.load(path, tree, mapping=mapping())
+        assert found["layers"] == skipped
+        assert_same_bits(found["norm"], reference(tensors)["norm"])
+        assert sum(b - a for _, a, b in storage.tensor_ranges()) == 2 * WIDTH
+    boxed = {"layers": ..., "norm": nnx.Param(...)}
+    assert osl.load(path, boxed, mapping=mapping())["layers"] is ...
+
+
 def test_the_model_side(path, tensors):
     expected = reference(tensors)
     tree = mapping().abstract(path)
@@ -242,6 +257,13 @@ def test_the_model_side(path, tensors):
     assert "layers.q" in mapping().explain(path, tree)
 
 
+def test_a_name_is_no_mapping(tmp_path, path):
+    with pytest.raises(TypeError, match=r"mapping='llama:plain' is no osl.Mapping"):
+        osl.load(path, mapping="llama:plain")
+    with pytest.raises(TypeError, match=r"is no osl\.Mapping"):
+        osl.save(tmp_path / "out", {"a": np.ones(2)}, mapping="llama:plain")
+
+
 def test_everything_wrong_in_one_error(path, tensors):
     shapes = {name: value.shape for name, value in reference(tensors).items()}
     tree = {name: jax.ShapeDtypeStruct(shape, BF16) for name, shape in shapes.items()}
@@ -254,6 +276,42 @@ def test_everything_wrong_in_one_error(path, tensors):
     assert f"{HEADS + 1}" in text
     assert "layers.nrom" in text
     assert "model.norm.weight" in text
+
+
+@pytest.mark.parametrize("kind", ["plain", "stacked", "decoded"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), None], ids=str)
+def test_tied_leaves_are_read_once(tmp_path, kind, spec):
+    tensors = {f"t.{i}": random_tensor((16, 64), np.float32, i) for i in range(8)}
+    path = save(tmp_path, tensors)
+    expr, value = osl.tensor("t.0").transpose(), tensors["t.0"].T
+    if kind != "plain":
+        expr, value = osl.stack(osl.tensor("t.{i}"), "i"), np.stack([*tensors.values()])
+    if kind == "decoded":
+        expr = osl.opaque(np.flip, expr, shape=(8, 16, 64), dtype="float32")
+        value = np.flip(value)
+    rules = [
+        osl.rule("head", expr, tied_to="embed"),
+        osl.rule("embed", expr),
+        osl.rule("again", None, tied_to="embed"),
+    ]
+    mapping = osl.Mapping(rules, strict=False)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    leaf = np.zeros(value.shape, value.dtype)
+    if spec is not None:
+        sharding = NamedSharding(mesh, spec)
+        leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    tree = dict.fromkeys(("head", "embed", "again"), leaf)
+    plan = osl.plan_load(path, tree, mapping=mapping)
+    with recording() as storage:
+        found = osl.load(path, tree, mapping=mapping)
+    for array in found.values():
+        assert_same_bits(np.asarray(array), value)
+    once = osl.plan_load(path, {"embed": leaf}, mapping=mapping)
+    assert sum(b - a for _, a, b in storage.tensor_ranges()) == plan.cost().read_bytes
+    assert plan.cost().read_bytes == once.cost().read_bytes
+    if spec is None:
+        found["head"][...] = 0
+        assert_same_bits(found["embed"], value)
 
 
 @pytest.mark.parametrize("step", [1, -1])

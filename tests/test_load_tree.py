@@ -192,7 +192,7 @@ def test_only_reads_what_the_patterns_name(path, tensors):
     assert plan.cost().read_bytes == 4 + 64
     with pytest.raises(osl.MissingTensorError, match="matches no tensor"):
         osl.load(path, only="nothing.*")
-    with pytest.raises(ValueError, match="no abstract tree"):
+    with pytest.raises(ValueError, match="neither an abstract tree nor"):
         osl.load(path, {"step": int}, only="step")
 
 
@@ -237,6 +237,18 @@ def test_strict_refuses_what_the_tree_does_not_name(path):
         assert osl.load(path, {**rest, "step": int}, options=options)["step"] == 7
     with pytest.raises(osl.MissingTensorError, match="'stop' not found"):
         osl.load(path, {"stop": int}, options=options)
+
+
+def test_strict_with_many_placeholders(tmp_path):
+    count = 20_000  # each tensor against each placeholder would take long
+    names = [f"layers.{number}.w" for number in range(count)]
+    save(tmp_path, {name: np.empty((0, 1), np.uint8) for name in names} | {"step": np.zeros(1)})
+    tree = {"layers": dict.fromkeys(map(str, range(count)), ...), "step": np.empty(1)}
+    options = osl.ReadOptions(strict=True)
+    assert osl.load(tmp_path, tree, options=options)["layers"]["7"] is ...
+    del tree["layers"]["77"]  # not below "7"
+    with pytest.raises(osl.UnexpectedTensorError, match=r"'layers\.77\.w'"):
+        osl.load(tmp_path, tree, options=options)
 
 
 def test_a_leaf_that_says_nothing_is_refused(path):
@@ -341,6 +353,15 @@ def test_options_are_checked():
             osl.ReadOptions(latency_seconds={"local": seconds})
     with pytest.raises(ValueError, match="bandwidth_bytes_per_second"):
         osl.ReadOptions(bandwidth_bytes_per_second={"local": 0.0})
+    osl.ReadOptions(latency_seconds={"local": np.float32(0)})
+    for wrong in (
+        {"memory_budget_bytes": None},
+        {"latency_seconds": 0.01},
+        {"bandwidth_bytes_per_second": {"local": "1 GB/s"}},
+        {"progress": "yes"},
+    ):
+        with pytest.raises(ValueError, match=rf"^ReadOptions\.{next(iter(wrong))}"):
+            osl.ReadOptions(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from mapping_expressions import evaluate, same
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.einops import parse
 from orbax_safetensors_layout.mapping.expression import fill, tensor
+from orbax_safetensors_layout.mapping.functions import opaque
 from orbax_safetensors_layout.mapping.joins import concat, stack
-from orbax_safetensors_layout.mapping.names import NameTree, substitute
+from orbax_safetensors_layout.mapping.names import NameTree, natural_key, substitute
+from orbax_safetensors_layout.mapping.rules import rule
 from orbax_safetensors_layout.mapping.values import Add, Scale
 
 F32 = np.dtype(np.float32)
@@ -188,7 +190,12 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
         (lambda: tensor("a.{}"), "a wildcard is written as"),
         (lambda: tensor("a.{i.j}"), "a wildcard is written as"),
         (lambda: fill((2, -1), 0, "int8"), r"\(2, -1\) is no shape"),
+        (lambda: X.rearrange("(h d) -> h d", d=-4), "d=-4 is no size"),
         (lambda: concat([], 0), "nothing to concatenate"),
+        (lambda: concat([X, "y"], 0), r"concat takes expressions.*Did you mean osl.tensor\('y'\)"),
+        (lambda: stack("y.{i}", "i"), "stack takes expressions"),
+        (lambda: opaque(np.abs, X, np.ones(2), shape=(2,), dtype="int8"), "opaque takes expre"),
+        (lambda: rule("a", "b"), r"rule takes expressions.*found: 'b'.*Did you mean osl.tensor"),
         (lambda: concat([X], 0, sizes=[1, 2]), "1 parts and 2 sizes"),
         (lambda: stack(X, "i", indices=[]), "there are no indices"),
         (lambda: stack(X, "i", indices=slice(None, None, -1)), "has to go up"),
@@ -197,6 +204,30 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
 def test_what_can_not_be_written(make, problem):
     with pytest.raises(MappingError, match=problem):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: X.rearrange("(h d) -> h d", d=4.0),
+        lambda: X.slice(0, 0.5),
+        lambda: X.slice(0.0),
+        lambda: X.take(0, [0.5]),
+        lambda: X.repeat(0, 2.0),
+        lambda: X.pad(0, 1.0, 0),
+    ],
+)
+def test_what_is_no_integer_is_refused_where_it_is_written(make):
+    with pytest.raises(TypeError):
+        make()
+
+
+def test_numbers_in_names_may_be_of_any_size():
+    facts = {f"l.{i}.w": ((2,), F32) for i in (0, 1, "9" * 17, "9" * 5000)}
+    with pytest.raises(MappingError, match=r"for i = 0..1, 9{17}, but none for 2..101 and more"):
+        stack(tensor("l.{i}.w"), over="i").bind({}, facts)
+    names = [f"a.{n}" for n in ("9" * 5000, "10", "9", "٣", "007")]
+    assert sorted(names, key=natural_key) == ["a.007", "a.9", "a.10", names[0], "a.٣"]
 
 
 def test_repr_is_what_was_written():

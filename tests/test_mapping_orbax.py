@@ -52,6 +52,28 @@ def test_v0(tmp_path, path, tensors, mapping):
         assert_same_bits(saved[name], value)
 
 
+def test_custom_metadata_stays(tmp_path, tensors, mapping):
+    custom = {"tokens": [1, 2]}
+    with ocp.Checkpointer(osl.SafetensorsCheckpointHandler(mapping=mapping)) as plain:
+        args = ocp.args.StandardSave({"kernels": expected(tensors)}, custom_metadata=custom)
+        plain.save(tmp_path / "out", args=args)
+        assert plain.metadata(tmp_path / "out").item_metadata.custom_metadata == custom
+        check(plain.restore(tmp_path / "out", args=ocp.args.StandardRestore(TREE)), tensors)
+    assert set(osl.load(tmp_path / "out")) == set(tensors)
+    assert osl.verify(tmp_path / "out").ok
+
+
+def test_dtypes_of_single_leaves_are_refused(tmp_path, tensors, mapping):
+    plain = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    args = osl.SafetensorsSave(
+        {"kernels": expected(tensors)},
+        {"kernels": ocp.SaveArgs(dtype=np.float16)},
+        mapping=mapping,
+    )
+    with pytest.raises(ValueError, match="no dtypes of single leaves"):
+        plain.save(tmp_path / "out", args=args)
+
+
 def test_a_manager(tmp_path, tensors, mapping):
     registry = osl.handler_registry("default", mapping=mapping)
     with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:

@@ -74,7 +74,7 @@ def test_bound_leaves(leaves):
     )
     same(evaluate(made.expressions["blocks.3.up"], tensors), tensors["model.layers.3.up.weight"])
     assert made.ties == {"head": "embed"}
-    assert made.aliases == {}
+    assert made.expressions["head"] is not made.expressions["embed"]
 
 
 def test_leaves_come_in_the_order_of_numbers():
@@ -86,10 +86,17 @@ def test_leaves_come_in_the_order_of_numbers():
 def test_a_tie_without_an_expression_is_the_other_leaf():
     rules = [rule("head.{x}", None, tied_to="embed.{x}"), rule("embed.{x}", tensor("e.{x}"))]
     made = Mapping(rules).bind({"e.a": ((2, 3), F32), "e.b": ((4,), F32)})
-    assert made.aliases == made.ties == {"head.a": "embed.a", "head.b": "embed.b"}
+    assert made.ties == {"head.a": "embed.a", "head.b": "embed.b"}
+    assert made.expressions["head.a"] is made.expressions["embed.a"]
     assert made.facts()["head.b"].shape == (4,)
-    with pytest.raises(MappingError, match=r"'head.c' is tied to 'embed.c', which no rule makes"):
+    alone = Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": None})
+    assert (alone.facts()["head.a"].shape, alone.ties) == ((2, 3), {})
+    back = Mapping(rules).inverse().bind({"head.a": ((2, 3), F32)})
+    assert back.expressions["e.a"].sources() == ("head.a",)
+    with pytest.raises(MappingError, match=r"leaf 'head.c': there is no tensor 'e.c'"):
         Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.c": None, "embed.a": None})
+    with pytest.raises(MappingError, match=r"'head.c' is tied to 'embed.c', which no rule makes"):
+        Mapping(rules[:1]).bind({}, {"head.c": None})
     with pytest.raises(
         MappingError, match=r"leaf 'head.a' has shape \[9\], but as 'embed.a' gives"
     ):
@@ -253,6 +260,7 @@ def test_ignored_and_unused_tensors():
         (lambda: rule("a.{i", tensor("x")), "a wildcard is written as"),
         (lambda: rule("a", None), "neither an expression nor a leaf to be tied to"),
         (lambda: rule("a", None, tied_to="b.{i}"), r"nothing gives {i} of 'b.{i}' a value"),
+        (lambda: Mapping({"a": tensor("b")}), r"takes a list of rules.*found: 'a'"),
         (lambda: Mapping([], ignore="a["), r"Mapping\(ignore=...\): Pattern 'a\['"),
     ],
 )

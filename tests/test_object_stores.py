@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
 import re
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import backends
@@ -15,12 +18,15 @@ import numpy as np
 import obstore
 import pytest
 from checkpoints import assert_same_bits, llama_like, save
+from faults import Fault
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multiprocess import run_processes
-from object_server import BUCKET, Fault
+from object_server import BUCKET
+from remote_checks import shown
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.storage.resolve import open_storage
 
 MIB = 1 << 20
 
@@ -113,6 +119,19 @@ def test_a_file_and_patterns(place, tmp_path):
     loaded = osl.load(f"{place.url}/model.safetensors", only="*norm*")
     assert set(loaded) == {name for name in tensors if "norm" in name}
     assert set(osl.metadata(place.url)) == set(tensors)
+
+
+def test_no_log_and_no_error_shows_a_secret(place, tmp_path, caplog):
+    upload(place, save(tmp_path, llama_like(layers=1)))
+    caplog.set_level(logging.DEBUG)
+    options = osl.ReadOptions(retries=osl.RetryPolicy(attempts=2, base_seconds=0))
+    osl.load(place.url)
+    for status in (403, 500):
+        place.server.fail(Fault("status", status=status, times=99))
+        with pytest.raises(osl.StorageError) as caught:
+            osl.load(place.url, options=options)
+        assert "not-a-real-secret" not in shown(caught.value) + caplog.text
+        assert "Signature" not in shown(caught.value) + caplog.text
 
 
 def test_nothing_there(place):
@@ -344,6 +363,110 @@ def test_a_failing_copy_says_where_the_new_checkpoint_is(place):
         )
     where = e.value.hint.split()[4].rstrip(":")
     assert trees_equal(osl.load(where), NEW)
+
+
+class Turns:
+    """Lets puts of tensors happen in an order that a test sets, once all saves have begun.
+
+    A turn ends when the object has been looked at.
+
+    Args:
+        saves: How many there are.
+        order: Who puts what: the value of a tensor's bytes, and a part of its file's name.
+    """
+
+    def __init__(self, saves, order):
+        self._left = [*order]
+        self._begun = threading.Barrier(saves, timeout=60)
+        self._changed = threading.Condition()
+        self._thread = threading.local()
+
+    def head(self, head, client, key):
+        result = head(client, key)
+        turn = getattr(self._thread, "turn", None)
+        with self._changed:
+            if turn in self._left:
+                self._left.remove(turn)
+            self._changed.notify_all()
+        return result
+
+    def put(self, put, client, key, data, **options):
+        if "partial-save" not in key and key.endswith("layout.json"):
+            result = put(client, key, data, **options)
+            self._begun.wait()
+            return result
+        if not key.endswith(".safetensors"):
+            return put(client, key, data, **options)
+        turn = int(bytes(data)[-1]), key[-len("1-of-00003.safetensors")]
+        with self._changed:
+            assert self._changed.wait_for(lambda: turn not in self._left[1:], 60)
+        self._thread.turn = turn
+        return put(client, key, data, **options)
+
+
+def test_two_programs_that_save_to_one_folder_at_once_are_told(place, monkeypatch):
+    """Here each has replaced a file of the other, with one of the same name and size."""
+    turns = Turns(2, [(1, "1"), (2, "1"), (2, "2"), (1, "2"), (1, "3"), (2, "3")])
+    monkeypatch.setattr(obstore, "put", functools.partial(turns.put, obstore.put))
+    monkeypatch.setattr(obstore, "head", functools.partial(turns.head, obstore.head))
+    options = osl.WriteOptions(max_file_bytes=1, concurrency=1)
+
+    def run(value):
+        tree = {name: np.full(100, value, np.uint8) for name in "abc"}
+        try:
+            osl.save(place.url, tree, options=options)
+        except osl.SafetensorsLayoutError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(run, [1, 2]))
+    for error in errors:
+        assert isinstance(error, osl.StorageError)
+        assert "another program has written to the folder at the same time" in str(error)
+    with pytest.raises(osl.CheckpointNotFoundError):
+        osl.load(place.url)
+
+
+def test_a_save_that_another_one_replaces_while_it_is_written_is_told(place, monkeypatch):
+    """With `overwrite`, what is written beside the folder belongs to the save that began last."""
+    osl.save(place.url, OLD)
+    put, other = obstore.put, []
+
+    def put_both(client, key, data, **options):
+        result = put(client, key, data, **options)
+        if not other and key.endswith(".safetensors"):
+            other.append(True)
+            osl.save(place.url, {"b": np.arange(3)}, overwrite=True)
+        return result
+
+    monkeypatch.setattr(obstore, "put", put_both)
+    with pytest.raises(osl.StorageError, match=r"another program has written.*partial-save"):
+        osl.save(place.url, NEW, overwrite=True)
+    assert trees_equal(osl.load(place.url), {"b": np.arange(3)})
+
+
+@pytest.mark.parametrize("inwards", [False, True])
+def test_pieces_are_put_together_in_another_place(place, tmp_path, inwards):
+    tree = llama_like(layers=1)
+    osl.save(tmp_path / "whole", tree)
+    here, there = str(tmp_path / "here"), f"{place.url}/there"
+    source, target = (here, there) if inwards else (there, here)
+    osl.save(source, tree, options=osl.WriteOptions(layout="sharded"))
+    osl.consolidate(source, target)
+    expected = local_files(tmp_path / "whole")
+    found = {name: unstamped(place.get(f"there/{name}")) for name in expected} if inwards else None
+    assert (found or local_files(tmp_path / "here")) == expected
+
+
+def test_a_copy_takes_the_time_that_the_store_needs(place):
+    """As S3 does for gigabytes: an answer comes when all is copied."""
+    place.put("a", b"data")
+    retries = osl.RetryPolicy(attempts=3, attempt_seconds=0.5, base_seconds=0)
+    storage, folder = open_storage(place.url, retries=retries)
+    with storage:
+        place.server.fail(Fault("delay", "PUT", key="/b", seconds=1.5, times=99))
+        storage.copy(f"{folder}/a", f"{folder}/b")
+    assert place.get("b") == b"data"
 
 
 def test_objects_too_large_for_one_copy_go_through_the_process(place, monkeypatch):

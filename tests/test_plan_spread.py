@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -21,6 +22,7 @@ from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import cover
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.spread import Limits, SharedLeaf, plan_spread
+from orbax_safetensors_layout.sharing import Step, agreement
 
 NO_LIMITS = Limits(1 << 30, 1 << 30, 25_000)
 MESHES = [(2, 1, 1), (4, 2, 1), (8, 1, 4), (2, 6, 3), (16, 1, 16)]
@@ -128,6 +130,18 @@ def test_processes_read_equally_much_each_from_its_own_files(shape):
                 files[process].add(leaves[leaf].place[0])
     assert set(read.values()) == {8 * math.prod(shape)}
     assert [files[process] for process in range(4)] == [{"0"}, {"1"}, {"2"}, {"3"}]
+
+
+def test_processes_that_read_in_other_steps_are_told_apart():
+    """As with other memory budgets: the rounds are the same, but they would wait for each other."""
+    leaves = shared(32, (512, 1024))
+    names = [SimpleNamespace(name=str(leaf.number)) for leaf in leaves]
+    plans = [plan_spread(leaves, NO_LIMITS), plan_spread(leaves, NO_LIMITS._replace(stage_bytes=1))]
+    assert [one for stage in plans[0] for one in stage] == [s for stage in plans[1] for s in stage]
+    assert len(plans[0]) < len(plans[1])
+    one, other = (agreement([Step([], stage) for stage in plan], names) for plan in plans)
+    assert one.digest != other.digest
+    assert one.description != other.description
 
 
 def test_few_programs_serve_many_leaves():

@@ -73,6 +73,7 @@ def main(path, shape, budgets, out):
         for label, spec in {
             "replicated": P(),
             "dim0": P(("data", "fsdp")),
+            "dim1": P(None, ("data", "fsdp")),
             "partly0": P("fsdp"),
             "partly1": P(None, "fsdp"),
             "2d": P("data", "fsdp"),
@@ -191,7 +192,7 @@ def test_the_same_through_orbax(path):
 
 FAIL = """
 def main(path, guilty, where):
-    import os, signal, time
+    import os, signal, threading, time
     from pathlib import Path
     from unittest import mock
     import numpy as np
@@ -199,6 +200,7 @@ def main(path, guilty, where):
     from recording import recording
     import orbax_safetensors_layout as osl
     from orbax_safetensors_layout import sharing
+    from orbax_safetensors_layout.storage.local import LocalStorage
     from orbax_safetensors_layout.transfer import pulse
 
     pulse.SILENCE_SECONDS = 5.0
@@ -210,6 +212,7 @@ def main(path, guilty, where):
     }
     if where == "tree" and mine:
         del tree["model.norm.weight"]
+    wanted = None if where == "no tree" and mine else tree
     seen = []
 
     def before_read(file, start, stop):
@@ -228,6 +231,19 @@ def main(path, guilty, where):
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(slots, process)
 
+    if where == "slow" and not mine:  # a read that waits for a server, until it is broken off
+        broken_off = threading.Event()
+        LocalStorage.interrupt = lambda storage: broken_off.set()
+
+        def before_read(file, start, stop):
+            assert not start or broken_off.wait(120)
+
+    if where == "slow" and mine:
+
+        def before_read(file, start, stop):
+            if start:
+                raise OSError(5, "the disk is gone")
+
     if where == "gather" and mine:
         sharing.Slots.gather = gather_or_die
     options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16)
@@ -235,7 +251,7 @@ def main(path, guilty, where):
     try:
         with recording() as storage:
             storage.before_read = before_read
-            osl.load(path, tree, options=options)
+            osl.load(path, wanted, options=options)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - started
@@ -258,8 +274,19 @@ def test_an_error_of_one_reaches_all(path, guilty):
             assert f"PeerError: process {guilty} failed while loading tensors: " in text
 
 
-def test_processes_that_load_different_trees_are_told(path):
-    results = run_processes(FAIL, processes=2, devices=1, path=str(path), guilty=1, where="tree")
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_an_error_of_one_breaks_off_what_others_wait_for(path, guilty):
+    results = run_processes(
+        FAIL, processes=2, devices=1, path=str(path), guilty=guilty, where="slow"
+    )
+    for text, seconds in results:
+        assert "the disk is gone" in text
+        assert seconds < PROMPT_SECONDS
+
+
+@pytest.mark.parametrize("where", ["tree", "no tree"])
+def test_processes_that_load_differently_are_told(path, where):
+    results = run_processes(FAIL, processes=2, devices=1, path=str(path), guilty=1, where=where)
     for text, _ in results:
         assert "PeerError: process 1 failed while planning the load: it has not the same" in text
 

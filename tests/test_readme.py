@@ -1,8 +1,9 @@
-"""The README's Python runs as it stands, in order, as a reader would run it."""
+"""The Python of the README and of `docs/` runs as it stands, in order, as a reader would run it."""
 
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import re
 import subprocess
@@ -15,13 +16,25 @@ from checkpoints import llama_like, save
 import orbax_safetensors_layout as osl
 
 REPOSITORY = Path(__file__).parent.parent
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+README = REPOSITORY / "README.md"
+PAGES = (README, *sorted((REPOSITORY / "docs").glob("*.md")))
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+EVERYTHING = "\n".join(TEXTS.values())
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "vocab_size": 4096,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
 
 
-def script() -> str:
-    """The Python blocks alone, each line at its number in the README, so that tracebacks fit."""
+def script(text: str) -> str:
+    """The Python blocks alone, each line at its number in the page, so that tracebacks fit."""
     lines, language = [], None
-    for line in README.splitlines():
+    for line in text.splitlines():
         if line.startswith("```"):
             language = line.removeprefix("```") if language is None else None
             lines.append("")
@@ -33,11 +46,16 @@ def script() -> str:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+    """One program: the README's code, and after it that of each page."""
     folder = tmp_path_factory.mktemp("readme")
     save(folder / "llama", llama_like(hidden=512), files=3)
-    (folder / "README.py").write_text(script(), encoding="utf-8")
+    (folder / "llama" / "config.json").write_text(json.dumps(CONFIG))
+    for page, text in TEXTS.items():
+        (folder / f"{page.stem}.py").write_text(script(text), encoding="utf-8")
+    files = [f"{page.stem}.py" for page in PAGES]
+    program = f"for file in {files}: exec(compile(open(file).read(), file, 'exec'))"
     return subprocess.run(
-        [sys.executable, "-W", "error", "README.py"],
+        [sys.executable, "-W", "error", "-c", program],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -61,30 +79,45 @@ def test_what_they_print(result):
 
 
 def test_names_of_the_package_exist():
-    names = set(re.findall(r"\bosl\.(\w+)", README))
+    names = set(re.findall(r"\bosl\.(\w+)", EVERYTHING))
     assert names <= set(osl.__all__)
-    assert {"load", "install", "context", "handler_registry", "plan_load", "using"} <= names
-    errors = set(re.findall(r"`(\w+Error)`", README)) - set(dir(builtins))
+    readme = set(re.findall(r"\bosl\.(\w+)", TEXTS[README]))
+    assert {"load", "install", "context", "handler_registry", "plan_load", "using"} <= readme
+    errors = set(re.findall(r"`(\w+Error)`", EVERYTHING)) - set(dir(builtins))
     assert errors <= set(osl.__all__)
 
 
-def test_every_public_name_that_a_user_calls_is_in_the_readme():
-    unnamed = {name for name in osl.__all__ if not name.startswith("_") and name not in README}
+def test_every_public_name_that_a_user_calls_is_documented():
+    unnamed = {name for name in osl.__all__ if not name.startswith("_") and name not in EVERYTHING}
     # Classes that the user is given, or Orbax makes, and does not spell out.
     assert unnamed <= {"TensorMetadata", "ReadPlan", "Cost", "SafetensorsHandler", "Expr"}
 
 
 def test_commands_are_those_of_the_continuous_integration():
-    commands = re.findall(r"python3 (\.ci/do\.py [\w-]+)", README)
+    commands = re.findall(r"python3 (\.ci/do\.py [\w-]+)", TEXTS[README])
     run = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     assert commands
     assert all(f'"$python" {command}' in run for command in commands)
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        if target.startswith("#"):
-            headings = re.findall(r"^#+ (.+)$", README, re.M)
-            assert target[1:] in {heading.lower().replace(" ", "-") for heading in headings}
-        elif "://" not in target:
-            assert (REPOSITORY / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", TEXTS[page]):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        found = (page.parent / file).resolve() if file else page
+        assert found.exists(), target
+        if heading:
+            assert heading in headings(TEXTS[found]), target
+
+
+def headings(text: str) -> set[str]:
+    """Headings as links name them."""
+    found = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
+
+
+def test_every_page_is_reached_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/[^)#]+)", TEXTS[README]))
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= linked

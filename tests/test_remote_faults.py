@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from http_server import FAULTS, Faults, Request, file_server
 from hub_server import running_hub
-from remote_checks import assert_no_secret, assert_same, descriptors, threads
+from remote_checks import assert_no_secret, assert_same, descriptors, shown, threads
 
 import orbax_safetensors_layout as osl
 
@@ -60,7 +60,7 @@ def outcome(load: Callable[[], dict]) -> str:
         assert_same(end, TENSORS)
         return "equal"
     assert isinstance(end, osl.StorageError | osl.CheckpointNotFoundError), repr(end)
-    assert_no_secret(f"{end} {end.__cause__}")
+    assert_no_secret(shown(end))
     return "error"
 
 

@@ -8,9 +8,10 @@ from checkpoints import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
-from mapping_expressions import INDEX_OPS, cases, reshape
+from jax.sharding import PartitionSpec as P
+from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
 from multiprocess import run_processes
-from test_load_mapped import HEAD_DIM, SPECS, path, sharded, tensors
+from test_load_mapped import BF16, HEAD_DIM, SPECS, path, sharded, tensors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.transfer.coordination import Group
@@ -89,6 +90,115 @@ def test_any_invertible_expression(tmp_path_factory, data):
         return  # a part of a tensor only, or shapes that the leaf does not tell
     found = osl.load(folder / "out", mapping=mapping)["leaf"]
     assert_same_bits(found, value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_other_values_than_were_loaded(tmp_path_factory, data):
+    """After training, elements that a pad or a repeat made are no longer what they were."""
+    case = data.draw(cases([operation for operation in ALL_OPS if operation is not reshape]))
+    mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
+    shape = np.asarray(case.array).shape
+    value = np.random.default_rng(data.draw(st.integers(0, 9))).random(shape, np.float32)
+    try:
+        made = mapping.inverse().bind({"leaf": (shape, value.dtype)}).expressions
+    except osl.MappingError:
+        return  # a part of a tensor only, or shapes that the leaf does not tell
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    osl.save(folder, {"leaf": jax.device_put(value, sharded(data, shape))}, mapping=mapping)
+    found = read_all(folder)
+    for name, expression in made.items():
+        assert_same_bits(found[name], evaluate(expression, {"leaf": value}))
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_of_repeated_elements_the_first_is_saved(tmp_path, spec):
+    """Copies of key and value heads drift apart; a shard may hold none of the first ones."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    value = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    leaf = jax.device_put(value, NamedSharding(mesh, spec))
+    rules = [osl.rule("kv", osl.tensor("kv").repeat(0, 4).repeat(1, 2))]
+    osl.save(tmp_path / "out", {"kv": leaf}, mapping=osl.Mapping(rules))
+    assert_same_bits(read_all(tmp_path / "out")["kv"], value[::4, ::2])
+
+
+@pytest.mark.parametrize("factor", [128**-0.5, 50.5])
+def test_arithmetic_is_undone_in_the_dtype_that_it_is_done_in(tmp_path, factor):
+    """Not in that of the leaves: the constant would be rounded, and all values be shifted alike."""
+    factor = float(np.float32(factor))
+    expr = osl.tensor("q").cast("float32").scale(factor, lossy_inverse=True)
+    rules = osl.Mapping([osl.rule("q", expr)])
+    leaf = np.random.default_rng(0).standard_normal((64, 64)).astype(BF16)
+    expected = (leaf.astype(np.float32) * np.float32(1 / factor)).astype(BF16)
+    osl.save(tmp_path / "out", {"q": leaf}, mapping=rules)
+    assert_same_bits(osl.load(tmp_path / "out")["q"], expected)
+    made = rules.inverse().bind({"q": (leaf.shape, BF16)}).expressions["q"]
+    assert_same_bits(evaluate(made, {"q": leaf}), expected)
+
+
+def test_like_a_checkpoint(tmp_path):
+    """Shapes that leaves do not tell, and dtypes that were cast away."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.standard_normal(shape).astype(dtype)
+        for name, shape, dtype in (
+            ("q", (4, 6), BF16),
+            ("k", (2, 6), BF16),
+            ("w", (3, 8), np.float32),
+            ("n", (5,), BF16),
+        )
+    }
+    folder = tmp_path / "published"
+    osl.save(folder, tensors)
+    rules = osl.Mapping(
+        [
+            osl.rule("qk", osl.concat([osl.tensor("q"), osl.tensor("k")], 0).cast("float32")),
+            osl.rule("w", osl.tensor("w").reshape(6, 4)),
+            osl.rule("n", osl.tensor("n").cast("float32").pad(0, 1, 2)),
+        ]
+    )
+    model = osl.load(folder, mapping=rules)
+    with pytest.raises(osl.MappingError, match=r"mapping.like\(path\)") as caught:
+        osl.save(tmp_path / "out", model, mapping=rules)
+    assert "2 problems" in str(caught.value)
+    for number, known in enumerate((folder, {n: (t.shape, t.dtype) for n, t in tensors.items()})):
+        osl.save(tmp_path / f"{number}", model, mapping=rules.like(known))
+        found = read_all(tmp_path / f"{number}")
+        assert set(found) == set(tensors)
+        for name, value in tensors.items():
+            assert_same_bits(found[name], value)
+    model["w"] = model["w"][:3]
+    with pytest.raises(osl.MappingError, match=r"leaf 'w' has shape \[3, 4\]"):
+        osl.save(tmp_path / "out", model, mapping=rules.like(folder))
+
+
+DTYPED = """
+from jax.sharding import Mesh
+import numpy as np
+import orbax_safetensors_layout as osl
+from test_save_mapped import abstract, mapping
+
+def main(path, target):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    tree = osl.load(path, abstract(path, "both", mesh), mapping=mapping())
+    osl.save(target, tree, mapping=mapping(), options=osl.WriteOptions(dtype="bfloat16"))
+"""
+
+
+def test_in_another_dtype(tmp_path, path, tensors):
+    """Leaves that were computed in float32 go back to the dtype of their checkpoint."""
+    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
+    options = osl.WriteOptions(dtype="bfloat16")
+    plan = osl.plan_save(tree, mapping=mapping(), options=options)
+    assert {tensor.dtype.code for *_, some in plan.files for tensor in some} == {"BF16"}
+    osl.save(tmp_path / "one", tree, mapping=mapping(), options=options)
+    run_processes(DTYPED, processes=2, devices=2, path=str(path), target=str(tmp_path / "two"))
+    for name in ("one", "two"):
+        found = read_all(tmp_path / name)
+        assert set(found) == set(tensors)
+        for tensor, value in tensors.items():
+            if tensor != "model.norm.weight":
+                assert_same_bits(found[tensor], value.astype(BF16))
 
 
 def test_what_is_no_array_is_refused(tmp_path, path):

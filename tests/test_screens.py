@@ -1,4 +1,4 @@
-"""The README's screens and picture are what the tool makes now."""
+"""The screens and the picture of the documentation are what the tool makes now."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +19,7 @@ def screens():
 
 
 def test_the_screens_are_what_is_printed(screens):
-    text = screens.README.read_text(encoding="utf-8")
+    text = screens.PAGE.read_text(encoding="utf-8")
     assert screens.with_screens(text) == text, "run `python docs/screens.py`"
     for command in screens.SCREENS.values():
         assert f"$ {screens.shown(command)}\n" in text
@@ -35,4 +35,4 @@ def test_the_picture_is_what_is_drawn(screens, tmp_path):
     # Letters are drawn otherwise by another version.
     if f"Matplotlib version{matplotlib.__version__}".encode() in screens.PICTURE.read_bytes():
         assert np.array_equal(made, committed), "run `python docs/screens.py`"
-    assert "docs/reads.png" in screens.README.read_text(encoding="utf-8")
+    assert f"]({screens.PICTURE.name})" in screens.PAGE.read_text(encoding="utf-8")

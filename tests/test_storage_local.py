@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -142,6 +143,21 @@ def test_descriptors_are_bounded_and_released(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_program_with_few_descriptors_left(tmp_path):
+    for number in range(20):
+        (tmp_path / str(number)).write_bytes(b"%d" % number)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)  # the number of the next one
+    os.close(spare)
+    with LocalStorage() as storage:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 3, limits[1]))
+        try:
+            found = [read(storage, tmp_path / str(n), 0, [len(str(n))]) for n in range(20)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == [b"%d" % number for number in range(20)]
+
+
 def test_a_missing_file(tmp_path):
     with LocalStorage() as storage, pytest.raises(osl.CheckpointNotFoundError, match="no such"):
         storage.size(str(tmp_path / "gone"))
@@ -192,6 +208,17 @@ def test_paths(tmp_path):
         storage.close()
     with pytest.raises(osl.StorageError, match="can not open a ftp:// path"):
         open_storage("ftp://host/model")
+
+
+@pytest.mark.parametrize("text", ["", "a\0b"])
+def test_what_is_no_path_is_not_the_working_folder(text, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    assert not osl.is_safetensors_checkpoint(text)
+    with pytest.raises(osl.StorageError, match="no path"):
+        osl.load(text)
+    with pytest.raises(osl.StorageError, match="no path"):
+        osl.save(text, {"a": np.zeros(1)}, overwrite=True)
 
 
 def test_mapped_pages_outlive_the_storage(big_file):

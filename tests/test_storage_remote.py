@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import http.client
 import json
+import logging
 import os
 import shutil
 import ssl
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import absl.logging
 import checkpoints
 import huggingface_hub
 import jax
@@ -22,9 +26,10 @@ from http_server import Reply, Server, file_server, serve_range
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from multiprocess import run_processes
-from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, threads
+from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, shown, threads
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.storage import hub_api, web
@@ -75,7 +80,7 @@ def planned(path, tree=None, **kwargs):
 def failure(path, **kwargs):
     with pytest.raises(osl.SafetensorsLayoutError) as caught:
         osl.load(path, options=osl.ReadOptions(retries=ONCE), **kwargs)
-    assert_no_secret(f"{caught.value!r} {caught.value.__cause__}")
+    assert_no_secret(shown(caught.value))
     return caught.value
 
 
@@ -290,6 +295,13 @@ def test_unknown_repository_revision_and_file(hub, folder):
         assert not osl.is_safetensors_checkpoint(path)
 
 
+def test_an_endpoint_that_is_none_is_told_at_once(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "huggingface.example")
+    error = failure("hf://org/model")
+    assert error.message == "HF_ENDPOINT is no http or https URL"
+    assert error.found == "huggingface.example"
+
+
 def test_offline_mode_is_respected(hub, folder):
     hub.add("org/model", folder)
     code = (
@@ -354,6 +366,42 @@ def test_credentials_of_a_url_are_sent_and_never_shown(folder):
         assert (error.message, error.file) == ("access denied", f"http://{host}/model.safetensors")
         assert "me:" not in str(error)
         assert "does not exist" in failure(f"http://me:pass%20word@{host}/x?sig=s3cr").message
+
+
+def test_what_may_not_stand_in_a_url_is_quoted(folder):
+    """In a query, and in redirects, of which servers send what they like."""
+
+    def answer(request):
+        if request.query != {"sig": "a bü"}:
+            return Reply(403, {})
+        if request.path.startswith("/from"):
+            target = f"/ü b{request.path.removeprefix('/from')}?sig=a bü"
+            return Reply(302, {"Location": target.encode().decode("latin-1")})
+        path = folder / request.path.removeprefix("/%C3%BC%20b/")
+        return serve_range(request, path, {}) if path.is_file() else Reply(404, {})
+
+    with Server(answer) as server:
+        for folder_name in ("from", "ü b"):
+            assert_same(osl.load(f"{server.url}/{folder_name}?sig=a bü"), TENSORS)
+
+
+def test_a_request_that_connects_while_all_are_broken_off_is_broken_off_too(monkeypatch):
+    connecting, interrupted = threading.Event(), threading.Event()
+
+    def connect(connection):
+        connecting.set()
+        assert interrupted.wait(60)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
+    monkeypatch.setattr(http.client.HTTPConnection, "request", lambda *_, **__: pytest.fail("sent"))
+    storage, path = open_storage("http://127.0.0.1:9/model.safetensors", retries=ONCE)
+    with storage, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(storage.size, path)
+        assert connecting.wait(60)
+        storage.interrupt()
+        interrupted.set()
+        with pytest.raises(osl.StorageError, match="cancelled"):
+            found.result(60)
 
 
 def test_credentials_do_not_follow_a_redirect_to_another_host(files):
@@ -543,6 +591,59 @@ def test_a_final_error_names_url_range_attempts_and_cause(files):
     assert error.found == "status 503 from 127.0.0.1"
     assert error.tensor in TENSORS
     assert_no_secret(str(error))
+
+
+def test_no_log_shows_a_secret(hub, folder, monkeypatch, caplog):
+    """All that this package, the hub's client and what it stands on have to say."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_DEBUG", True)
+    huggingface_hub.logging.enable_propagation()
+    before = huggingface_hub.logging.get_verbosity(), absl.logging.get_verbosity()
+    huggingface_hub.logging.set_verbosity_debug()
+    absl.logging.set_verbosity(2)
+    caplog.set_level(logging.DEBUG)
+    try:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        hub.add("org/private", folder, readers=frozenset([TOKEN]))
+        hub.uses = 2
+        faults = iter(["503", "reset"])
+        hub.cdn.faults = lambda request: next(faults, None)
+        options = osl.ReadOptions(request_bytes=16384, retries=QUICK)
+        assert_same(osl.load("hf://org/private", options=options), TENSORS)
+        hub.cdn.faults = lambda request: "403"
+        failure("hf://org/private")
+        with file_server(folder) as server:
+            path = server.url.replace("//", "//me:pass%20word@") + "/files{}?sig=secret"
+            assert_same(osl.load(path.format("")), TENSORS)
+            failure(path.format("/other"))
+            server.faults = lambda request: "500"
+            failure(path.format(""))
+    finally:
+        huggingface_hub.logging.disable_propagation()
+        huggingface_hub.logging.set_verbosity(before[0])
+        absl.logging.set_verbosity(before[1])
+    assert "authenticated: True" in caplog.text
+    assert "status 503" in caplog.text
+    assert_no_secret(caplog.text)
+
+
+def test_the_command_line_shows_no_secret(files, capsys):
+    path = files.url.replace("//", "//me:pass%20word@") + "/files{}?sig=secret"
+    for arguments in (
+        ["inspect", path.format("")],
+        ["verify", path.format("")],
+        ["inspect", path.format("/other")],
+        ["plan", path.format("/other"), "--mesh", "x=2"],
+        ["convert", path.format("/other"), "/nonexistent/target"],
+        ["consolidate", path.format("")],
+    ):
+        main(arguments)
+        told = "".join(capsys.readouterr())
+        try:
+            main([*arguments, "--debug"])
+        except osl.SafetensorsLayoutError as error:
+            told += shown(error)
+        assert told
+        assert_no_secret(told + "".join(capsys.readouterr()))
 
 
 def test_nothing_is_cached_on_disk(hub, folder, tmp_path, monkeypatch):

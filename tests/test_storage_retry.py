@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import traceback
+from pathlib import Path
 
 import pytest
+from remote_checks import shown
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.redaction import redact
 from orbax_safetensors_layout.storage.retry import (
     Failure,
     Retrier,
     is_transient_status,
-    redact,
     retry_after_seconds,
 )
 from orbax_safetensors_layout.transfer.workers import Workers
@@ -194,6 +196,8 @@ SECRETS = [
     "https://host/file?X-Amz-Signature=hunter2hunter2",
     "https://user:hunter2hunter2@host/file",
     "https://hunter2hunter2@host/file",
+    "https://host/file?hunter2hunter2",
+    "https://user:p@hunter2hunter2@host/file",
     "HTTPSConnectionPool(host='h', port=443): Max retries exceeded with url: /f?sig=hunter2hunter2",
     "Authorization: Bearer hunter2hunter2",
     "{'authorization': 'Bearer hunter2hunter2'}",
@@ -223,8 +227,45 @@ def test_no_secret_in_an_error_or_what_it_chains(text):
     assert "hunter2" not in shown + repr(error) + repr(error.__cause__)
 
 
+def test_what_an_error_of_this_package_was_made_of_is_not_part_of_it():
+    def call():
+        try:
+            raise ConnectionError(SECRETS[0])
+        except ConnectionError:
+            raise osl.StorageError("the object was replaced") from None
+
+    with pytest.raises(osl.StorageError) as caught:
+        run(Clock(), call)
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("text", SECRETS[:4])
+def test_an_error_shows_of_a_path_what_may_be_shown(text):
+    error = osl.StorageError("can not open", file=text)
+    assert "hunter2" not in f"{error!r} {error.file}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "ftp://me:hunter2@host/x?sig=hunter2",
+        "s3://AKIA:hunter2@bucket/x",
+        Path("https://me:hunter2@host/x?sig=hunter2"),
+        "https://me:hunter/2@host/x",
+        "https://[bad?sig=hunter2",
+    ],
+)
+def test_a_path_that_can_not_be_opened_is_an_error_that_shows_no_secret(path):
+    with pytest.raises(osl.StorageError) as caught:
+        osl.load(path)
+    assert "hunter" not in shown(caught.value)
+    assert not osl.is_safetensors_checkpoint(path)
+
+
 def test_harmless_text_stays():
     text = "error decoding response body: end of file before message length reached"
+    assert redact(text) == text
+    text = "Error performing token request: Error performing GET"
     assert redact(text) == text
     assert redact("gs://bucket/folder/model.safetensors") == "gs://bucket/folder/model.safetensors"
 
@@ -246,3 +287,10 @@ def test_harmless_text_stays():
 def test_a_policy_must_make_sense(name, value):
     with pytest.raises(ValueError, match=f"RetryPolicy.{name}"):
         osl.RetryPolicy(**{name: value})
+
+
+@pytest.mark.parametrize("kind", [osl.ReadOptions, osl.WriteOptions])
+@pytest.mark.parametrize("wrong", [{"retries": 5}, {"retries": None}, {"progress": "yes"}])
+def test_options_take_a_policy_and_a_function(kind, wrong):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}.{next(iter(wrong))} is "):
+        kind(**wrong)

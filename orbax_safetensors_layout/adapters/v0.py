@@ -222,9 +222,9 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
         item: Any pytree of `jax.Array`s (plain, or of typed PRNG keys), numpy arrays and scalars,
             and Python numbers, booleans and strings.
         save_args: A tree of the item's structure of `ocp.SaveArgs`, or None in their place; their
-            `dtype` is the one that an array is written in.
+            `dtype` is the one that an array is written in; not with a mapping.
         mapping: What the leaves are made of, as for `osl.save`.
-        custom_metadata: A JSON value, given back by `metadata`; not with a mapping.
+        custom_metadata: A JSON value, given back by `metadata`.
     """
 
     item: Any

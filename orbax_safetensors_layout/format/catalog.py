@@ -204,7 +204,8 @@ class Catalog:
 
         Args:
             patterns: Glob-like patterns on whole names: `*` (dots included), `?`, `[...]`,
-                `{a,b}` and `{0..15}`; see `patterns.compile_pattern`.
+                `{a,b}` and `{0..15}`; see `patterns.compile_pattern`. Each also matches the name
+                that it spells.
 
         Raises:
             ValueError: A pattern is malformed.
@@ -220,7 +221,7 @@ class Catalog:
                 problem = f"Tensor '{pattern}' not found"
             else:
                 matches = compile_pattern(pattern).fullmatch
-                matching = [name for name in self.names if matches(name)]
+                matching = [name for name in self.names if name == pattern or matches(name)]
                 problem = f"Pattern '{pattern}' matches no tensor"
             if not matching:
                 unmatched.append((problem, pattern))

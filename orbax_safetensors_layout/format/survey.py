@@ -64,7 +64,7 @@ def is_safetensors_checkpoint(
         try:
             if storage.is_file(text):
                 return text.endswith(SUFFIX)
-            return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in storage.list(text))
+            return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in _visible(storage, text))
         except CheckpointNotFoundError:
             return False
 
@@ -103,7 +103,7 @@ def survey(storage: Storage, path: str) -> Survey:
                 hint="Give the folder that holds the index." if path.endswith(".json") else None,
             )
         return Survey([path])
-    names = storage.list(path)
+    names = _visible(storage, path)
     manifest_file = join(path, MANIFEST) if MANIFEST in names else None
     index_name = _index_name(names, path)
     if index_name is not None:
@@ -135,14 +135,29 @@ def survey(storage: Storage, path: str) -> Survey:
             file=path,
             expected=f"'{SUFFIX}' files directly in it",
             found=listed(names),
-            hint=next((hint for name, hint in _ORBAX_HINTS.items() if name in names), None),
+            hint=next((hint for name, hint in _ORBAX_HINTS.items() if name in names), _hint(path)),
         )
     raise CheckpointNotFoundError(
         f"the path does not exist, or is a folder that does not contain any '{SUFFIX}' files",
         file=path,
         expected=f"a '{SUFFIX}' file, or a folder of them",
         found="no file",
+        hint=_hint(path),
     )
+
+
+def _visible(storage: Storage, folder: str) -> list[str]:
+    """The files of a folder, but for hidden ones: what macOS and downloads in progress leave there.
+
+    An archive made on macOS has a `._model.safetensors` beside each `model.safetensors`.
+    """
+    return [name for name in storage.list(folder) if not name.startswith(".")]
+
+
+def _hint(path: str) -> str | None:
+    if not os.path.basename(path).startswith(("snapshots", "models--")):
+        return None
+    return "In the cache of the hub, give the folder of a commit: models--…/snapshots/<commit>."
 
 
 def _check_complete(names: Sequence[str], path: str) -> None:

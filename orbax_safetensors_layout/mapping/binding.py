@@ -24,24 +24,14 @@ class BoundMapping:
     Attributes:
         expressions: Loading: each leaf as an expression over the checkpoint's tensors. Saving:
             each tensor as an expression over leaves.
-        ties: Leaves that hold what another leaf holds, and that leaf. Saving has none: such leaves
-            are left out.
+        ties: Leaves that hold what another leaf holds, and that leaf. Where they are made alike
+            both have the same expression. Saving has none: such leaves are left out.
         notes: For each name what `explain` says of how it is made.
     """
 
     expressions: dict[str, Bound]
     ties: dict[str, str]
     notes: dict[str, str]
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """The ties whose leaves are equal in shape and dtype: one array can serve for both."""
-        made = self.expressions
-        return {
-            leaf: other
-            for leaf, other in self.ties.items()
-            if other in made and made[leaf] == made[other]
-        }
 
     def facts(self) -> dict[str, Fact]:
         """Shape and dtype by name."""
@@ -88,7 +78,7 @@ class Binder:
     def _tie(
         self, found: Sequence[Target], made: dict[str, Bound], notes: dict[str, str]
     ) -> dict[str, str]:
-        """The ties; gives tied leaves without an expression that of the other leaf."""
+        """The ties; gives tied leaves without an expression, or of an equal one, the other's."""
         leaves = {target.leaf for target in found}
         ties: dict[str, str] = {}
         for leaf, rule, captures in found:
@@ -97,6 +87,8 @@ class Binder:
             other = substitute(rule.tied_to, captures)
             if other in leaves:
                 ties[leaf] = other
+            if leaf in made and made[leaf] == made.get(other):
+                made[leaf] = made[other]  # the very same: loading knows them by that
             if rule.expr is None and other in made:
                 made[leaf], notes[leaf] = made[other], f"as {other!r}"
                 self._check_shape(leaf, made[leaf], notes[leaf], rule.target)

@@ -38,10 +38,12 @@ class Sink(NamedTuple):
     Attributes:
         pieces: The pieces, in the order of the walk.
         refined: Whether a piece's view may take axes of its box apart.
+        firsts: Whether of repeated elements only the first has a piece.
     """
 
     pieces: list[Piece]
     refined: bool
+    firsts: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -56,7 +58,9 @@ class Bound(abc.ABC):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def pull_back(self, box: Box, *, refined: bool = False) -> tuple[Piece, ...]:
+    def pull_back(
+        self, box: Box, *, refined: bool = False, firsts: bool = False
+    ) -> tuple[Piece, ...]:
         """The disjoint pieces that cover a region.
 
         Only what overlaps the region is visited.
@@ -67,6 +71,7 @@ class Bound(abc.ABC):
                 nest, repeats, and interleaved rows are then one piece instead of one for each
                 index of their outer axis: `piece.view.shape` has the factors of `piece.box.shape`,
                 and `values.reshape(piece.box.shape)` is the region.
+            firsts: Leave out all but the first of repeated elements: what saving takes.
 
         Raises:
             ValueError: The region reaches beyond the expression.
@@ -76,7 +81,7 @@ class Bound(abc.ABC):
             raise ValueError(f"{box} is no region of an expression of shape {self.shape}.")
         if 0 in box.shape:
             return ()
-        sink = Sink([], refined)
+        sink = Sink([], refined, firsts)
         self.pull(Window.of(box), (), sink)
         return merged(sink.pieces)
 

@@ -49,7 +49,7 @@ class Expr(abc.ABC):
             **sizes: Extents of factors; of each merged axis all but one.
 
         Raises:
-            MappingError: The pattern is malformed.
+            MappingError: The pattern is malformed, or a size is negative.
         """
         return Apply(self, ops.Rearrange.of(pattern, sizes))
 
@@ -66,17 +66,19 @@ class Expr(abc.ABC):
         """
         if step == 0:
             raise MappingError("slice: the step can not be 0")
-        return Apply(self, ops.Slice(axis, start, stop, step))
+        start, stop = (None if at is None else operator.index(at) for at in (start, stop))
+        return Apply(self, ops.Slice(operator.index(axis), start, stop, operator.index(step)))
 
     def take(self, axis: int, indices: Iterable[int]) -> Expr:
         """Any indices of an axis, as `numpy.take`."""
-        return Apply(self, ops.Take(axis, tuple(map(operator.index, indices))))
+        return Apply(self, ops.Take(operator.index(axis), tuple(map(operator.index, indices))))
 
     def pad(self, axis: int, before: int, after: int, value: Any = 0) -> Expr:
         """`before` and `after` indices more along an axis, that hold `value`.
 
         Saving leaves them out.
         """
+        axis, before, after = map(operator.index, (axis, before, after))
         if before < 0 or after < 0:
             raise MappingError(f"pad: {before} and {after} must not be negative")
         return Apply(self, ops.Pad(axis, before, after, value))
@@ -86,6 +88,7 @@ class Expr(abc.ABC):
 
         Saving takes the first of each.
         """
+        axis, n = operator.index(axis), operator.index(n)
         if n < 1:
             raise MappingError(f"repeat: {n} is less than once")
         return Apply(self, ops.Repeat(axis, n))
@@ -262,6 +265,24 @@ def tensor(name_pattern: str) -> Expr:
 def fill(shape: Sequence[int], value: Any, dtype: Any) -> Expr:
     """One value everywhere. It takes nothing from the checkpoint, and saving leaves it out."""
     return Fill(as_shape(shape), value, as_dtype(dtype))
+
+
+def as_expr(value: Any, where: str) -> Expr:
+    """An expression that a user gives.
+
+    Args:
+        value: What was given.
+        where: For what, for the message.
+
+    Raises:
+        MappingError: It is none.
+    """
+    if isinstance(value, Expr):
+        return value
+    hint = f"Did you mean osl.tensor({value!r})?" if isinstance(value, str) else None
+    raise MappingError(
+        f"{where} takes expressions, such as osl.tensor('name')", found=repr(value), hint=hint
+    )
 
 
 def as_shape(shape: Iterable[int]) -> tuple[int, ...]:

@@ -54,6 +54,10 @@ class Facts(Mapping[str, Fact]):
         """The facts of names and shapes."""
         return shapes if isinstance(shapes, Facts) else cls(shapes)
 
+    def known(self) -> Iterable[tuple[str, Fact]]:
+        """The names of which more than the name is known, and that."""
+        return self._facts.items()
+
     @functools.cached_property
     def tree(self) -> NameTree:
         """The names."""

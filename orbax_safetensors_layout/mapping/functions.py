@@ -15,7 +15,7 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping import ops
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.computed import Computed
-from orbax_safetensors_layout.mapping.expression import Expr, as_shape, given
+from orbax_safetensors_layout.mapping.expression import Expr, as_expr, as_shape, given
 from orbax_safetensors_layout.mapping.facts import Facts
 from orbax_safetensors_layout.mapping.inference import Inference
 from orbax_safetensors_layout.mapping.names import Captures
@@ -139,7 +139,8 @@ def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: An
         >>> opaque(np.linalg.inv, tensor("rotation"), shape=(4, 4), dtype="float32")
         opaque(inv, tensor('rotation'), shape=(4, 4), dtype='float32')
     """
-    return Compute(exprs, _Opaque(fn, as_shape(shape), as_dtype(dtype)))
+    operands = tuple(as_expr(expr, "opaque") for expr in exprs)
+    return Compute(operands, _Opaque(fn, as_shape(shape), as_dtype(dtype)))
 
 
 def _name(function: Callable[..., Any]) -> str:

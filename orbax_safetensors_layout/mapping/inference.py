@@ -11,6 +11,9 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.extents import Extent
 from orbax_safetensors_layout.mapping.facts import Fact
 
+LIKE = "save through mapping.like(path), with a checkpoint that has the names and shapes"
+"""What can be done where leaves do not tell enough; for hints."""
+
 
 @dataclasses.dataclass(slots=True)
 class Inference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -12,14 +13,15 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import ops
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.builders import concatenated, stacked
-from orbax_safetensors_layout.mapping.expression import Expr, given
+from orbax_safetensors_layout.mapping.expression import Expr, as_expr, given
 from orbax_safetensors_layout.mapping.extents import Extent
 from orbax_safetensors_layout.mapping.facts import Facts
-from orbax_safetensors_layout.mapping.inference import Inference
+from orbax_safetensors_layout.mapping.inference import LIKE, Inference
 from orbax_safetensors_layout.mapping.names import Captures, is_index, substitute
 from orbax_safetensors_layout.mapping.problems import Problem, Problems, gather
 
 Indices = tuple[int, ...] | slice | None
+_MOST_GAPS = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -90,11 +92,13 @@ class Stack(Expr):
             seek = patterns[0].replace(f"{{{self.over}}}", "0") if patterns else None
             listed = " or ".join(map(repr, patterns)) or f"a name with {{{self.over}}}"
             raise Problems([Problem(f"{self!r}: there is no tensor {listed}", seek=seek)])
-        gaps = [i for i in wanted if i not in found]
+        # No more than are told: a name may hold any number.
+        gaps = [*itertools.islice((i for i in wanted if i not in found), _MOST_GAPS + 1)]
         if gaps:
+            more = " and more" if len(gaps) > _MOST_GAPS else ""
             raise MappingError(
                 f"{self!r}: there are tensors {patterns[0]!r} for {self.over} = {_spans(found)},"
-                f" but none for {_spans(gaps)}",
+                f" but none for {_spans(gaps[:_MOST_GAPS])}{more}",
                 hint=f"Complete the checkpoint, or say which to stack: stack(..., over="
                 f"{self.over!r}, indices=[...]).",
             )
@@ -138,7 +142,7 @@ class Concat(Expr):
         if sizes.count(None) > 1 or not shape[axis].exact:
             raise MappingError(
                 f"{self!r} does not tell how long its parts are along axis {axis}",
-                hint="Give concat(..., sizes=[...]), or the names and shapes of the files as well.",
+                hint=f"Give concat(..., sizes=[...]), or {LIKE}.",
             )
         rest = shape[axis].n - sum(size or 0 for size in sizes)
         if rest < 0 or (rest and None not in sizes):
@@ -171,7 +175,7 @@ def stack(
             raise MappingError(f"stack over {over!r}: there are no indices")
     if isinstance(indices, slice) and ((indices.step or 1) < 1 or (indices.start or 0) < 0):
         raise MappingError(f"stack over {over!r}: {indices} has to go up from 0 or more")
-    return Stack(expr, over, operator.index(axis), indices)
+    return Stack(as_expr(expr, "stack"), over, operator.index(axis), indices)
 
 
 def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None = None) -> Expr:
@@ -183,7 +187,7 @@ def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None 
         sizes: The extent of each along the axis. Only saving without the shapes of the files
             needs it, for all but one.
     """
-    operands = tuple(exprs)
+    operands = tuple(as_expr(expr, "concat") for expr in exprs)
     if not operands:
         raise MappingError("concat: there is nothing to concatenate")
     known = None if sizes is None else tuple(sizes)

@@ -17,7 +17,7 @@ WILDCARD = re.compile(r"\{([^{}]*)\}")
 """A wildcard in a pattern."""
 
 _DIGITS = re.compile(r"([0-9]+)")
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # that a numpy index can be
 
 
 class Component(NamedTuple):
@@ -114,10 +114,11 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     >>> sorted(["a.10", "a.9", "a.b"], key=natural_key)
     ['a.9', 'a.10', 'a.b']
     """
+    parts = [part for part in _DIGITS.split(name) if part]
+    digits = [part.lstrip("0") if _DIGITS.fullmatch(part) else None for part in parts]
     return tuple(
-        (0, int(part), "") if part.isdecimal() else (1, 0, part)
-        for part in _DIGITS.split(name)
-        if part
+        (1, 0, part) if number is None else (0, len(number), number)
+        for part, number in zip(parts, digits, strict=True)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from orbax_safetensors_layout.mapping.builders import (
     taken,
 )
 from orbax_safetensors_layout.mapping.extents import Extent, product, quotient
+from orbax_safetensors_layout.mapping.inference import LIKE
 from orbax_safetensors_layout.mapping.shaping import inverse_permutation
 from orbax_safetensors_layout.mapping.values import ValueOp
 
@@ -85,13 +87,17 @@ class Rearrange:
         """Parses the pattern.
 
         Raises:
-            MappingError: It is malformed, or lacks a name of `sizes`.
+            MappingError: It is malformed, or lacks a name of `sizes`; or one of these is negative.
         """
         pattern = einops.parse(text)
         names = {name for group in pattern.left for name in group}
         unknown = sorted(set(sizes) - names)
         if unknown:
             raise MappingError(f"rearrange pattern {text!r} has no {', '.join(unknown)}")
+        sizes = {name: operator.index(n) for name, n in sizes.items()}
+        negative = [f"{name}={n}" for name, n in sizes.items() if n < 0]
+        if negative:
+            raise MappingError(f"rearrange: {', '.join(negative)} is no size")
         return cls(text, tuple(sorted(sizes.items())), pattern)
 
     def __str__(self) -> str:
@@ -133,8 +139,7 @@ class Reshape:
     def operand_extents(self, result: Extents) -> Extents:
         raise MappingError(
             f"{self} does not tell the shape that it is given",
-            hint="Write it with rearrange, whose pattern does, or give the names and shapes of"
-            " the files as well.",
+            hint=f"Write it with rearrange, whose pattern does, or {LIKE}.",
         )
 
 

@@ -28,6 +28,7 @@ from orbax_safetensors_layout.mapping.shaping import (
     Taken,
     inverse_permutation,
 )
+from orbax_safetensors_layout.mapping.values import undone
 
 _OnAxis: TypeAlias = Sliced | Taken | Padded | Repeated
 """Nodes that change the indices of one axis."""
@@ -79,10 +80,14 @@ class Patch(NamedTuple):
 
     def put(self, number: int, factor: Factor, values: Bound) -> Patch:
         """With a factor replaced; one of extent 1 is left out."""
-        kept = (factor,) if factor.extent > 1 else ()
-        if not kept:
-            values = reshaped(values, values.shape[:number] + values.shape[number + 1 :])
-        return Patch(values, (*self.factors[:number], *kept, *self.factors[number + 1 :]))
+        if factor.extent > 1:
+            return self.replaced(number, factor, values)
+        values = reshaped(values, values.shape[:number] + values.shape[number + 1 :])
+        return Patch(values, self.factors[:number] + self.factors[number + 1 :])
+
+    def replaced(self, number: int, factor: Factor, values: Bound) -> Patch:
+        """With a factor replaced."""
+        return Patch(values, (*self.factors[:number], factor, *self.factors[number + 1 :]))
 
 
 def trace(node: Bound, patch: Patch) -> Iterator[tuple[Source, Patch]]:
@@ -105,7 +110,9 @@ def trace(node: Bound, patch: Patch) -> Iterator[tuple[Source, Patch]]:
         for part in refine(patch, steps_of(node.operand.shape)):
             yield from trace(node.operand, part)
     elif isinstance(node, Valued):
-        values = Valued.of(patch.values, node.op.inverse(node.operand.dtype))
+        values = patch.values
+        for op in undone(node.op, node.operand.dtype, values.dtype):
+            values = Valued.of(values, op)
         yield from trace(node.operand, patch._replace(values=values))
     elif isinstance(node, Stacked | Concatenated):
         yield from _trace_joined(node, patch)
@@ -122,7 +129,7 @@ def _trace_joined(node: Stacked | Concatenated, patch: Patch) -> Iterator[tuple[
     patches, number = _single(node, patch, node.axis)
     for operand, (start, stop) in zip(node.operands, itertools.pairwise(starts), strict=True):
         for part in patches:
-            restricted = _restrict(part, number, start, stop)
+            restricted = restrict(part, number, start, stop)
             if restricted is not None:
                 yield from trace(operand, restricted)
 
@@ -139,7 +146,7 @@ def _moved(node: _OnAxis, patch: Patch, number: int) -> Iterator[Patch | None]:
     """A patch of a node as patches of its operand, which differ along one axis."""
     n = node.operand.shape[node.axis]
     if isinstance(node, Padded):
-        yield _restrict(patch, number, node.before, node.before + n)
+        yield restrict(patch, number, node.before, node.before + n)
     elif isinstance(node, Repeated):
         yield _every(patch, number, node.count)
     elif isinstance(node, Sliced):
@@ -150,7 +157,7 @@ def _moved(node: _OnAxis, patch: Patch, number: int) -> Iterator[Patch | None]:
                 raise MappingError(
                     "take(...) with an index twice does not invert; repeat(...) does"
                 )
-            part = _restrict(patch, number, start, stop, keep=True)
+            part = restrict(patch, number, start, stop, keep=True)
             yield None if part is None else _move(part, number, n, run.first, run.step)
 
 
@@ -165,6 +172,14 @@ def coarsen(patch: Patch, boundaries: Collection[int]) -> Patch:
         if patch.boundaries[number] not in boundaries:
             patch = _join(patch, number) or patch
     return patch
+
+
+def confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
+    """Patches with factors that begin at some boundaries and nowhere else; as `refine`."""
+    for number in reversed(range(len(patch.factors) - 1)):
+        if patch.boundaries[number] not in boundaries:
+            return [p for one in _joined(patch, number) for p in confine(one, boundaries)]
+    return refine(patch, boundaries)
 
 
 def refine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
@@ -285,10 +300,18 @@ def _single(node: Bound, patch: Patch, axis: int) -> tuple[list[Patch], int]:
     return patches, span.start
 
 
-def _restrict(
+def restrict(
     patch: Patch, number: int, start: int, stop: int, *, keep: bool = False
 ) -> Patch | None:
-    """Only the indices `start` to `stop` of a factor, counted from `start`."""
+    """Only the indices `start` to `stop` of a factor, counted from `start`; None where it has none.
+
+    Args:
+        patch: The patch.
+        number: The factor.
+        start: The first index.
+        stop: One past the last.
+        keep: Keep the factor, also where its extent becomes 1.
+    """
     _, first, step, count = patch.factors[number]
     low = max(0, -(-(start - first) // step))
     high = min(count, -(-(stop - first) // step))
@@ -296,9 +319,7 @@ def _restrict(
         return None
     values = sliced(patch.values, number, low, high - low)
     factor = Factor(stop - start, first + low * step - start, step, high - low)
-    if keep:
-        return Patch(values, (*patch.factors[:number], factor, *patch.factors[number + 1 :]))
-    return patch.put(number, factor, values)
+    return (patch.replaced if keep else patch.put)(number, factor, values)
 
 
 def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patch:

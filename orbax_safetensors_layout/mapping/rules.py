@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.patterns import compile_pattern
 from orbax_safetensors_layout.mapping.binding import Binder, BoundMapping
-from orbax_safetensors_layout.mapping.expression import Apply, Expr
+from orbax_safetensors_layout.mapping.expression import Apply, Expr, as_expr
 from orbax_safetensors_layout.mapping.extents import known
 from orbax_safetensors_layout.mapping.facts import Fact, Facts, Shapes
 from orbax_safetensors_layout.mapping.functions import Compute
@@ -46,7 +47,7 @@ def rule(target_pattern: str, expr: Expr | None, *, tied_to: str | None = None) 
         >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
         rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
     """
-    made = Rule(target_pattern, expr, tied_to)
+    made = Rule(target_pattern, None if expr is None else as_expr(expr, "rule"), tied_to)
     known = set(wildcards(target_pattern))
     if expr is None and tied_to is None:
         raise MappingError(f"{made!r} has neither an expression nor a leaf to be tied to")
@@ -69,13 +70,16 @@ class Mapping:
     right. What is not is told in one error, all of it.
 
     Args:
-        rules: The rules. Their order does not matter.
+        rules: The rules, as `rule` makes them. Their order does not matter.
         ignore: Patterns of tensors that no leaf needs: `*` (dots included), `?`, `[...]`, `{a,b}`
             and `{0..15}`.
         strict: Refuse tensors that are neither used nor ignored.
 
     Raises:
-        MappingError: A pattern is malformed.
+        MappingError: A pattern is malformed, or something else than a rule is given.
+
+    Attributes:
+        files: The names, shapes and dtypes that saving is to give, if they are known; see `like`.
 
     Example:
         >>> import numpy as np
@@ -93,6 +97,13 @@ class Mapping:
         self, rules: Iterable[Rule], *, ignore: str | Iterable[str] = (), strict: bool = True
     ) -> None:
         self.rules = tuple(rules)
+        some: Iterable[object] = self.rules
+        odd = [rule for rule in some if not isinstance(rule, Rule)]
+        if odd:
+            raise MappingError(
+                "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(odd[0])
+            )
+        self.files: Facts | None = None
         self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self.strict = strict
         try:
@@ -145,6 +156,15 @@ class Mapping:
         }
         return list(found)
 
+    def leaf_names(self, names: Iterable[str]) -> list[str]:
+        """The leaves that a checkpoint gives.
+
+        Args:
+            names: All tensors of the checkpoint.
+        """
+        matches = match_rules(self.rules, Facts({}, names), None)
+        return [target.leaf for target in (*matches.targets, *matches.ambiguous)]
+
     def _facts(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> Facts:
         if not isinstance(checkpoint, str | os.PathLike):
             return Facts.of(checkpoint)
@@ -195,6 +215,23 @@ class Mapping:
             leaves = leaf_shapes(abstract)
         return self.bind(checkpoint, leaves).explain()
 
+    def like(self, checkpoint: Checkpoint) -> Mapping:
+        """The mapping for saving what a checkpoint has: its names and shapes, and dtypes at casts.
+
+        Otherwise these follow from the leaves. They do not for `reshape`, nor for `concat` without
+        sizes, and a `cast` is not undone, since nothing says from which dtype.
+
+        Args:
+            checkpoint: Its path, or name to shape and dtype of its tensors.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint at the path.
+            FormatError: A file of it is malformed.
+        """
+        made = copy.copy(self)
+        made.files = self._facts(checkpoint, None)
+        return made
+
     def inverse(self) -> InverseMapping:
         """The saving direction.
 
@@ -234,7 +271,7 @@ class InverseMapping:
         Args:
             leaves: Name to shape and dtype of the model's leaves.
             checkpoint: The names and shapes that are to result, or the path of a checkpoint that
-                has them. None infers them from the leaves.
+                has them. None takes those of `Mapping.like`, or infers them from the leaves.
 
         Raises:
             MappingError: The mapping does not fit, or something does not invert; tells everything
@@ -243,7 +280,7 @@ class InverseMapping:
         own = Facts(leaves)
         shapes = {name: fact.shape for name, fact in own.items()}
         if checkpoint is None:
-            checkpoint = self._inferred(own, shapes)
+            checkpoint = self.mapping.files or self._inferred(own, shapes)
         forward = self.mapping.bind(checkpoint, shapes)
         saved = {n: made for n, made in forward.expressions.items() if n not in forward.ties}
         try:
@@ -280,6 +317,19 @@ class InverseMapping:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             raise mapping_error("The mapping can not save", problems, names)
         return inference.facts()
+
+
+def check_mapping(mapping: object) -> None:
+    """Refuses what a user gives in place of a mapping.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(mapping, Mapping):
+        raise TypeError(
+            f"mapping={mapping!r} is no osl.Mapping; a ready one is"
+            " osl.families.mapping(path, target=...)"
+        )
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:

@@ -142,7 +142,12 @@ class Repeated(_Unary):
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part in divide(window, self.axis, self.count):
-            self.operand.pull(part.drop(self.axis + 1), ops, sink)
+            if not sink.firsts:
+                self.operand.pull(part.drop(self.axis + 1), ops, sink)
+                continue
+            for alone, number in _unit_parts(part, self.axis + 1):
+                if number == 0:
+                    self.operand.pull(alone, ops, sink)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

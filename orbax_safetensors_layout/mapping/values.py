@@ -185,6 +185,26 @@ ValueOp = Cast | Scale | Add
 """One operation on values."""
 
 
+def undone(op: ValueOp, operand: np.dtype[Any], values: np.dtype[Any]) -> tuple[ValueOp, ...]:
+    """What undoes an operation on values of a leaf.
+
+    Arithmetic is undone in the dtype that it is done in, where the leaf's holds less: a constant
+    that is rounded to bfloat16 would shift all values alike.
+
+    Args:
+        op: The operation.
+        operand: Dtype of what it is done on.
+        values: Dtype of the values.
+
+    Raises:
+        MappingError: It does not invert.
+    """
+    back, done_in = op.inverse(operand), op.result(operand)
+    if isinstance(op, Cast) or values.itemsize >= done_in.itemsize:
+        return (back,)
+    return Cast(done_in), back
+
+
 def apply_ops(
     values: np.ndarray, ops: tuple[ValueOp, ...], out: np.ndarray | None = None
 ) -> np.ndarray:

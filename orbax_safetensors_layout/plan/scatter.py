@@ -6,21 +6,20 @@ a save walks the same pieces the other way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.dtypes import dtype_from_numpy
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.facts import Fact
-from orbax_safetensors_layout.mapping.pieces import AffinePiece, ComputedPiece
+from orbax_safetensors_layout.mapping.integers import is_whole
+from orbax_safetensors_layout.mapping.pieces import AffinePiece
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.values import ValueOp
+from orbax_safetensors_layout.mapping.values import Cast, ValueOp, is_number, undone
 from orbax_safetensors_layout.plan.writes import LeafWrite
 
 
@@ -32,7 +31,7 @@ class Contribution(NamedTuple):
         held: Number of the box that it lies in, among those of the leaf.
         box: The region, in the leaf.
         view: Index within the region to element offset in the tensor; its shape may take axes of
-            the region's apart, and where its stride is 0 all elements are equal.
+            the region's apart.
         ops: Operations on the values on their way to the tensor.
     """
 
@@ -55,12 +54,15 @@ class ScatterPlan(NamedTuple):
     parts: dict[str, list[Contribution]]
 
 
-def plan_scatter(leaves: Sequence[LeafWrite], mapping: LeafMapping) -> ScatterPlan:
+def plan_scatter(
+    leaves: Sequence[LeafWrite], mapping: LeafMapping, dtype: np.dtype | None = None
+) -> ScatterPlan:
     """Plans a save through a mapping.
 
     Args:
         leaves: The leaves.
         mapping: The mapping, as for loading.
+        dtype: What floating-point tensors are written in; None for what the mapping gives.
 
     Raises:
         MappingError: It does not invert, or does not fit the leaves; tells everything.
@@ -70,43 +72,47 @@ def plan_scatter(leaves: Sequence[LeafWrite], mapping: LeafMapping) -> ScatterPl
     tensors = mapping.inverse().bind(facts).facts()
     shapes = {name: fact.shape for name, fact in facts.items()}
     forward = mapping.bind(tensors, shapes)
+    stored = {name: _stored(fact.dtype, dtype) for name, fact in tensors.items()}
     parts: dict[str, list[Contribution]] = {name: [] for name in tensors}
     for number, leaf in enumerate(leaves):
         name = leaf.tensor.name
         if name in forward.ties or not leaf.tensor.nbytes:
             continue
+        made = forward.expressions[name]
         for held, box in enumerate(leaf.held.boxes):
-            _contribute(forward.expressions[name], number, held, box, tensors, parts)
+            for piece in made.pull_back(box, refined=True, firsts=True):
+                if isinstance(piece, AffinePiece):  # nothing is computed, and fills go nowhere
+                    ops = _inverse_ops(piece.ops, tensors[piece.source].dtype, leaf.values)
+                    if stored[piece.source] != tensors[piece.source].dtype:
+                        ops += (Cast(stored[piece.source]),)
+                    part = Contribution(number, held, piece.box, piece.view, ops)
+                    parts[piece.source].append(part)
     new = tuple(
-        NewTensor(name, dtype_from_numpy(fact.dtype, tensor=name), fact.shape)
+        NewTensor(name, dtype_from_numpy(stored[name], tensor=name), fact.shape)
         for name, fact in tensors.items()
     )
     return ScatterPlan(new, parts)
 
 
-def _contribute(
-    made: Bound,
-    leaf: int,
-    held: int,
-    box: Box,
-    tensors: Mapping[str, Fact],
-    parts: dict[str, list[Contribution]],
-) -> None:
-    for piece in made.pull_back(box, refined=True):
-        if isinstance(piece, ComputedPiece):
-            raise MappingError(
-                "computed values do not invert", tensor=piece.inputs[0][0].dtype.name
-            )
-        if isinstance(piece, AffinePiece):
-            ops = _inverse_ops(piece.ops, tensors[piece.source].dtype)
-            part = Contribution(leaf, held, piece.box, piece.view, ops)
-            parts[piece.source].append(part)
+def _stored(dtype: np.dtype, wanted: np.dtype | None) -> np.dtype:
+    is_floating = is_number(dtype) and not is_whole(dtype) and dtype.kind != "c"
+    return wanted if wanted is not None and is_floating else dtype
 
 
-def _inverse_ops(ops: Sequence[ValueOp], dtype: np.dtype) -> tuple[ValueOp, ...]:
-    """What undoes operations on values of `dtype`, last one first."""
-    inverse: list[ValueOp] = []
+def _inverse_ops(ops: Sequence[ValueOp], source: np.dtype, values: np.dtype) -> tuple[ValueOp, ...]:
+    """What undoes operations, last one first.
+
+    Args:
+        ops: The operations.
+        source: Dtype of what they are done on.
+        values: Dtype of the leaf's values.
+    """
+    operands = [source]
     for op in ops:
-        inverse.append(op.inverse(dtype))
-        dtype = op.result(dtype)
-    return tuple(reversed(inverse))
+        operands.append(op.result(operands[-1]))
+    inverse: list[ValueOp] = []
+    for op, operand in zip(reversed(ops), reversed(operands[:-1]), strict=True):
+        for back in undone(op, operand, values):
+            inverse.append(back)
+            values = back.result(values)
+    return tuple(inverse)

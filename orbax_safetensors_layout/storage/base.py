@@ -196,6 +196,14 @@ class Storage(RangeReader, Protocol):
         """
         ...
 
+    def check_written(self, folder: str) -> None:
+        """Checks that the files below a folder still are what was written through this storage.
+
+        Raises:
+            StorageError: Another program has written there, too.
+        """
+        ...
+
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:

@@ -8,17 +8,19 @@ itself. docs/storage.md has the figures behind the choice.
 from __future__ import annotations
 
 import contextlib
-import datetime
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar
 
 import obstore
 from obstore import exceptions
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
+from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank, join
 from orbax_safetensors_layout.storage.buffers import fill, truncated
 from orbax_safetensors_layout.storage.cloud_client import (
     NOT_FOUND,
@@ -26,6 +28,7 @@ from orbax_safetensors_layout.storage.cloud_client import (
     classify,
     open_client,
 )
+from orbax_safetensors_layout.storage.cloud_object import Seen, not_alone, replaced
 from orbax_safetensors_layout.storage.cloud_publish import InPlace, StagedCopy
 from orbax_safetensors_layout.storage.cloud_write import CloudFileWriter, part_bytes
 from orbax_safetensors_layout.storage.retry import Retrier
@@ -33,35 +36,9 @@ from orbax_safetensors_layout.storage.retry import Retrier
 T = TypeVar("T")
 
 _LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
-_REPLACED_HINT = "Load again when nothing writes to the checkpoint."
-
-
-class _Seen(NamedTuple):
-    """An object as it was when it was first looked at.
-
-    Attributes:
-        size: Its bytes.
-        tag: Its ETag, if the store tells one.
-        version: Its generation or version, if the store tells one. Listings do not.
-        modified: When it was written.
-    """
-
-    size: int
-    tag: str | None
-    version: str | None
-    modified: datetime.datetime
-
-    @classmethod
-    def of(cls, meta: Any) -> Self:
-        return cls(meta["size"], meta["e_tag"], meta["version"], meta["last_modified"])
-
-    def is_same(self, other: _Seen) -> bool:
-        """Whether two looks saw one object, by all that both tell."""
-        if self.size != other.size or (self.tag and other.tag and self.tag != other.tag):
-            return False
-        if self.version and other.version:
-            return self.version == other.version
-        return bool(self.tag and other.tag) or self.modified == other.modified
+_LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
+_REQUESTS, _UPLOADS, _COPIES = "requests", "uploads", "copies"  # what clients are for
+_AT_ONCE = 16
 
 
 class CloudStorage:
@@ -84,12 +61,19 @@ class CloudStorage:
     def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:
         self.kind = kind
         self._root = f"{kind}://{bucket}/"
-        self._retrier = Retrier(retries or RetryPolicy())
-        self._make_client: Callable[[bool], Client] = lambda retrying: open_client(
-            kind, bucket, self._retrier.policy, retrying=retrying
+        policy = retries or RetryPolicy()
+        patient = dataclasses.replace(
+            policy, attempt_seconds=max(policy.attempt_seconds, _LONGEST_COPY_SECONDS)
         )
-        self._clients: dict[bool, Client] = {}  # by whether they try again by themselves
-        self._seen: dict[str, _Seen] = {}
+        self._retrier = Retrier(policy)
+        self._makers: dict[str, Callable[[], Client]] = {
+            _REQUESTS: lambda: open_client(kind, bucket, policy, retrying=False),
+            _UPLOADS: lambda: open_client(kind, bucket, policy, retrying=True),
+            _COPIES: lambda: open_client(kind, bucket, patient, retrying=False),
+        }
+        self._clients: dict[str, Client] = {}
+        self._seen: dict[str, Seen] = {}
+        self._written: dict[str, Seen] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -107,15 +91,16 @@ class CloudStorage:
         return True
 
     def list(self, folder: str) -> list[str]:
-        prefix = self._key(folder)
+        key = self._key(folder)
+        prefix = f"{key}/" if key else ""
         found = self._run(
-            lambda: obstore.list_with_delimiter(self._client(), prefix or None), "listing", folder
+            lambda: obstore.list_with_delimiter(self._client(), key or None), "listing", folder
         )
         names = []
         for meta in found["objects"]:
-            name = meta["path"].removeprefix(f"{prefix}/" if prefix else "")
-            names.append(name)
-            self._remember(f"{self._root}{meta['path']}", _Seen.of(meta))
+            if meta["path"].startswith(prefix):  # else it is what some tools put for the folder
+                names.append(meta["path"].removeprefix(prefix))
+                self._remember(f"{self._root}{meta['path']}", Seen.of(meta))
         return sorted(names)
 
     def read_into(
@@ -130,37 +115,42 @@ class CloudStorage:
             self._run(lambda: self._fetch(file, seen, offset, total, buffers), doing, file)
 
     def _fetch(
-        self, file: str, seen: _Seen, offset: int, total: int, buffers: Sequence[Buffer]
+        self, file: str, seen: Seen, offset: int, total: int, buffers: Sequence[Buffer]
     ) -> None:
         options: Any = {"range": (offset, offset + total)}
         if seen.tag and not seen.tag.startswith("W/"):  # a weak one never matches (RFC 9110, 13.1)
             options["if_match"] = seen.tag
         try:
             result = obstore.get(self._client(), self._key(file), options=options)
-            if not seen.is_same(_Seen.of(result.meta)):  # a server that knows no If-Match
-                raise _replaced(file, offset, total)
+            if not seen.is_same(Seen.of(result.meta)):  # a server that knows no If-Match
+                raise replaced(file, offset, total)
             got = fill(buffers, result.stream(min_chunk_size=0))
         except (exceptions.PreconditionError, *NOT_FOUND):
-            raise _replaced(file, offset, total) from None
+            raise replaced(file, offset, total) from None
         if got != total:
             raise ConnectionError(f"the body has {got} bytes in place of {total}")
 
     def check_unchanged(self, file: str) -> None:
         seen = self._look(file)
-        if not seen.is_same(self._head(file)):
-            raise _replaced(file, 0, seen.size)
+        try:
+            is_same = seen.is_same(self._head(file))
+        except CheckpointNotFoundError:
+            is_same = False
+        if not is_same:
+            raise replaced(file, 0, seen.size)
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         self._forget(file)
         key = self._key(file)
+        done = functools.partial(self._wrote, file)
         if size <= part_bytes(size):
             put = self._client()
 
             def put_whole(data: Any) -> None:
                 self._run(lambda: obstore.put(put, key, data, use_multipart=False), "writing", file)
 
-            return CloudFileWriter(file, size, put_whole=put_whole)
-        client = self._client(retrying=True)
+            return CloudFileWriter(file, size, put_whole=put_whole, done=done)
+        client = self._client(_UPLOADS)
 
         def put_parts(parts: Any, chunk: int, concurrency: int) -> None:
             obstore.put(
@@ -172,7 +162,7 @@ class CloudStorage:
                 max_concurrency=concurrency,
             )
 
-        return CloudFileWriter(file, size, put_parts=put_parts)
+        return CloudFileWriter(file, size, put_parts=put_parts, done=done)
 
     def copy(self, source: str, target: str) -> None:
         """Copies an object within the bucket: in the store, or through this process if too large.
@@ -185,8 +175,11 @@ class CloudStorage:
         if seen.size <= _LARGEST_COPY_BYTES.get(self.kind, seen.size):
             keys = self._key(source), self._key(target)
             self._run(
-                lambda: obstore.copy(self._client(), *keys, overwrite=True), "copying", source
+                lambda: obstore.copy(self._client(_COPIES), *keys, overwrite=True),
+                "copying",
+                source,
             )
+            self._wrote(target)
             return
         writer = self.create(target, seen.size, durable=True)
         try:
@@ -208,6 +201,20 @@ class CloudStorage:
             return StagedCopy(target, self, rank)
         return InPlace(target, self, rank, scratch)
 
+    def check_written(self, folder: str) -> None:
+        inside = join(folder, "")
+        with self._lock:
+            written = [(f, seen) for f, seen in self._written.items() if f.startswith(inside)]
+
+        def check(file: str, seen: Seen) -> None:
+            if not seen.is_same(self._written_now(file)):
+                raise not_alone(file)
+
+        if written:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(written)), "safetensors-check") as pool:
+                for checked in [pool.submit(check, *pair) for pair in written]:
+                    checked.result()
+
     def make_folder(self, folder: str) -> None:
         pass  # it is there as soon as something is in it
 
@@ -227,8 +234,9 @@ class CloudStorage:
 
         self._run(remove, "removing", path)
         with self._lock:
-            for file in [f for f in self._seen if f == path or f.startswith(f"{path}/")]:
-                del self._seen[file]
+            for known in (self._seen, self._written):
+                for file in [f for f in known if f == path or f.startswith(f"{path}/")]:
+                    del known[file]
 
     def interrupt(self) -> None:
         self._retrier.interrupt()
@@ -244,13 +252,13 @@ class CloudStorage:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _client(self, *, retrying: bool = False) -> Client:
+    def _client(self, use: str = _REQUESTS) -> Client:
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed", file=self._root)
-            client = self._clients.get(retrying)
+            client = self._clients.get(use)
             if client is None:
-                client = self._clients[retrying] = self._make_client(retrying)
+                client = self._clients[use] = self._makers[use]()
             return client
 
     def _run(self, call: Callable[[], T], doing: str, path: str) -> T:
@@ -261,18 +269,18 @@ class CloudStorage:
             raise StorageError("the path is in another bucket", file=path, expected=self._root)
         return path[len(self._root) :].rstrip("/")
 
-    def _look(self, file: str) -> _Seen:
+    def _look(self, file: str) -> Seen:
         """An object as it was first seen."""
         with self._lock:
             seen = self._seen.get(file)
         return seen or self._remember(file, self._head(file))
 
-    def _head(self, file: str) -> _Seen:
+    def _head(self, file: str) -> Seen:
         key = self._key(file)
 
-        def head() -> _Seen:
+        def head() -> Seen:
             try:
-                return _Seen.of(obstore.head(self._client(), key))
+                return Seen.of(obstore.head(self._client(), key))
             except NOT_FOUND:
                 raise CheckpointNotFoundError("no such object", file=file) from None
 
@@ -280,20 +288,23 @@ class CloudStorage:
             raise CheckpointNotFoundError("a bucket is no file", file=file)
         return self._run(head, "looking", file)
 
-    def _remember(self, file: str, seen: _Seen) -> _Seen:
+    def _remember(self, file: str, seen: Seen) -> Seen:
         with self._lock:
             return self._seen.setdefault(file, seen)
 
     def _forget(self, file: str) -> None:
         with self._lock:
             self._seen.pop(file, None)
+            self._written.pop(file, None)
 
+    def _wrote(self, file: str) -> None:
+        """Looks at an object that is new. What an upload tells of it, not all stores tell alike."""
+        seen = self._written_now(file)
+        with self._lock:
+            self._seen[file] = self._written[file] = seen
 
-def _replaced(file: str, offset: int, total: int) -> StorageError:
-    return StorageError(
-        f"the object was replaced or removed before bytes [{offset}, {offset + total}) were read",
-        file=file,
-        expected="the object that was there when it was first looked at",
-        found="another, or none",
-        hint=_REPLACED_HINT,
-    )
+    def _written_now(self, file: str) -> Seen:
+        try:
+            return self._head(file)
+        except CheckpointNotFoundError:
+            raise not_alone(file) from None

@@ -7,7 +7,6 @@ import datetime
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from obstore import exceptions
@@ -15,11 +14,11 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.redaction import redact
 from orbax_safetensors_layout.storage.retry import (
     Failure,
     RequestFailed,
     is_transient_status,
-    redact,
 )
 
 Client = S3Store | GCSStore | AzureStore
@@ -32,6 +31,10 @@ _METADATA_HOST = "169.254."  # asked for credentials where there are no others
 _LONGEST_CAUSE = 400
 _MOST_CONNECT_SECONDS = 10.0
 _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_VARIABLES = {
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+}
 
 
 def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool) -> Client:
@@ -68,14 +71,15 @@ def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool
     make = {"gs": _google, "s3": _amazon, "az": _azure}[scheme]
     try:
         return make(bucket, options, retries)
-    except (exceptions.BaseError, OSError, ValueError, configparser.Error) as error:
+    except (exceptions.BaseError, OSError, ValueError) as error:
         cause = redact(_first_lines(error))
-        raise StorageError(
-            "can not set up a client of the bucket",
-            file=f"{scheme}://{bucket}",
-            found=cause,
-            hint="docs/storage.md lists the variables and files that it is set up from.",
-        ) from RequestFailed(cause)
+    # Not in the handler: what an error has seen is no part of the one that is raised.
+    raise StorageError(
+        "can not set up a client of the bucket",
+        file=f"{scheme}://{bucket}",
+        found=cause,
+        hint="docs/storage.md lists the variables and files that it is set up from.",
+    ) from RequestFailed(cause)
 
 
 def _google(bucket: str, options: Mapping[str, Any], retries: Any) -> Client:
@@ -124,31 +128,43 @@ def _amazon_files() -> dict[str, str]:
     sign-on are not.
     """
     profile = os.environ.get("AWS_PROFILE", "default")
-    home = Path("~/.aws").expanduser()
-    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")
-    config = os.environ.get("AWS_CONFIG_FILE", home / "config")
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
+    config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
     found: dict[str, str] = {}
     for file, section in (
         (config, profile if profile == "default" else f"profile {profile}"),
         (credentials, profile),
     ):
-        parser = configparser.RawConfigParser(strict=False)
+        found |= _section(os.path.expanduser(file), section)
+    taken = [
+        name
+        for name, variables in _VARIABLES.items()
+        if name in found and not any(map(os.environ.get, variables))
+    ]
+    if _KEYS[0] in found and not any(os.environ.get(key.upper()) for key in _KEYS):
+        taken += [key for key in _KEYS if key in found]
+    return {key if key in _KEYS else f"aws_{key}": found[key] for key in taken}
+
+
+def _section(file: str, name: str) -> dict[str, str]:
+    """What a section of an INI file says; nothing if it is not there.
+
+    Raises:
+        ValueError: The file is malformed. What stands in it is not told.
+    """
+    parser = configparser.RawConfigParser(strict=False)
+    try:
         parser.read(file)
-        if parser.has_section(section):
-            found |= dict(parser.items(section))
-    names = {"region": "aws_region", "endpoint_url": "aws_endpoint_url"}
-    if not any(os.environ.get(key.upper()) for key in _KEYS) and _KEYS[0] in found:
-        names |= {key: key for key in _KEYS}
-    return {
-        names[name]: value
-        for name, value in found.items()
-        if name in names and not os.environ.get(names[name].upper())
-    }
+    except (configparser.Error, UnicodeDecodeError) as error:
+        problem = type(error).__name__
+    else:
+        return dict(parser.items(name)) if parser.has_section(name) else {}
+    raise ValueError(f"{file} is malformed ({problem})")
 
 
 def classify(error: Exception) -> Failure | None:
     """What an error of a client means; None for one that is none of theirs."""
-    if not isinstance(error, exceptions.BaseError | OSError):
+    if not isinstance(error, exceptions.BaseError | OSError | ValueError):
         return None
     text = _first_lines(error)
     status = _STATUS.search(text)
@@ -160,12 +176,14 @@ def classify(error: Exception) -> Failure | None:
         exceptions.NotSupportedError,
         exceptions.InvalidPathError,
         exceptions.UnknownConfigurationKeyError,
+        ValueError,  # of a path that no object can have
     )
     passing = not isinstance(error, lasting)
     if status:
         passing = passing and is_transient_status(int(status[1]))
-    elif _METADATA_HOST in text:
-        return Failure(f"no credentials in the environment, and {text}", transient=False)
+    if _METADATA_HOST in text:
+        passing = passing and status is not None
+        text = f"no credentials in the environment, and {text}"
     return Failure(text, passing)
 
 

@@ -111,6 +111,7 @@ class StagedCopy:
                 _all_at_once(self._storage.remove, [join(self.target, name) for name in names])
             for names in _by_rank(new, self._rank):
                 _all_at_once(self._copy, names)
+            self._storage.check_written(self.target)
         except SafetensorsLayoutError as error:
             raise StorageError(
                 f"putting the finished checkpoint in its place failed: {error}",

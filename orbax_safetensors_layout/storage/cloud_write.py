@@ -17,10 +17,11 @@ import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.redaction import redact
 from orbax_safetensors_layout.storage.base import Source
 from orbax_safetensors_layout.storage.cloud_client import classify
 from orbax_safetensors_layout.storage.local_write import storage_errors
-from orbax_safetensors_layout.storage.retry import RequestFailed, redact
+from orbax_safetensors_layout.storage.retry import RequestFailed
 from orbax_safetensors_layout.units import MIB
 
 PARTS_AT_ONCE = 4
@@ -70,6 +71,7 @@ class CloudFileWriter:
         put_whole: Stores all of it at once, if it is small.
         put_parts: Stores parts, of a size and so many at once, one after the other, and makes the
             object of them; if the iterator raises, drops them.
+        done: Called when it is complete.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class CloudFileWriter:
         *,
         put_whole: PutWhole | None = None,
         put_parts: PutParts | None = None,
+        done: Callable[[], None] = lambda: None,
     ) -> None:
         self.file = file
         self._size = size
         self._part_bytes = part_bytes(size)
         self._put_whole = put_whole
         self._put_parts = put_parts
+        self._done = done
         self._order = threading.Lock()  # who holds it may append
         self._position = 0
         self._held: dict[int, _Held] = {}
@@ -130,6 +134,7 @@ class CloudFileWriter:
                 self._check()
             self._finished = True
             self._drop()
+            self._done()
 
     def abort(self) -> None:
         if self._finished:

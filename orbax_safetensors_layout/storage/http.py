@@ -24,8 +24,22 @@ from orbax_safetensors_layout.units import KIB
 _CONNECT_SECONDS = 20.0
 _SLOWEST_BYTES_PER_SECOND = 16 * KIB  # a longer body may take longer, but not come slower
 _MOST_DISCARDED_BYTES = 64 * KIB
+_UNQUOTED = "%/:@!$&'()*+,;=~"
 _STALE = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError)
 """How a kept connection fails that the server has closed meanwhile."""
+
+
+def quoted(parts: urllib.parse.SplitResult) -> urllib.parse.SplitResult:
+    """A URL with all quoted that may not stand in it; what is quoted already stays as it is.
+
+    Example:
+        >>> quoted(urllib.parse.urlsplit("https://host/a b%2F?sig=ü+")).geturl()
+        'https://host/a%20b%2F?sig=%C3%BC+'
+    """
+    return parts._replace(
+        path=urllib.parse.quote(parts.path, _UNQUOTED),
+        query=urllib.parse.quote(parts.query, f"{_UNQUOTED}?"),
+    )
 
 
 class Headers(Protocol):
@@ -197,6 +211,8 @@ class Connections:
                     connection.connect()
                     if connection.sock is not None:
                         connection.sock.settimeout(self._seconds)
+                    if self._stopped:  # `interrupt` did not see this socket
+                        raise ConnectionAbortedError("the request was cancelled")
                 if proxy is not None and origin.scheme == "http":
                     whole = target._replace(scheme="http", netloc=_netloc(origin)).geturl()
                     connection.request("GET", whole, headers={**headers, **_login(proxy)})

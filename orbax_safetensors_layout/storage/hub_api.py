@@ -10,7 +10,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
-from orbax_safetensors_layout.storage.http import Headers
+from orbax_safetensors_layout.redaction import redact_urls
+from orbax_safetensors_layout.storage.http import Headers, Origin
 from orbax_safetensors_layout.storage.hub_path import HubPath
 from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
 from orbax_safetensors_layout.storage.retry import (
@@ -73,6 +74,7 @@ class Repository:
             Exception: The attempt failed; see `classify`.
         """
         path = self._path
+        self._check_endpoint()
         try:
             api = HfApi(endpoint=self._endpoint, library_name=_LIBRARY)
             info = api.repo_info(
@@ -133,10 +135,19 @@ class Repository:
         Args:
             headers: Those of the answer.
         """
-        page = f"{self._endpoint}/{self._path.repo_id}"
+        page = redact_urls(f"{self._endpoint}/{self._path.repo_id}")
         if headers.get("X-Error-Code") == "GatedRepo":
             return f"Accept its conditions at {page} and set HF_TOKEN to a token of that account."
         return "Set HF_TOKEN to a token that may read it, or log in with `hf auth login`."
+
+    def _check_endpoint(self) -> None:
+        try:
+            Origin.of(self._endpoint)
+        except ValueError:
+            found = redact_urls(self._endpoint)
+            raise StorageError(
+                "HF_ENDPOINT is no http or https URL", file=self._path.root, found=found
+            ) from None
 
     def _explained(self, error: errors.HfHubHTTPError) -> Exception | None:
         """The error of this package for a lasting one of the hub."""

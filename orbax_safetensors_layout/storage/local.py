@@ -195,6 +195,9 @@ class LocalStorage:
     def flush_folder(self, folder: str) -> None:
         flush_folder(folder)
 
+    def check_written(self, folder: str) -> None:
+        pass  # a claim keeps other programs away
+
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:
@@ -230,12 +233,24 @@ class LocalStorage:
                 raise StorageError("the storage is closed", file=file)
             handle = self._open.get(file)
             if handle is None:
-                handle = self._open[file] = self._reopen(file)
-                idle = [n for n, h in self._open.items() if not h.users and h is not handle]
-                for name in idle[: max(0, len(self._open) - _MAX_OPEN_FILES)]:
-                    self._open.pop(name).close()
+                self._close_idle(_MAX_OPEN_FILES - 1)
+                try:
+                    handle = self._reopen(file)
+                except StorageError as error:
+                    if not _no_descriptor_left(error) or not self._close_idle(0):
+                        raise
+                    handle = self._reopen(file)
+                self._open[file] = handle
             handle.users += 1
             return handle
+
+    def _close_idle(self, most: int) -> int:
+        """Closes idle files, oldest first, until `most` are open; returns how many it closed."""
+        idle = [name for name, handle in self._open.items() if not handle.users]
+        surplus = idle[: max(0, len(self._open) - most)]
+        for name in surplus:
+            self._open.pop(name).close()
+        return len(surplus)
 
     def _reopen(self, file: str) -> _OpenFile:
         handle = _OpenFile(file, self._lock)
@@ -324,6 +339,11 @@ class LocalStorage:
             if handle.direct_fd is None:
                 handle.direct_fd = handle.reopen(_O_DIRECT)
             return handle.direct_fd
+
+
+def _no_descriptor_left(error: StorageError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _is_file_or_broken_link(entry: os.DirEntry[str]) -> bool:

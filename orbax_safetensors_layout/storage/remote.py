@@ -94,6 +94,9 @@ class RemoteStorage(abc.ABC):
     def flush_folder(self, folder: str) -> None:
         raise self._read_only(folder)
 
+    def check_written(self, folder: str) -> None:
+        raise self._read_only(folder)
+
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.redaction import redact
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Buffer
 from orbax_safetensors_layout.storage.buffers import scatter, skip
-from orbax_safetensors_layout.storage.http import Answer, Connections, Headers, Origin
+from orbax_safetensors_layout.storage.http import Answer, Connections, Headers, Origin, quoted
 from orbax_safetensors_layout.storage.retry import (
     Failure,
     is_transient_status,
-    redact,
     retry_after_seconds,
 )
 from orbax_safetensors_layout.units import KIB, MIB
@@ -186,11 +186,13 @@ class RemoteFile:
         raise _failure(f"{_MOST_REDIRECTS} redirects led to no file", transient=False)
 
     def _redirected(self, target: _Target, answer: Answer) -> _Target:
+        location = (answer.headers.get("Location") or "").encode("latin-1").decode(errors="replace")
         try:
-            url = urllib.parse.urljoin(target.url, answer.headers.get("Location", ""))
+            joined = urllib.parse.urlsplit(urllib.parse.urljoin(target.url, location))
+            url = quoted(joined).geturl()
             origin, before = Origin.of(url), Origin.of(target.url)
-        except ValueError as error:
-            raise _failure(f"a redirect to no place: {error}", transient=False) from None
+        except ValueError:
+            raise _failure("a redirect to no place", transient=False) from None
         if (before.scheme, origin.scheme) == ("https", "http"):
             cause = f"a redirect from https to unencrypted http at {origin.host}"
             raise _failure(cause, transient=False)

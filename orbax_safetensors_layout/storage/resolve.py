@@ -7,6 +7,7 @@ import urllib.parse
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.web import WebStorage
@@ -31,6 +32,8 @@ def open_storage(
             storage of this package serves its scheme.
     """
     text = os.fsdecode(path)
+    if not text or "\0" in text:  # an empty one would be the working folder
+        raise StorageError("no path", file=repr(text), expected="a local path or a URL")
     scheme, separator, rest = text.partition("://")
     if scheme in CLOUDS and separator:
         return _open_cloud(scheme, rest, retries)
@@ -57,10 +60,11 @@ def _check_no_lost_slash(text: str) -> None:
     """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
     scheme, _, rest = text.partition(":/")
     if scheme in (*_SCHEMES, "http") and rest and not os.path.lexists(text):
+        meant = redact_urls(f"{scheme}://{rest}")
         raise StorageError(
             "the path lacks a slash, which `pathlib.Path` takes away from URLs",
-            file=text,
-            expected=f"{scheme}://{rest}",
+            file=meant.replace("://", ":/", 1),
+            expected=meant,
             hint="Give it as a string, or as an `epath.Path`.",
         )
 
@@ -78,6 +82,12 @@ def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[St
     bucket, _, key = rest.partition("/")
     if not bucket:
         raise StorageError("the path names no bucket", file=f"{scheme}://{rest}")
+    if "@" in bucket:
+        raise StorageError(
+            "a bucket's path takes no credentials",
+            file=f"{scheme}://{rest}",
+            hint="They come from the environment; docs/storage.md lists the variables and files.",
+        )
     path = "/".join(part for part in key.split("/") if part)
     return CloudStorage(scheme, bucket, retries=retries), f"{scheme}://{bucket}/{path}"
 

@@ -6,7 +6,6 @@ import datetime
 import email.utils
 import itertools
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,20 +15,12 @@ from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.redaction import redact
 
 T = TypeVar("T")
 
 _PASSING_STATUS = {408, 425, 429}
 _LASTING_SERVER_STATUS = {501, 505}
-_URL = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/?#\"'<>@]*@)?(?P<rest>[^\s?#\"'<>]*)", re.I
-)
-_QUERY = re.compile(r"[?#][^\s\"'<>?#]*=[^\s\"'<>)]*")
-_SECRET = re.compile(
-    r"(?P<name>(authorization|bearer|token|secret|signature|password|credential|access.?key"
-    r"|api.?key)[\w-]*[\"']?\s*[:= ]\s*[\"']?(bearer\s+|basic\s+)?)(?P<value>[^\s\"'<>,;)]{8,})",
-    re.I,
-)
 
 
 class Failure(NamedTuple):
@@ -99,7 +90,8 @@ class Retrier:
         for attempt in itertools.count(1):
             try:
                 return call()
-            except SafetensorsLayoutError:
+            except SafetensorsLayoutError as error:
+                error.__context__ = None  # a client's error, which may show what is signed
                 raise
             except Exception as error:
                 found = classify(error)
@@ -161,16 +153,3 @@ def retry_after_seconds(header: str | None) -> float | None:
     if date.tzinfo is None:
         date = date.replace(tzinfo=datetime.UTC)
     return max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())
-
-
-def redact(text: str) -> str:
-    """A URL, or a text with URLs in it, without user info, query strings and what names secrets.
-
-    Example:
-        >>> redact("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
-        'GET https://host/model 403'
-        >>> redact("Authorization: Bearer hf_abcdefghijkl")
-        'Authorization: Bearer ***'
-    """
-    text = _URL.sub(lambda found: found["scheme"] + found["rest"], text)
-    return _SECRET.sub(lambda found: found["name"] + "***", _QUERY.sub("", text))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.http import Headers, Origin, basic_login
+from orbax_safetensors_layout.storage.http import Headers, Origin, basic_login, quoted
 from orbax_safetensors_layout.storage.remote import RemoteStorage
 from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
 
@@ -20,7 +20,6 @@ PROBED = ("model.safetensors.index.json", "orbax_safetensors_layout.json", "mode
 """What a folder is asked for, since it can not be listed."""
 
 _FILE_SUFFIXES = (".safetensors", ".json")
-_UNQUOTED = "%/:@!$&'()*+,;=~"
 
 
 class WebStorage(RemoteStorage):
@@ -47,16 +46,22 @@ class WebStorage(RemoteStorage):
 
     def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
         super().__init__(retries)
-        parts = urllib.parse.urlsplit(path)
+        try:
+            parts, origin = urllib.parse.urlsplit(path), Origin.of(path)
+        except ValueError:
+            parts, origin = None, None
+        if parts is None or origin is None:
+            scheme, _, rest = path.partition("://")
+            raise StorageError(
+                "can not open the path: it is no URL of a host",
+                file=f"{scheme}://{rest.rpartition('@')[2]}",
+                hint="Quote what is special in a user's name or a password: %2F for a slash.",
+            )
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
         self.path = shown.geturl()
         self._query = parts.query
         login = basic_login(parts)
         self._headers = {} if login is None else {"Authorization": login}
-        try:
-            origin = Origin.of(path)
-        except ValueError as error:
-            raise StorageError("can not open the path", file=self.path, found=error) from None
         is_safe = origin.scheme == "https" or origin.is_loopback
         if not is_safe and os.environ.get(ALLOW_HTTP) != "1":
             raise StorageError(
@@ -95,9 +100,7 @@ class WebStorage(RemoteStorage):
         return True
 
     def _place(self, file: str) -> Place:
-        parts = urllib.parse.urlsplit(file)
-        path = urllib.parse.quote(parts.path, _UNQUOTED)
-        url = parts._replace(path=path, query=self._query)
+        url = quoted(urllib.parse.urlsplit(file)._replace(query=self._query))
         return Place(url.geturl(), self._headers, hint=_hint)
 
 

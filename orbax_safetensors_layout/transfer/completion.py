@@ -18,8 +18,9 @@ class Completion(NamedTuple):
         plan: What goes where.
         files: The files, with what came from this process's own shards.
         pool: Threads that write.
-        storage: Where files and pieces are.
+        storage: Where the pieces are.
         pieces_folder: The folder that the names of the files of pieces are relative to.
+        in_order: Whether the files are written from their first bytes to their last.
         memory_budget_bytes: Host bytes of values that are held at once.
         progress: Told of what is done.
         check: Called now and then; raises where another process has failed.
@@ -30,6 +31,7 @@ class Completion(NamedTuple):
     pool: WritePool
     storage: Storage
     pieces_folder: str
+    in_order: bool
     memory_budget_bytes: int
     progress: Callable[[Progress], None] | None
     check: Callable[[], None]

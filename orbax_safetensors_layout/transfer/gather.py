@@ -73,7 +73,6 @@ def gather(work: Completion) -> WriteStats:
     def deliver(
         number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Callable[[], object]:
-        work.check()
         block, (values,) = blocks[number], parts
         done[0] += values.nbytes
         if work.progress is not None:
@@ -85,9 +84,11 @@ def gather(work: Completion) -> WriteStats:
         profile=ReadOptions().profile(storage.kind).within(work.memory_budget_bytes),
         memory_budget_bytes=work.memory_budget_bytes,
         adopt=False,
-        in_order=storage.appends,
+        in_order=work.in_order,
     )
-    stats = read_leaves(reads, storage, deliver=deliver, convert=lambda _, value: value)
+    stats = read_leaves(
+        reads, storage, deliver=deliver, convert=lambda _, value: value, check=work.check
+    )
     pool.join()
     written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
     return WriteStats(bytes_written=written, bytes_read=stats.bytes_read)

@@ -66,6 +66,7 @@ def read_leaves(
     convert: Convert,
     mmap: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> ReadStats:
     """Reads every leaf of a plan.
 
@@ -78,8 +79,9 @@ def read_leaves(
         mmap: Take mapped pages of local files in place of reads where they are aligned and the
             arrays keep them.
         progress: Told after each tile.
+        check: Called now and then; raises where another process has failed.
     """
-    return _Reader(plan, storage, deliver, convert, mmap, progress).run()
+    return _Reader(plan, storage, deliver, convert, mmap, progress, check).run()
 
 
 class _OpenTile:
@@ -104,6 +106,7 @@ class _Reader:
         convert: Convert,
         mmap: bool,
         progress: Callable[[Progress], None] | None,
+        check: Callable[[], None],
     ) -> None:
         self._plan = plan
         self._storage = storage
@@ -114,7 +117,8 @@ class _Reader:
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
-        self._workers = Workers(_threads(plan, storage), "safetensors-read", storage.interrupt)
+        threads = _threads(plan, storage)
+        self._workers = Workers(threads, "safetensors-read", storage.interrupt, check)
         self._budget = Budget(plan.memory_budget_bytes)
         self._tiles: dict[tuple[int, int], _OpenTile] = {}
         self._total_bytes = self._done_bytes = 0

@@ -60,9 +60,7 @@ class _Tensor:
         if part.ops:
             values = apply_ops(values, part.ops)
         values = values.reshape(part.view.shape)
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in part.view.strides)
-        target = _writable_view(self._elements, part.view)
-        target[once] = values[once]
+        _writable_view(self._elements, part.view)[...] = values
 
     def write(self) -> None:
         """Writes it, complete; the last of a file completes that."""
@@ -181,7 +179,6 @@ def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) ->
     def deliver(
         number: int, boxes: Sequence[int], values: Sequence[np.ndarray]
     ) -> Callable[[], object] | None:
-        work.check()
         tensor, part = wanted[number]
         tensor.add(part, values[0])
         tensor.left -= 1
@@ -196,13 +193,14 @@ def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) ->
         profile=ReadOptions().profile(work.storage.kind).within(work.memory_budget_bytes),
         memory_budget_bytes=work.memory_budget_bytes,
         adopt=False,
-        in_order=work.storage.appends,
+        in_order=work.in_order,
     )
     stats = read_leaves(
         reads,
         work.storage,
         deliver=deliver,
         convert=lambda number, values: values.view(leaves[number].dtype),
+        check=work.check,
     )
     return stats.bytes_read
 

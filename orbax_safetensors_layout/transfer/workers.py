@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple, Self
 
+_CHECK_SECONDS = 1.0
+
 Then = Callable[[], None]
 """What follows from a piece of work, on the calling thread."""
 
@@ -29,14 +31,20 @@ class Workers:
         concurrency: Threads.
         name: Prefix of their names.
         interrupt: Called after a failure, perhaps repeatedly: shortens what is in flight.
+        check: Called by `take`, while it waits about once a second: what it raises is a failure.
     """
 
     def __init__(
-        self, concurrency: int, name: str, interrupt: Callable[[], None] = lambda: None
+        self,
+        concurrency: int,
+        name: str,
+        interrupt: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix=name)
         self._cancelled = threading.Event()
         self._interrupt = interrupt
+        self._check = check
         self._events: queue.SimpleQueue[Then | _Failure] = queue.SimpleQueue()
         self._most_in_flight = 3 * concurrency
         self._in_flight = 0
@@ -74,7 +82,7 @@ class Workers:
         """
         if not self._in_flight:
             return False
-        event = self._events.get()
+        event = self._next()
         if isinstance(event, _Failure):
             try:
                 raise event.error
@@ -83,6 +91,14 @@ class Workers:
         self._in_flight -= 1
         event()
         return True
+
+    def _next(self) -> Then | _Failure:
+        while True:
+            self._check()
+            try:
+                return self._events.get(timeout=_CHECK_SECONDS)
+            except queue.Empty:
+                continue
 
     def take_finished(self) -> None:
         """Does what follows from all work that is finished."""

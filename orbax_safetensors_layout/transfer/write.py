@@ -23,6 +23,7 @@ from orbax_safetensors_layout.transfer.digesting import DigestingWriter
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
 from orbax_safetensors_layout.units import MIB
 
+_CHECK_SECONDS = 1.0
 _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
 
@@ -166,14 +167,21 @@ class WritePool:
     Args:
         threads: How many.
         interrupt: Called after a failure, perhaps repeatedly: shortens what runs.
+        check: Called by who waits for jobs, about once a second; what it raises is raised there.
     """
 
-    def __init__(self, threads: int, interrupt: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        interrupt: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "safetensors-write")
         self._running: set[Future[None]] = set()
         self._failed = threading.Event()
         self._interrupt = interrupt
+        self._check = check
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Runs `work` on a thread; raises what an earlier one raised."""
@@ -190,7 +198,10 @@ class WritePool:
 
     def progress(self) -> None:
         """Waits until one more is done; raises what it raised."""
-        done = wait(self._running, return_when=FIRST_COMPLETED).done
+        done: set[Future[None]] = set()
+        while self._running and not done:
+            self._check()
+            done = wait(self._running, _CHECK_SECONDS, FIRST_COMPLETED).done
         self._running -= done
         for job in done:
             job.result()

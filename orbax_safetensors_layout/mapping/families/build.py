@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import AS_IT_IS, Group, Leaf, Step, Tree
@@ -46,9 +45,6 @@ def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
         dims: The model's facts.
         settings: The user's choices.
         tree: Its leaves.
-
-    Raises:
-        MappingError: The choices do not fit the model.
     """
     return Mapping(_Builder(dims, settings).rules(tree), ignore=_ignored(dims, settings))
 
@@ -60,13 +56,13 @@ class _Builder:
 
     def rules(self, tree: Tree) -> Iterator[Rule]:
         root = self._settings.root
-        yield rule(root + tree.embedding.target, self._padded(self._whole(tree.embedding), 0))
+        yield rule(root + tree.embedding.target, self._fitted(self._whole(tree.embedding), 0))
         yield rule(root + tree.norm.target, self._whole(tree.norm))
         if not self._dims.tied:
-            yield rule(root + tree.head.target, self._padded(self._whole(tree.head), 1))
+            yield rule(root + tree.head.target, self._fitted(self._whole(tree.head), 1))
         elif self._settings.untie:
             shared = dataclasses.replace(tree.head, source=tree.embedding.source)
-            expr = self._padded(self._whole(shared), 1)
+            expr = self._fitted(self._whole(shared), 1)
             yield rule(root + tree.head.target, expr, tied_to=root + tree.embedding.target)
         for group in tree.groups:
             if group.indices:
@@ -151,15 +147,12 @@ class _Builder:
             Leaf(part.replace("{e}.", ""), part, AS_IT_IS) for part in quantized.parts(leaf.source)
         )
 
-    def _padded(self, expr: Expr, axis: int) -> Expr:
-        """Room for tokens that the checkpoint does not have."""
-        more = self._settings.vocab_size - self._dims.vocab
+    def _fitted(self, expr: Expr, axis: int) -> Expr:
+        """As many tokens as the model has: with room for others, or without the last ones."""
+        tokens = self._settings.vocab_size
+        more = tokens - self._dims.vocab
         if more < 0:
-            raise MappingError(
-                "the model has fewer tokens than the checkpoint",
-                expected=f"vocab_size of {self._dims.vocab} or more",
-                found=self._settings.vocab_size,
-            )
+            return expr.slice(axis, 0, tokens)
         return expr.pad(axis, 0, more) if more else expr
 
 

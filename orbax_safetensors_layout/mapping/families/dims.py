@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_safetensors_layout.errors import FormatError, MappingError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.mapping.families.quantization import (
     Quantization,
@@ -21,6 +21,19 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 """A `config.json` as a dict, or the folder it is in, or its path."""
 
 CONFIG_FILE = "config.json"
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+)
 
 # What configs leave out because it is the default of the family's class in transformers 5.23.0
 # (`configuration_<family>.py`), which files on the hub rely on: Gemma's have no
@@ -134,14 +147,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def find_prefix(path: str | os.PathLike[str]) -> str | None:
     """What stands before `embed_tokens.weight` in a checkpoint's names; None where it is unknown.
 
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint at the path.
+    So it is of a folder with a configuration alone.
     """
     if os.fspath(path).endswith(".json"):
         return None
     ending = "embed_tokens.weight"
-    with Catalog.open(path) as catalog:
-        found = [name for name in catalog.names if name.endswith(ending)]
+    try:
+        with Catalog.open(path) as catalog:
+            found = [name for name in catalog.names if name.endswith(ending)]
+    except CheckpointNotFoundError:
+        return None
     return found[0].removesuffix(ending) if len(found) == 1 else None
 
 

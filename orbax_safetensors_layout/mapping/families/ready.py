@@ -11,6 +11,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
 from orbax_safetensors_layout.mapping.families.build import Settings, build
 from orbax_safetensors_layout.mapping.families.dims import (
+    FAMILIES,
     Config,
     Dims,
     dims_of,
@@ -41,16 +42,16 @@ class _Target(NamedTuple):
 
 
 _TARGETS = {
-    "plain": _Target(plain.tree, plain.FAMILIES, scan=True, scan_axis=0, root=""),
+    "plain": _Target(plain.tree, FAMILIES, scan=True, scan_axis=0, root=""),
     # `scan_layers` and `param_scan_axis` of `configs/base.yml`, maxtext 0.2.5.
-    "maxtext": _Target(maxtext.tree, maxtext.FAMILIES, scan=True, scan_axis=1, root="params"),
+    "maxtext": _Target(maxtext.tree, FAMILIES, scan=True, scan_axis=1, root="params"),
     "tunix": _Target(tunix.tree, tunix.FAMILIES, scan=None, scan_axis=0, root=""),
 }
 
 TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TARGETS.items()}
 """The model sides, and the families that each has."""
 
-_FAMILY_OF = {family: family for family in plain.FAMILIES} | {"gemma3_text": "gemma3"}
+_FAMILY_OF = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3"}
 
 # What stands before the names of checkpoints with vision; `google/gemma-3-4b-it` on the hub.
 _MULTIMODAL_PREFIX = "language_model.model."
@@ -68,8 +69,8 @@ class Options(TypedDict, total=False):
         dtype: What values that are computed (MaxText's scaled queries, Gemma's norms and embedding
             there, dequantised weights) are rounded to. By default they are float32, and dequantised
             ones bfloat16. It does not touch leaves that hold the checkpoint's values.
-        vocab_size: Rows of the model's embedding where it has more than the checkpoint; they hold
-            zeros.
+        vocab_size: Rows of the model's embedding, where it has another number than the checkpoint:
+            more hold zeros, fewer leave the last ones out.
         untie: Give a model with tied embeddings an output kernel of its own, tied to the embedding.
         prefix: What stands before `embed_tokens.weight` in the checkpoint's names. By default what
             the folder's names say, else `model.`.
@@ -207,6 +208,9 @@ def _settings(dims: Dims, config: Config, name: str, side: _Target, options: Opt
         raise MappingError(f"scan=True: {name} has no models with stacked layers")
     if axis is not None and axis < 0:
         raise MappingError(f"scan_axis={axis} must be 0 or more")
+    vocab = options.get("vocab_size")
+    if vocab is not None and vocab < 1:
+        raise MappingError(f"vocab_size={vocab} must be 1 or more")
     dtype, root = options.get("dtype"), options.get("root")
     root = side.root if root is None else root
     prefix = options.get("prefix")
@@ -214,7 +218,7 @@ def _settings(dims: Dims, config: Config, name: str, side: _Target, options: Opt
         prefix = find_prefix(config)
     if prefix is None:
         prefix = _MULTIMODAL_PREFIX if dims.multimodal else "model."
-    vocab, quantized = options.get("vocab_size"), options.get("quantized", "decode")
+    quantized = options.get("quantized", "decode")
     if quantized not in ("decode", "keep"):
         raise MappingError(f"quantized={quantized!r}", expected="'decode' or 'keep'")
     if quantized == "keep" and name != "plain":

@@ -1,0 +1,114 @@
+"""Ready mappings into the models of Tunix itself, where it is installed: torch's logits.
+
+`pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig einops python-dotenv`: what else
+it requires is for training, and so is what the package imports by itself: it is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from family_models import make
+from flax import nnx
+
+import orbax_safetensors_layout as osl
+
+FOUND = importlib.util.find_spec("tunix")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch, transformers and Tunix
+    pytest.mark.skipif(FOUND is None, reason="google-tunix is not installed"),
+]
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}
+SCALAR = {"query_pre_attn_scalar": 16}
+
+# Module and class in Tunix, and what its model wants of a configuration.
+MODELS = {
+    "llama": ("llama3", "Llama3", ROPE),
+    "qwen2": ("qwen2", "Qwen2", ROPE),
+    "qwen3": ("qwen3", "Qwen3", ROPE),
+    "qwen3_moe": ("qwen3", "Qwen3", {**ROPE, "norm_topk_prob": True}),
+    "gemma2": ("gemma", "Gemma", SCALAR),
+    "gemma3": ("gemma3", "Gemma3", SCALAR),
+    "gemma3_full_heads": ("gemma3", "Gemma3", SCALAR),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_trainers(monkeypatch):
+    """The package without what its `__init__` imports."""
+    package = types.ModuleType("tunix")
+    package.__path__ = FOUND.submodule_search_locations
+    monkeypatch.setitem(sys.modules, "tunix", package)
+
+
+def model_config(module, name, config):
+    """The configuration of Tunix's model for one of Hugging Face's."""
+    gemma, heads = name.startswith("gemma"), config["num_attention_heads"]
+    facts = {
+        "num_layers": config["num_hidden_layers"],
+        "num_embed" if gemma else "vocab_size": config["vocab_size"],
+        "embed_dim": config["hidden_size"],
+        "hidden_dim": config.get("moe_intermediate_size") or config["intermediate_size"],
+        "num_heads": heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "num_kv_heads": config["num_key_value_heads"],
+    }
+    if not gemma:
+        facts |= {"rope_theta": 1_000_000, "norm_eps": config["rms_norm_eps"]}
+    if name == "qwen2":
+        facts["use_tied_embedding"] = True
+    if name == "qwen3_moe":
+        facts |= {"num_experts": 5, "num_experts_per_tok": 2}
+    if name == "gemma2":
+        kinds = module.AttentionType
+        facts |= {
+            "final_logit_softcap": config["final_logit_softcapping"],
+            "attn_logits_soft_cap": config["attn_logit_softcapping"],
+            "use_post_attn_norm": True,
+            "use_post_ffw_norm": True,
+            "attention_types": (kinds.LOCAL_SLIDING, kinds.GLOBAL) * 2,
+            "sliding_window_size": config["sliding_window"],
+        }
+    if name.startswith("gemma3"):
+        facts |= {
+            "sliding_window_size": config["sliding_window"],
+            "global_base_frequency": 1_000_000,
+            "param_dtype": jnp.float32,
+        }
+    return module.ModelConfig(**facts)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_the_real_model(tmp_path, name):
+    import torch
+
+    where, kind, more = MODELS[name]
+    module = importlib.import_module(f"tunix.models.{where}.model")
+    folder, config, _, theirs = make(name, tmp_path, dtype="float32", **more)
+    tokens = np.random.default_rng(0).integers(3, 96, (2, 11))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("highest"):
+        make_model = getattr(module, kind)
+        ours = model_config(module, name, config)
+        graph, state = nnx.split(nnx.eval_shape(lambda: make_model(ours, rngs=nnx.Rngs(0))))
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), state)
+        mapping = osl.families.mapping(folder, target="tunix")
+        model = nnx.merge(graph, osl.load(folder, abstract, mapping=mapping))
+        positions = jnp.broadcast_to(jnp.arange(11), (2, 11))
+        mask = jnp.broadcast_to(jnp.tri(11, dtype=bool), (2, 11, 11))
+        found, _ = model(jnp.asarray(tokens, jnp.int32), positions, None, mask)
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=3e-4, atol=3e-4)
