@@ -350,8 +350,9 @@ class PreparedSave:
             pool.stop()
             files.abort()
             self._values.release()
-        with step("completing the folder"):
+        with step("looking at what was written"):  # by all, before pieces are removed
             storage.check_written(folder)
+        with step("completing the folder"):
             if group.is_leader:
                 self._complete(folder, storage, files.digests)
         return stats

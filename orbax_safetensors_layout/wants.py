@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.origins import LeafPlan, Mapped, Origin, Plain, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
 from orbax_safetensors_layout.plan.shards import (
@@ -231,8 +231,16 @@ def _mapped_origins(
     wants = [want for want in tree.wants if want is not None]
     names = [want.unboxed or want.name for want in wants]
     shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}
-    bound, entries = bind(catalog, mapping, {**shapes, **dict.fromkeys(tree.skipped)})
+    check_mapping(mapping)
+    skipped = _skipped_leaves(mapping.leaf_names(catalog.names), tree) if tree.skipped else ()
+    bound, entries = bind(catalog, mapping, {**dict.fromkeys(skipped), **shapes})
     return names, [Mapped(bound.expressions[name], entries) for name in names]
+
+
+def _skipped_leaves(leaves: Iterable[str], tree: WantedTree) -> Iterator[str]:
+    """The leaves at and below the placeholders of a tree."""
+    below = tuple(f"{name}." for name in tree.skipped)
+    return (leaf for leaf in leaves if leaf in tree.skipped or leaf.startswith(below))
 
 
 def _check_shape(want: Want, origin: Origin) -> None:

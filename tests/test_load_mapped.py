@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
@@ -227,6 +228,19 @@ def test_nested_trees_and_placeholders(path, tensors):
     assert found["norm"] is ...
     assert_same_bits(found["layers"]["1"]["norm"], expected["layers.1.norm"])
     assert_same_bits(np.asarray(found["layers"]["experts"]), expected["layers.experts"])
+
+
+def test_a_placeholder_stands_for_all_below_it(path, tensors):
+    shape = reference(tensors)["norm"].shape
+    for skipped in (..., {"q": ..., "experts": ..., **{str(i): ... for i in range(LAYERS)}}):
+        tree = {"layers": skipped, "norm": np.zeros(shape, np.float32)}
+        with recording() as storage:
+            found = osl.load(path, tree, mapping=mapping())
+        assert found["layers"] == skipped
+        assert_same_bits(found["norm"], reference(tensors)["norm"])
+        assert sum(b - a for _, a, b in storage.tensor_ranges()) == 2 * WIDTH
+    boxed = {"layers": ..., "norm": nnx.Param(...)}
+    assert osl.load(path, boxed, mapping=mapping())["layers"] is ...
 
 
 def test_the_model_side(path, tensors):

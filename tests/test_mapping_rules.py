@@ -89,8 +89,14 @@ def test_a_tie_without_an_expression_is_the_other_leaf():
     assert made.ties == {"head.a": "embed.a", "head.b": "embed.b"}
     assert made.expressions["head.a"] is made.expressions["embed.a"]
     assert made.facts()["head.b"].shape == (4,)
-    with pytest.raises(MappingError, match=r"'head.c' is tied to 'embed.c', which no rule makes"):
+    alone = Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": None})
+    assert (alone.facts()["head.a"].shape, alone.ties) == ((2, 3), {})
+    back = Mapping(rules).inverse().bind({"head.a": ((2, 3), F32)})
+    assert back.expressions["e.a"].sources() == ("head.a",)
+    with pytest.raises(MappingError, match=r"leaf 'head.c': there is no tensor 'e.c'"):
         Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.c": None, "embed.a": None})
+    with pytest.raises(MappingError, match=r"'head.c' is tied to 'embed.c', which no rule makes"):
+        Mapping(rules[:1]).bind({}, {"head.c": None})
     with pytest.raises(
         MappingError, match=r"leaf 'head.a' has shape \[9\], but as 'embed.a' gives"
     ):

@@ -356,6 +356,8 @@ def test_a_failing_copy_says_where_the_new_checkpoint_is(place):
 class Turns:
     """Lets puts of tensors happen in an order that a test sets, once all saves have begun.
 
+    A turn ends when the object has been looked at.
+
     Args:
         saves: How many there are.
         order: Who puts what: the value of a tensor's bytes, and a part of its file's name.
@@ -365,6 +367,16 @@ class Turns:
         self._left = [*order]
         self._begun = threading.Barrier(saves, timeout=60)
         self._changed = threading.Condition()
+        self._thread = threading.local()
+
+    def head(self, head, client, key):
+        result = head(client, key)
+        turn = getattr(self._thread, "turn", None)
+        with self._changed:
+            if turn in self._left:
+                self._left.remove(turn)
+            self._changed.notify_all()
+        return result
 
     def put(self, put, client, key, data, **options):
         if "partial-save" not in key and key.endswith("layout.json"):
@@ -376,17 +388,15 @@ class Turns:
         turn = int(bytes(data)[-1]), key[-len("1-of-00003.safetensors")]
         with self._changed:
             assert self._changed.wait_for(lambda: turn not in self._left[1:], 60)
-            result = put(client, key, data, **options)
-            if turn in self._left:
-                self._left.remove(turn)
-            self._changed.notify_all()
-        return result
+        self._thread.turn = turn
+        return put(client, key, data, **options)
 
 
 def test_two_programs_that_save_to_one_folder_at_once_are_told(place, monkeypatch):
     """Here each has replaced a file of the other, with one of the same name and size."""
     turns = Turns(2, [(1, "1"), (2, "1"), (2, "2"), (1, "2"), (1, "3"), (2, "3")])
     monkeypatch.setattr(obstore, "put", functools.partial(turns.put, obstore.put))
+    monkeypatch.setattr(obstore, "head", functools.partial(turns.head, obstore.head))
     options = osl.WriteOptions(max_file_bytes=1, concurrency=1)
 
     def run(value):

@@ -1139,6 +1139,23 @@ def test_the_memory_budget_is_kept(tmp_path, budget):
     assert live <= max(budget, largest)
 
 
+def test_who_waits_for_writes_learns_that_another_process_has_failed():
+    """And does not wait until a storage that hangs gives up."""
+    stuck, checks = threading.Event(), []
+
+    def check():
+        checks.append(None)
+        if len(checks) > 2:
+            raise osl.PeerError("process 1 failed")
+
+    pool = WritePool(1, stuck.set, check)
+    pool.submit(lambda: stuck.wait(60))
+    with pytest.raises(osl.PeerError, match="process 1"):
+        pool.join()
+    stuck.set()
+    pool.stop()
+
+
 def most_live(tmp_path, threads, budget, large):
     """The most bytes that lived at once, and the largest part's."""
     rng = np.random.default_rng(0)

@@ -161,8 +161,8 @@ def _stretches(axis: int, parts: Sequence[Part]) -> list[_Stretch]:
     for part in sorted(parts, key=lambda part: _ends(axis, part)):
         start, stop = _ends(axis, part)
         if groups and start < groups[-1].stop:
-            low, high, members = groups.pop()
-            groups.append(_Stretch(low, max(high, stop), [*members, part]))
+            groups[-1].parts.append(part)
+            groups[-1] = groups[-1]._replace(stop=max(stop, groups[-1].stop))
         else:
             groups.append(_Stretch(start, stop, [part]))
     if len(groups) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from orbax_safetensors_layout.mapping.expression import Expr
@@ -96,11 +96,30 @@ def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) 
         problems.append(Problem(text, f"the rules for {listed}"))
     for first, others in alike([leaf for leaf, matches in found.items() if not matches]):
         problems.append(Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule"))
+    single = [match for matches in found.values() if len(matches) == 1 for match in matches]
     return Matches(
-        [match for matches in found.values() if len(matches) == 1 for match in matches],
+        [_untied(target, rules, found) for target in single],
         [match for matches in several for match in matches],
         problems,
     )
+
+
+def _untied(target: Target, rules: Sequence[Rule], leaves: Container[str]) -> Target:
+    """A tied leaf without an expression, alone: it is made as the other leaf would be."""
+    leaf, rule, captures = target
+    if rule.expr is not None or rule.tied_to is None:
+        return target
+    other = substitute(rule.tied_to, captures)
+    if other in leaves:
+        return target
+    tree = NameTree([other])
+    made = [
+        Target(leaf, one, found)
+        for one in rules
+        if one.expr is not None
+        for _, found in tree.match(one.target)
+    ]
+    return made[0] if len(made) == 1 else target
 
 
 def alike(names: Iterable[str]) -> Iterator[tuple[str, str]]:

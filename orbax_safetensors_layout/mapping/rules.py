@@ -156,6 +156,15 @@ class Mapping:
         }
         return list(found)
 
+    def leaf_names(self, names: Iterable[str]) -> list[str]:
+        """The leaves that a checkpoint gives.
+
+        Args:
+            names: All tensors of the checkpoint.
+        """
+        matches = match_rules(self.rules, Facts({}, names), None)
+        return [target.leaf for target in (*matches.targets, *matches.ambiguous)]
+
     def _facts(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> Facts:
         if not isinstance(checkpoint, str | os.PathLike):
             return Facts.of(checkpoint)

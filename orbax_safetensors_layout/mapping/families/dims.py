@@ -22,6 +22,19 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 
 CONFIG_FILE = "config.json"
 
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+)
+
 # What configs leave out because it is the default of the family's class in transformers 5.23.0
 # (`configuration_<family>.py`), which files on the hub rely on: Gemma's have no
 # `tie_word_embeddings`, those of Gemma 3 with vision no `head_dim`.

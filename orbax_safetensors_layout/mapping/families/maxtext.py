@@ -32,19 +32,6 @@ from orbax_safetensors_layout.mapping.families.steps import (
     out_of_heads,
 )
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3",
-    "mixtral",
-    "deepseek_v3",
-    "gpt_oss",
-)
-
 _MLP = (("wi_0", "gate_proj"), ("wi_1", "up_proj"), ("wo", "down_proj"))
 
 _NORMS = (

@@ -22,19 +22,6 @@ from orbax_safetensors_layout.mapping.families.steps import (
     out_of_heads,
 )
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3",
-    "mixtral",
-    "deepseek_v3",
-    "gpt_oss",
-)
-
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")

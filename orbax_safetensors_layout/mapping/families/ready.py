@@ -11,6 +11,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
 from orbax_safetensors_layout.mapping.families.build import Settings, build
 from orbax_safetensors_layout.mapping.families.dims import (
+    FAMILIES,
     Config,
     Dims,
     dims_of,
@@ -41,16 +42,16 @@ class _Target(NamedTuple):
 
 
 _TARGETS = {
-    "plain": _Target(plain.tree, plain.FAMILIES, scan=True, scan_axis=0, root=""),
+    "plain": _Target(plain.tree, FAMILIES, scan=True, scan_axis=0, root=""),
     # `scan_layers` and `param_scan_axis` of `configs/base.yml`, maxtext 0.2.5.
-    "maxtext": _Target(maxtext.tree, maxtext.FAMILIES, scan=True, scan_axis=1, root="params"),
+    "maxtext": _Target(maxtext.tree, FAMILIES, scan=True, scan_axis=1, root="params"),
     "tunix": _Target(tunix.tree, tunix.FAMILIES, scan=None, scan_axis=0, root=""),
 }
 
 TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TARGETS.items()}
 """The model sides, and the families that each has."""
 
-_FAMILY_OF = {family: family for family in plain.FAMILIES} | {"gemma3_text": "gemma3"}
+_FAMILY_OF = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3"}
 
 # What stands before the names of checkpoints with vision; `google/gemma-3-4b-it` on the hub.
 _MULTIMODAL_PREFIX = "language_model.model."
