@@ -263,6 +263,17 @@ def test_a_tensor_is_no_string(path):
         osl.load(path, {"step": "a string"})
 
 
+def test_partial_sums_are_not_loaded(path):
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    made = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=explicit)
+    for over in (made, made.abstract_mesh):
+        sharding = NamedSharding(over, PartitionSpec("b", None, unreduced={"a"}))
+        tree = {"layers": [{"kernel": sds((8, 4), sharding=sharding)}]}
+        with pytest.raises(osl.MismatchError, match="partial sums") as caught:
+            osl.plan_load(path, tree)
+        assert caught.value.tensor == "layers.0.kernel"
+
+
 def test_typed_keys_need_their_data(path):
     key = jax.eval_shape(lambda: jax.random.key(0))
     with pytest.raises(osl.ShapeMismatchError, match=r"expected: \(2,\) \(the abstract tree\)"):
