@@ -13,6 +13,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
+    MissingTensorError,
     ShapeMismatchError,
     UnexpectedTensorError,
 )
@@ -221,7 +222,12 @@ def planned_leaves(
 
 def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], list[Origin]]:
     names = [_tensor_name(catalog, want) for want in wants]
-    entries = catalog.entries(names)
+    try:
+        entries = catalog.entries(names)
+    except MissingTensorError as error:
+        if names == [""]:
+            error.hint = "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
+        raise
     return names, [Plain(entries[name]) for name in names]
 
 

@@ -196,6 +196,12 @@ def test_only_reads_what_the_patterns_name(path, tensors):
         osl.load(path, {"step": int}, only="step")
 
 
+@pytest.mark.parametrize("tree", ["layers.*", sds((8, 4))], ids=["pattern", "leaf"])
+def test_a_leaf_without_a_name(path, tree):
+    with pytest.raises(osl.MissingTensorError, match=r"or patterns by `only=`"):
+        osl.load(path, tree)
+
+
 def test_all_missing_names_are_reported_together(path):
     tree = {"layers.0.kernels": sds((8, 4)), "layers.0.bias": sds((4,)), "gone": sds(())}
     with pytest.raises(osl.MissingTensorError) as caught:
