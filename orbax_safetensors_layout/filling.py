@@ -114,6 +114,9 @@ class Filling:
         except SafetensorsLayoutError as error:
             error.tensor = error.tensor or leaf.name
             raise
+        except Exception as error:
+            error.add_note(f"In a function that makes leaf {leaf.name!r}, of osl.opaque.")
+            raise
         done = self._boxes.setdefault(number, {})
         done[box.number] = _cast(leaf, values)
         if len(done) < len(plan.composed):

@@ -257,6 +257,17 @@ def test_the_model_side(path, tensors):
     assert "layers.q" in mapping().explain(path, tree)
 
 
+def test_an_error_of_a_function_names_the_leaf(path):
+    def function(array):
+        raise ZeroDivisionError("by the user")
+
+    expr = osl.opaque(function, osl.tensor("model.norm.weight"), shape=(1,), dtype="float32")
+    rules = osl.Mapping([osl.rule("odd.leaf", expr)], strict=False)
+    with pytest.raises(ZeroDivisionError, match="by the user") as caught:
+        osl.load(path, mapping=rules)
+    assert caught.value.__notes__ == ["In a function that makes leaf 'odd.leaf', of osl.opaque."]
+
+
 def test_a_name_is_no_mapping(tmp_path, path):
     with pytest.raises(TypeError, match=r"mapping='llama:plain' is no osl.Mapping"):
         osl.load(path, mapping="llama:plain")
