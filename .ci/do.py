@@ -158,8 +158,11 @@ def prepare(task: Task) -> Path:
     print(f"installing {target} into {environment}", flush=True)
     constraints = ("--constraint", str(OLDEST)) if task.oldest else ()
     install(environment, *constraints, "--editable", target)
+    groups = pyproject()["dependency-groups"]
     if task.models:
-        install(environment, "--no-deps", *pyproject()["dependency-groups"]["models"])
+        install(environment, "--no-deps", *groups["models"])
+    if extra and extra == task.torch_extra:
+        install(environment, "--no-deps", *groups["tunix"])
     stamp.write_text(fingerprint(task))
     return python_in(environment)
 

@@ -166,9 +166,9 @@ class WriteOptions:
             several a process keep a save in balance.
         metadata: `__metadata__` strings of every file; `format` is `"pt"` unless given.
         dtype: Writes floating-point tensors in this dtype, rounded as numpy does.
-        memory_budget_bytes: Host bytes that a save may hold beyond its arrays. On devices with
-            memory of their own the blocking part of an asynchronous save then lasts until what is
-            left to write fits it; None copies everything to the host at once.
+        memory_budget_bytes: Host bytes that a save may hold beyond its arrays. The blocking part
+            of an asynchronous save then lasts until what is left to copy fits it, from devices with
+            memory of their own and of numpy arrays; None copies everything at once.
         concurrency: Writes in flight at once; None takes one a core, or two where files are
             flushed to the disk, at most eight.
         fsync: Flush every file to the disk before the save counts as done. Without it a crash of

@@ -80,12 +80,31 @@ class Recorded:
                 leaf = self._leaves.get(want.name) or self._leaves.get(want.unboxed or want.name)
                 if isinstance(leaf, ValueLeaf):
                     given[number], wants[number] = _as_wanted(leaf.value, want), None
-            elif not want.is_placed:
-                leaf = self._leaves.get(name)
-                placement = self._placement(leaf) if isinstance(leaf, TensorLeaf) else None
-                if placement is not None:
-                    wants[number] = want._replace(placement=placement)
+                continue
+            leaf = self._leaves.get(name)
+            if isinstance(leaf, TensorLeaf):
+                wants[number] = self._settled(want, leaf)
         return tree._replace(leaves=given, wants=wants)
+
+    def _settled(self, want: Want, leaf: TensorLeaf) -> Want:
+        """A wanted array as it was saved, where the caller leaves that open.
+
+        Raises:
+            DtypeMismatchError: Typed keys of another implementation are wanted.
+        """
+        if not want.is_placed:
+            want = want._replace(placement=self._placement(leaf) or want.placement)
+        if leaf.key_impl is None:
+            return want
+        if want.key_impl not in (None, leaf.key_impl):
+            raise DtypeMismatchError(
+                "typed PRNG keys of another implementation",
+                file=self._catalog.path,
+                tensor=want.name,
+                expected=f"{want.key_impl} (the abstract tree)",
+                found=leaf.key_impl,
+            )
+        return want._replace(key_impl=leaf.key_impl, dtype=None) if want.takes_keys else want
 
     def dtype(self, name: str) -> np.dtype | None:
         """The dtype of a tensor's values, where the file's is another."""
@@ -159,7 +178,7 @@ def _as_wanted(value: Any, want: Want) -> Any:
     if array.dtype.kind == "O" or (exact and result != array):
         raise _not_a(value, want, str(want.dtype))
     if want.placement is None:
-        return result
+        return result if want.scalar is None else result[()]
     return jax.make_array_from_callback((), sharding_of(want.placement), lambda _: result)
 
 

@@ -8,43 +8,32 @@ import functools
 import hashlib
 import os
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.digests import DIGESTS, dump_digests, parse_digests
-from orbax_safetensors_layout.format.headers import read_range
-from orbax_safetensors_layout.format.index import MAIN_INDEX
-from orbax_safetensors_layout.format.layout import index_bytes
+from orbax_safetensors_layout.checkpoint_folder import CheckpointFolder
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
-from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.rules import check_mapping
 from orbax_safetensors_layout.options import Progress, WriteOptions
-from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
+from orbax_safetensors_layout.plan.scatter import ScatterPlan
 from orbax_safetensors_layout.plan.shards import ProcessShards
-from orbax_safetensors_layout.plan.writes import (
-    PIECES_FOLDER,
-    WritePlan,
-    plan_mapped_writes,
-    plan_writes,
-)
+from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.publishing import publication_of, publish
 from orbax_safetensors_layout.saved_tree import SavedTree
-from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer._jax import DistributedStore
+from orbax_safetensors_layout.transfer.completion import Completion
 from orbax_safetensors_layout.transfer.coordination import Agreement, Group
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
 from orbax_safetensors_layout.transfer.gather import gather
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.scatter import scatter
-from orbax_safetensors_layout.transfer.write import FileSet, WritePool, WriteStats, write_parts
+from orbax_safetensors_layout.transfer.write import WritePool, WriteStats, write_parts
 from orbax_safetensors_layout.units import MIB
 
 PathLike = str | os.PathLike[str]
@@ -126,55 +115,8 @@ def plan_save(
     """
     options = options or WriteOptions()
     shards = ProcessShards(process_index, process_count)
-    parsed = _parse(abstract, mapping, options, shards)
-    return _plan(parsed, mapping, options, shards)[0]
-
-
-def _parse(
-    tree: Any,
-    mapping: LeafMapping | None,
-    options: WriteOptions,
-    shards: ProcessShards,
-    dtypes: Sequence[Any] | None = None,
-) -> SavedTree:
-    """The tree. Of a save through a mapping only the tensors get the dtype of the options."""
-    if mapping is not None:
-        check_mapping(mapping)
-        if any(dtype is not None for dtype in dtypes or ()):
-            raise ValueError(
-                "A save through a mapping has no dtypes of single leaves: leave out save_args, and"
-                " give WriteOptions.dtype, or a mapping that casts."
-            )
-        options = dataclasses.replace(options, dtype=None)
-    return SavedTree.parse(tree, options=options, shards=shards, dtypes=dtypes)
-
-
-def _plan(
-    tree: SavedTree, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
-) -> tuple[WritePlan, ScatterPlan | None]:
-    index, count = shards.process_index, shards.process_count
-    if mapping is None:
-        return (
-            plan_writes(tree.leaves, options=options, process_index=index, process_count=count),
-            None,
-        )
-    if options.layout != "hf":
-        raise ValueError("A save through a mapping has layout 'hf': leave out WriteOptions.layout.")
-    values = [name for name, leaf in leaf_names(tree.node) if isinstance(leaf, ValueLeaf)]
-    if values:
-        raise MappingError(
-            f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
-            hint="Save the parameters alone.",
-        )
-    scattered = plan_scatter(tree.leaves, mapping, options.dtype)
-    plan = plan_mapped_writes(
-        tree.leaves,
-        scattered.tensors,
-        options=options,
-        process_index=index,
-        process_count=count,
-    )
-    return plan, scattered
+    parsed = SavedTree.parse(abstract, options=options, shards=shards, mapping=mapping)
+    return parsed.plan(mapping, options, shards)[0]
 
 
 def save_group(name: str, options: WriteOptions, purpose: str = "save") -> Group:
@@ -248,9 +190,11 @@ class PreparedSave:
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         shards = ProcessShards()
-        parsed = _parse(tree, mapping, options, shards, dtypes)
+        parsed = SavedTree.parse(
+            tree, options=options, shards=shards, dtypes=dtypes, mapping=mapping
+        )
         parsed.check_concrete()
-        plan, scattered = _plan(parsed, mapping, options, shards)
+        plan, scattered = parsed.plan(mapping, options, shards)
         values = HostValues(parsed.values, plan.leaves)
         manifest: Manifest | None = None
         if custom is not None:  # checked, and copied, now: the caller may change it
@@ -308,139 +252,83 @@ class PreparedSave:
             StorageError: A write failed.
             PeerError: Another process failed.
         """
-        with progress_callback(self._options.progress) as progress:
-            stats = self._write(folder, group, storage, progress, documents or {})
+        options = self._options
+        with progress_callback(options.progress) as progress:
+            run = _Run(
+                CheckpointFolder(folder, storage, options),
+                group,
+                WritePool(
+                    options.writers, storage.interrupt, functools.partial(group.check, "saving")
+                ),
+                options.memory_budget_bytes or _BUDGET_BYTES,
+                progress,
+            )
+            stats = self._write(run, documents or {})
         _record(stats)
         return stats
 
-    def _write(
-        self,
-        folder: str,
-        group: Group,
-        storage: Storage,
-        progress: Callable[[Progress], None] | None,
-        documents: Mapping[str, bytes],
-    ) -> WriteStats:
-        options = self._options
-        files = FileSet(storage, folder, durable=options.fsync, digest=options.digests)
-        check = functools.partial(group.check, "saving")
-        pool = WritePool(self._options.writers, storage.interrupt, check)
-        step = functools.partial(_step, group, storage, pool)
-        stats = WriteStats()
-        agree = self._agreement() if self.plan.process_count > 1 else None
+    def _write(self, run: _Run, documents: Mapping[str, bytes]) -> WriteStats:
+        folder, group = run.folder, run.group
         save_id = uuid.uuid4().hex
         try:
-            with step("agreeing on what is saved", agree, save_id) as told:
-                # Where files appear one by one this comes first, and the index last; see
-                # `publishing.appearance_rank`.
+            with run.step("agreeing on what is saved", self._agreement(), save_id) as told:
                 if group.is_leader:
-                    manifest = self._manifest_file(save_id)
-                    self._write_documents(storage, folder, {**manifest, **documents})
-                    files.digests |= {name: zlib.crc32(data) for name, data in manifest.items()}
+                    folder.begin(self._manifest_bytes(save_id), documents)
             self.plan = self.plan.stamped(told[0])
-            with step(_WRITING):
-                stats += self._write_shards(folder, group, storage, files, pool, progress)
-            with step(_GATHERING):
-                stats += self._put_together(folder, group, storage, files, pool, progress)
-                if options.digests and not group.is_leader:
-                    storage.make_folder(join(folder, PIECES_FOLDER))
-                    own = {_own_digests(group.process_index): dump_digests(files.digests)}
-                    self._write_documents(storage, folder, own)
+            with run.step(_WRITING):
+                stats = self._write_shards(run)
+            with run.step(_GATHERING):
+                stats += self._put_together(run)
+                if not group.is_leader:
+                    folder.leave_digests(group.process_index)
         finally:
-            pool.stop()
-            files.abort()
+            run.pool.stop()
+            folder.files.abort()
             self._values.release()
-        with step("looking at what was written"):  # by all, before pieces are removed
-            storage.check_written(folder)
-        with step("completing the folder"):
+        with run.step("looking at what was written"):  # by all, before pieces are removed
+            folder.storage.check_written(folder.path)
+        with run.step("completing the folder"):
             if group.is_leader:
-                self._complete(folder, storage, files.digests)
+                folder.complete(self.plan)
         return stats
 
-    @property
-    def _budget_bytes(self) -> int:
-        return self._options.memory_budget_bytes or _BUDGET_BYTES
-
-    def _write_shards(
-        self,
-        folder: str,
-        group: Group,
-        storage: Storage,
-        files: FileSet,
-        pool: WritePool,
-        progress: Callable[[Progress], None] | None,
-    ) -> WriteStats:
+    def _write_shards(self, run: _Run) -> WriteStats:
         """Writes what comes from this process's own shards."""
-        if self.plan.pieces is not None:
-            storage.make_folder(os.path.dirname(join(folder, self.plan.pieces.name)))
+        if self.plan.pieces is not None and self.plan.pieces.is_temporary:
+            run.folder.make_pieces_folder()
         return write_parts(
             [*self.plan.writes()],
             self.plan.leaves,
             self._values,
-            files,
-            pool,
-            memory_budget_bytes=self._budget_bytes,
-            progress=progress,
-            check=functools.partial(group.check, _WRITING),
+            run.folder.files,
+            run.pool,
+            memory_budget_bytes=run.memory_budget_bytes,
+            progress=run.progress,
+            check=functools.partial(run.group.check, _WRITING),
         )
 
-    def _put_together(
-        self,
-        folder: str,
-        group: Group,
-        storage: Storage,
-        files: FileSet,
-        pool: WritePool,
-        progress: Callable[[Progress], None] | None,
-    ) -> WriteStats:
+    def _put_together(self, run: _Run) -> WriteStats:
         """Completes the files that need what other processes have written, or a mapping."""
-        pieces_storage, pieces_folder = self._pieces or (storage, folder)
-        if self._scattered is not None:
-            return scatter(
-                self.plan,
-                self._scattered.parts,
-                files,
-                pool,
-                self._values,
-                pieces_storage,
-                pieces_folder,
-                memory_budget_bytes=self._budget_bytes,
-                progress=progress,
-                check=functools.partial(group.check, _GATHERING),
-            )
-        if not self.plan.exchanges:
-            return WriteStats()
-        return gather(
+        storage, pieces_folder = self._pieces or (run.folder.storage, run.folder.path)
+        work = Completion(
             self.plan,
-            files,
-            pool,
-            pieces_storage,
+            run.folder.files,
+            run.pool,
+            storage,
             pieces_folder,
-            in_order=storage.appends,
-            memory_budget_bytes=self._budget_bytes,
-            progress=progress,
-            check=functools.partial(group.check, _GATHERING),
+            run.folder.storage.appends,
+            run.memory_budget_bytes,
+            run.progress,
+            check=functools.partial(run.group.check, _GATHERING),
         )
+        if self._scattered is not None:
+            return scatter(work, self._scattered.parts, self._values)
+        return gather(work) if self.plan.exchanges else WriteStats()
 
-    def _complete(self, folder: str, storage: Storage, digests: Mapping[str, int]) -> None:
-        """Writes what makes many files one checkpoint, and removes what was only needed before."""
-        documents = {}
-        if len(self.plan.files) > 1:
-            files = [(name, tensors) for name, _, tensors in self.plan.files]
-            documents[MAIN_INDEX] = index_bytes(files)
-        if self._options.digests:
-            found = {name: zlib.crc32(data) for name, data in documents.items()}
-            found |= {**digests, **self._others_digests(storage, folder)}
-            documents[DIGESTS] = dump_digests(found)
-        self._write_documents(storage, folder, documents)
-        own_pieces = self.plan.exchanges and self._pieces is None
-        if own_pieces or (self._options.digests and self.plan.process_count > 1):
-            storage.remove(join(folder, PIECES_FOLDER))
-        if self._options.fsync:
-            storage.flush_folder(folder)
-
-    def _agreement(self) -> Agreement:
+    def _agreement(self) -> Agreement | None:
         plan = self.plan
+        if plan.process_count == 1:
+            return None
         digest = hashlib.sha256(repr((plan.files, plan.stored)).encode())
         tensors = [leaf.tensor for leaf in plan.leaves]
         digest.update(repr(tensors).encode())
@@ -456,63 +344,50 @@ class PreparedSave:
             " it a sharding over all processes.",
         )
 
-    def _manifest_file(self, save_id: str) -> dict[str, bytes]:
+    def _manifest_bytes(self, save_id: str) -> bytes | None:
         manifest = self._manifest
         if manifest is None:
-            return {}
+            return None
         if manifest.pieces is not None:
             stored = self.plan.stamped(save_id).stored
             manifest = dataclasses.replace(manifest, pieces=stored)
-        return {MANIFEST: manifest.to_json()}
-
-    def _others_digests(self, storage: Storage, folder: str) -> dict[str, int]:
-        """What the other processes have left, each of its own files."""
-        found: dict[str, int] = {}
-        for process in range(1, self.plan.process_count):
-            file = join(folder, _own_digests(process))
-            data = read_range(storage, file, 0, storage.size(file))
-            found |= parse_digests(data, file=file)
-        return found
-
-    def _write_documents(
-        self, storage: Storage, folder: str, documents: Mapping[str, bytes]
-    ) -> None:
-        for name, data in documents.items():
-            file = storage.create(join(folder, name), len(data), durable=self._options.fsync)
-            try:
-                file.write_at(0, [memoryview(bytearray(data))])
-                file.finish()
-            except BaseException:
-                file.abort()
-                raise
+        return manifest.to_json()
 
 
-def _own_digests(process: int) -> str:
-    return f"{PIECES_FOLDER}/{DIGESTS}.{process}"
+class _Run(NamedTuple):
+    """What the steps of a save share.
 
-
-@contextlib.contextmanager
-def _step(
-    group: Group,
-    storage: Storage,
-    pool: WritePool,
-    doing: str,
-    agree: Agreement | None = None,
-    tell: str = "",
-) -> Iterator[list[str]]:
-    """A step of a save: all processes wait for each other after it, and fail together.
-
-    What the first process tells is in the list that the step yields, when it is over.
+    Attributes:
+        folder: What is written.
+        group: The processes.
+        pool: Threads that write.
+        memory_budget_bytes: Host bytes of values that are held at once.
+        progress: Told of what is done.
     """
-    error: BaseException | None = None
-    told: list[str] = []
-    try:
-        yield told
-    except BaseException as problem:
-        error = problem
-        storage.interrupt()
-        pool.stop()
-    told.append(group.meet(doing, error, agree=agree, tell=tell))
+
+    folder: CheckpointFolder
+    group: Group
+    pool: WritePool
+    memory_budget_bytes: int
+    progress: Callable[[Progress], None] | None
+
+    @contextlib.contextmanager
+    def step(
+        self, doing: str, agree: Agreement | None = None, tell: str = ""
+    ) -> Iterator[list[str]]:
+        """A step of all processes, that wait for each other after it and fail together.
+
+        What the first process tells is in the list that the step yields, when it is over.
+        """
+        error: BaseException | None = None
+        told: list[str] = []
+        try:
+            yield told
+        except BaseException as problem:
+            error = problem
+            self.folder.storage.interrupt()
+            self.pool.stop()
+        told.append(self.group.meet(doing, error, agree=agree, tell=tell))
 
 
 def _record(stats: WriteStats) -> None:

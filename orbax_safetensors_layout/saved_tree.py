@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from jax.sharding import Sharding
 
 from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.errors import (
+    MappingError,
     MismatchError,
     SafetensorsLayoutError,
     UnsupportedDtypeError,
@@ -25,14 +27,23 @@ from orbax_safetensors_layout.format.nodes import (
     TensorKind,
     TensorLeaf,
     ValueLeaf,
+    leaf_names,
 )
 from orbax_safetensors_layout.format.shardings import ShardingRecord
 from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.mapping.keys import dotted_name
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping.rules import check_mapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.placements import ShardingTable
+from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.shards import ProcessShards
-from orbax_safetensors_layout.plan.writes import LeafWrite
+from orbax_safetensors_layout.plan.writes import (
+    LeafWrite,
+    WritePlan,
+    plan_mapped_writes,
+    plan_writes,
+)
 from orbax_safetensors_layout.structure import describe
 
 _RESERVED = "__metadata__"
@@ -61,6 +72,7 @@ class SavedTree(NamedTuple):
         options: WriteOptions,
         shards: ProcessShards,
         dtypes: Sequence[Any] | None = None,
+        mapping: LeafMapping | None = None,
     ) -> SavedTree:
         """Reads a tree.
 
@@ -71,18 +83,68 @@ class SavedTree(NamedTuple):
             options: How to write.
             shards: The processes.
             dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
-                the options say; None for the usual.
+                the options say; None for the usual. Not with a mapping.
+            mapping: What the leaves are made of. The tensors that it takes get the dtype of the
+                options then, not the leaves.
 
         Raises:
             ValueError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that can not be saved, or two of one name; names all.
         """
+        if mapping is not None:
+            check_mapping(mapping)
+            if any(dtype is not None for dtype in dtypes or ()):
+                raise ValueError(
+                    "A save through a mapping has no dtypes of single leaves: leave out save_args,"
+                    " and give WriteOptions.dtype, or a mapping that casts."
+                )
+            options = dataclasses.replace(options, dtype=None)
         parser = _Parser(options, shards, dtypes)
         node = describe(tree, parser.leaf)
         parser.raise_problems()
         if isinstance(node, Container) and not node.children:
             raise ValueError("Found an empty tree; there is nothing to save.")
         return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
+
+    def plan(
+        self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
+    ) -> tuple[WritePlan, ScatterPlan | None]:
+        """What one process writes, and with a mapping what the files' tensors are made of.
+
+        Args:
+            mapping: What the leaves are made of; the files get the tensors that it takes.
+            options: How to write.
+            shards: The process.
+
+        Raises:
+            ValueError: The options say what only holds without a mapping.
+            MappingError: The mapping does not invert, or does not fit.
+        """
+        index, count = shards.process_index, shards.process_count
+        if mapping is None:
+            plan = plan_writes(
+                self.leaves, options=options, process_index=index, process_count=count
+            )
+            return plan, None
+        if options.layout != "hf":
+            raise ValueError(
+                "A save through a mapping has layout 'hf': leave out WriteOptions.layout."
+            )
+        values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
+        if values:
+            raise MappingError(
+                f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
+                hint="Save the parameters alone.",
+            )
+        scattered = plan_scatter(self.leaves, mapping, options.dtype)
+        plan = plan_mapped_writes(
+            self.leaves,
+            scattered.tensors,
+            options=options,
+            process_index=index,
+            process_count=count,
+        )
+        return plan, scattered
 
     def check_concrete(self) -> None:
         """Refuses abstract and deleted arrays: a plan can be made of them, but nothing written.
@@ -130,24 +192,31 @@ class _Parser:
 
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
         dtype = next(self._dtypes)
-        if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic):
-            return ValueLeaf(value)
         name = dotted_name(path)  # without flax boxes, which `describe` leaves out
-        if name in self._names or name == _RESERVED or not _is_text(name):
-            problem = "two leaves have one name"
-            if name == _RESERVED:
-                problem = "the name is reserved"
-            elif name not in self._names:
-                problem = "the name is no Unicode text"
-            self._problems.append(MismatchError(problem, tensor=name, expected="one name a leaf"))
-            return TensorLeaf(name)
+        is_value = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
+        flaw = self._flaw(name, is_value)
         self._names.add(name)
+        if flaw is not None:
+            self._problems.append(MismatchError(flaw, tensor=name, expected="one name a leaf"))
+            return TensorLeaf(name)
+        if is_value:
+            return ValueLeaf(value)
         try:
             return self._tensor(name, value, dtype)
         except SafetensorsLayoutError as problem:
             problem.tensor = name
             self._problems.append(problem)
             return TensorLeaf(name)
+
+    def _flaw(self, name: str, is_value: bool) -> str | None:
+        """Why a leaf can not have a name; that of a value stands in the manifest alone."""
+        if name in self._names:
+            return "two leaves have one name"
+        if is_value:
+            return None
+        if name == _RESERVED:
+            return "the name is reserved"
+        return None if _is_text(name) else "the name is no Unicode text"
 
     def raise_problems(self) -> None:
         """Raises one error for all problems."""

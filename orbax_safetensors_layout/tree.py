@@ -36,6 +36,8 @@ class Want(NamedTuple):
         is_placed: Whether the tree says where the array goes. Otherwise a sharding that was
             recorded with the tensor takes the place of `placement`.
         key_impl: Of an array of typed PRNG keys, whose data is read, the implementation's name.
+        takes_keys: Whether what was saved as typed keys comes back so, although the data is asked
+            for: Orbax's restore arguments describe keys by it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Want(NamedTuple):
     scalar: type[bool | int | float | str | np.generic] | None
     is_placed: bool = True
     key_impl: str | None = None
+    takes_keys: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,7 +138,8 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
 
 def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
     """Orbax's `RestoreArgs` and `ArrayRestoreArgs`, read by attribute."""
-    dtype = _dtype(name, args.dtype)
+    impl = prng.implementation(args) if prng.is_key(args) else None
+    dtype = None if impl is not None else _dtype(name, args.dtype)
     default = jax.Array if hasattr(args, "sharding") else None
     if (args.restore_type or default) is not jax.Array:
         scalar = args.restore_type if args.restore_type in _SCALARS else None
@@ -149,7 +153,7 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
     shape = None if shape is None else tuple(shape)
     is_placed = placement is not None
     placement = placement or replicated_everywhere()
-    return Want(name, unboxed, shape, dtype, placement, None, is_placed)
+    return Want(name, unboxed, shape, dtype, placement, None, is_placed, impl, takes_keys=True)
 
 
 def _placement(leaf: Any) -> Placement | None:

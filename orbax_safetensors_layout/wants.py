@@ -13,6 +13,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
+    MissingTensorError,
     ShapeMismatchError,
     UnexpectedTensorError,
 )
@@ -33,7 +34,7 @@ from orbax_safetensors_layout.transfer.assemble import jax_holds
 from orbax_safetensors_layout.transfer.casting import Subject, check_castable
 from orbax_safetensors_layout.tree import Want, WantedTree
 
-_MAX_RANK = 64  # numpy's
+_MAX_RANK = 64  # numpy's, which is asked itself about larger ones
 
 
 class Fidelity(enum.Enum):
@@ -101,10 +102,11 @@ def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[Leaf
     """Whole tensors on the host."""
     entries = catalog.all_entries() if only is None else catalog.entries(catalog.select(only))
     for entry in entries.values():
-        if len(entry.shape) > _MAX_RANK:
-            problem = _rank_error(len(entry.shape))
+        try:
+            _check_holdable(entry.shape, entry.dtype.numpy)
+        except ShapeMismatchError as problem:
             problem.file, problem.tensor = entry.file, entry.name
-            raise problem
+            raise
     leaves = [
         LeafRead.plain(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
         for name, entry in entries.items()
@@ -220,7 +222,12 @@ def planned_leaves(
 
 def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], list[Origin]]:
     names = [_tensor_name(catalog, want) for want in wants]
-    entries = catalog.entries(names)
+    try:
+        entries = catalog.entries(names)
+    except MissingTensorError as error:
+        if names == [""]:
+            error.hint = "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
+        raise
     return names, [Plain(entries[name]) for name in names]
 
 
@@ -250,8 +257,7 @@ def _check_shape(want: Want, origin: Origin) -> None:
             expected=f"{want.shape} (the abstract tree)",
             found=f"{shape} (the file)",
         )
-    if len(shape) > _MAX_RANK:
-        raise _rank_error(len(shape))
+    _check_holdable(shape, origin.dtype)
 
 
 def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
@@ -280,12 +286,19 @@ def _check_placeable(want: Want, devices: bool) -> None:
         )
 
 
-def _rank_error(rank: int) -> ShapeMismatchError:
-    return ShapeMismatchError(
-        "numpy can not hold the tensor",
-        expected=f"at most {_MAX_RANK} dimensions",
-        found=f"{rank} dimensions",
-    )
+def _check_holdable(shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Checks that numpy has arrays of a shape: an empty one may have extents of any size."""
+    if len(shape) <= _MAX_RANK and 0 not in shape:
+        return
+    try:
+        np.empty(shape, dtype)
+    except (ValueError, OverflowError) as error:
+        raise ShapeMismatchError(
+            "numpy can not hold the tensor",
+            expected=f"at most {_MAX_RANK} dimensions, whose extents but zeros have a product of"
+            " less than 2**63 bytes",
+            found=f"{len(shape)} dimensions, the largest {max(shape)}",
+        ) from error
 
 
 def _local_boxes(want: Want, shape: tuple[int, ...], shards: ProcessShards) -> LocalBoxes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class MemoryStore:
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str) -> None:
+        key.encode()  # the real one takes text alone
         with self._changed:
             assert key not in self.values, "ALREADY_EXISTS"
             self.values[key] = value
@@ -492,7 +494,7 @@ def test_names_are_part_of_keys_whatever_they_hold(store):
     def run(name):
         return together(store, 2, lambda group: [group.meet(str(i)) for i in range(4)], name=name)
 
-    names = ["/a", "/a/b", "/a/b/c", "/ü ü", "1/a", "/"]
+    names = ["/a", "/a/b", "/a/b/c", "/a|b", "/ü ü", "1/a", "/", os.fsdecode(b"/\xff")]
     with ThreadPoolExecutor(len(names)) as pool:
         for found in pool.map(run, names):
             assert found == [[""] * 4] * 2

@@ -31,8 +31,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "mapping",
         "plan",
         "transfer",
-        "load save publishing tree saved_tree structure placements recorded prng wants"
-        " origins filling leaf_values sharing",
+        "load save publishing checkpoint_folder tree saved_tree structure placements recorded prng"
+        " wants origins filling leaf_values sharing",
         "conversion consolidate inspection forecast forecast_tree comparison report soundness"
         " verify",
         "adapters",

@@ -116,6 +116,19 @@ def test_more_dimensions_than_numpy_has(tmp_path):
         assert caught.value.tensor == "deep"
 
 
+@pytest.mark.parametrize("shape", [(2**63, 0), (0, 2**64 - 1), (2**40, 0, 2**40)])
+def test_empty_tensors_larger_than_numpy_has(tmp_path, shape):
+    tensors = {"none": ("F32", shape, b""), "one": ("U8", (), b"\7")}
+    path = write(tmp_path / "t.safetensors", tensors)
+    assert osl.metadata(path)["none"].shape == shape
+    leaf = jax.ShapeDtypeStruct(shape, np.float32)
+    for tree in (None, {"none": osl.metadata(path)["none"]}, {"none": leaf}):
+        with pytest.raises(osl.ShapeMismatchError, match=f"the largest {max(shape)}") as caught:
+            osl.load(path, tree)
+        assert caught.value.tensor == "none"
+    assert osl.load(path, only="one")["one"] == 7
+
+
 def test_empty_tensors(tmp_path):
     path = write(
         tmp_path / "t.safetensors", {"none": ("F32", (0, 8), b""), "one": ("U8", (), b"\7")}

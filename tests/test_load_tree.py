@@ -196,6 +196,12 @@ def test_only_reads_what_the_patterns_name(path, tensors):
         osl.load(path, {"step": int}, only="step")
 
 
+@pytest.mark.parametrize("tree", ["layers.*", sds((8, 4))], ids=["pattern", "leaf"])
+def test_a_leaf_without_a_name(path, tree):
+    with pytest.raises(osl.MissingTensorError, match=r"or patterns by `only=`"):
+        osl.load(path, tree)
+
+
 def test_all_missing_names_are_reported_together(path):
     tree = {"layers.0.kernels": sds((8, 4)), "layers.0.bias": sds((4,)), "gone": sds(())}
     with pytest.raises(osl.MissingTensorError) as caught:
@@ -261,6 +267,17 @@ def test_a_leaf_that_says_nothing_is_refused(path):
 def test_a_tensor_is_no_string(path):
     with pytest.raises(osl.DtypeMismatchError, match="the value is no str"):
         osl.load(path, {"step": "a string"})
+
+
+def test_partial_sums_are_not_loaded(path):
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    made = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=explicit)
+    for over in (made, made.abstract_mesh):
+        sharding = NamedSharding(over, PartitionSpec("b", None, unreduced={"a"}))
+        tree = {"layers": [{"kernel": sds((8, 4), sharding=sharding)}]}
+        with pytest.raises(osl.MismatchError, match="partial sums") as caught:
+            osl.plan_load(path, tree)
+        assert caught.value.tensor == "layers.0.kernel"
 
 
 def test_typed_keys_need_their_data(path):

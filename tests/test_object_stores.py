@@ -187,6 +187,18 @@ def test_consolidating_in_place(place, tmp_path):
     assert files_of(place) == local_files(tmp_path / "local")
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_belongs_to_no_checkpoint_stays(place, overwrite):
+    if overwrite:
+        osl.save(place.url, {"a": np.arange(2)})
+    for name in ("config.json", "pieces/mine.txt", "original/params.safetensors"):
+        place.put(name, b"mine")
+    osl.save(place.url, {"a": np.arange(3)}, overwrite=overwrite)
+    for name in ("config.json", "pieces/mine.txt", "original/params.safetensors"):
+        assert place.get(name) == b"mine"
+    assert_same_bits(osl.load(place.url)["a"], np.arange(3))
+
+
 def test_what_stands_there_is_not_replaced_unasked(place):
     osl.save(place.url, {"a": np.arange(3)})
     before = files_of(place)

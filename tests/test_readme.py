@@ -30,6 +30,14 @@ CONFIG = {
     "num_key_value_heads": 2,
 }
 
+TENSORS = llama_like(hidden=512)
+# What a reader's Llama has besides.
+for layer in ("model.layers.0.", "model.layers.1."):
+    TENSORS[layer + "self_attn.v_proj.weight"] = TENSORS[layer + "self_attn.k_proj.weight"]
+    TENSORS[layer + "mlp.gate_proj.weight"] = TENSORS[layer + "mlp.up_proj.weight"]
+    TENSORS[layer + "post_attention_layernorm.weight"] = TENSORS["model.norm.weight"]
+TENSORS["lm_head.weight"] = TENSORS["model.embed_tokens.weight"]
+
 
 def script(text: str) -> str:
     """The Python blocks alone, each line at its number in the page, so that tracebacks fit."""
@@ -48,7 +56,7 @@ def script(text: str) -> str:
 def result(tmp_path_factory) -> subprocess.CompletedProcess[str]:
     """One program: the README's code, and after it that of each page."""
     folder = tmp_path_factory.mktemp("readme")
-    save(folder / "llama", llama_like(hidden=512), files=3)
+    save(folder / "llama", TENSORS, files=3)
     (folder / "llama" / "config.json").write_text(json.dumps(CONFIG))
     for page, text in TEXTS.items():
         (folder / f"{page.stem}.py").write_text(script(text), encoding="utf-8")
@@ -71,7 +79,7 @@ def test_the_python_blocks_run(result):
 
 
 def test_what_they_print(result):
-    total = sum(tensor.nbytes for tensor in llama_like(hidden=512).values())
+    total = sum(tensor.nbytes for tensor in TENSORS.values())
     assert re.search(r"^model\.norm\.weight +\[512\] +BF16 +1,024 +1,024$", result.stdout, re.M)
     assert f"{total:,} bytes" in result.stdout.splitlines()
     assert "Tensor 'model.nrom.weight' not found" in result.stdout

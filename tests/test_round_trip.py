@@ -1,6 +1,7 @@
 """Saved trees come back: with an abstract tree and without, on the same devices and on others."""
 
 import dataclasses
+import tempfile
 
 import flax.linen as nn
 import flax.nnx as nnx
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits, random_tensor
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from random_trees import trees
 from states import everything, mesh, place, same, train_state
 
 import orbax_safetensors_layout as osl
@@ -124,11 +126,44 @@ def test_values_become_what_is_wanted(tmp_path):
         osl.load(tmp_path, {"step": jax.ShapeDtypeStruct((2,), jnp.int32)})
 
 
+def test_a_number_becomes_a_numpy_scalar(tmp_path):
+    osl.save(tmp_path, {"step": 7, "rate": 0.5})
+    wanted = {"step": np.int64(0), "rate": np.float32(0)}
+    same(osl.load(tmp_path, wanted), {"step": np.int64(7), "rate": np.float32(0.5)})
+
+
+def test_keys_of_another_implementation_are_an_error(tmp_path):
+    """Their data may have the same shape, and would make other numbers."""
+    osl.save(tmp_path, {"key": jax.random.key(0, impl="rbg")})
+    with pytest.raises(osl.DtypeMismatchError, match=r"'key', expected: unsafe_rbg .* found: rbg"):
+        osl.load(tmp_path, {"key": jax.random.key(0, impl="unsafe_rbg")})
+
+
 def test_a_manifest_of_other_tensors_is_an_error(tmp_path):
     osl.save(tmp_path, {"a": np.arange(3)})
     safetensors.numpy.save_file({"b": np.arange(3)}, tmp_path / "model.safetensors")
     with pytest.raises(osl.MissingTensorError, match=r"'a' not found"):
         osl.load(tmp_path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(trees(), st.sampled_from(LAYOUTS), st.sampled_from([1, 100, 5 * 10**9]))
+def test_every_tree_comes_back_bit_by_bit(case, layout, max_file_bytes):
+    """With an abstract tree and without; NaN payloads and -0.0 too, of every dtype."""
+    tree, expected = case
+    options = osl.WriteOptions(layout=layout, max_file_bytes=max_file_bytes, fsync=False)
+    native = jax.tree.map(_native, tree)
+    with tempfile.TemporaryDirectory() as folder:
+        osl.save(folder, tree, options=options)
+        for found in (osl.load(folder), osl.load(folder, native)):
+            same(found, native)
+        assert osl.load(folder, only="*").keys() == expected.keys()
+
+
+def _native(leaf):
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.astype(leaf.dtype.newbyteorder("="))
+    return leaf
 
 
 SPECS = [

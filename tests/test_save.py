@@ -23,7 +23,8 @@ import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, random_tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
+from random_trees import mesh_of, place, random_bits, trees
 from saved_files import assert_saved, header, raw_file, raw_tensors
 from saving import run_alone
 
@@ -42,102 +43,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 F4 = np.dtype(ml_dtypes.float4_e2m1fn)
 MANIFEST = "orbax_safetensors_layout.json"
 
-PLAIN_DTYPES = [
-    *map(np.dtype, ["bool", "u1", "u2", "u4", "i1", "i2", "i4", "f2", "f4", "c8"]),
-    *map(np.dtype, [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]),
-    *map(np.dtype, [ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz]),
-    *map(np.dtype, [ml_dtypes.float8_e8m0fnu, ml_dtypes.int4, ml_dtypes.uint4, F4]),
-]
-HOST_DTYPES = [
-    *PLAIN_DTYPES,
-    *map(np.dtype, ["f8", "i8", "u8", ">f4", ">i2", ">f8", ">c8"]),
-    *map(np.dtype, [ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn]),
-]
-BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
-MESHES = [
-    ({"a": 8}, 0),
-    ({"a": 4, "b": 2}, 0),
-    ({"a": 2, "b": 2, "c": 2}, 0),
-    ({"a": 2, "b": 2}, 3),
-]
-
 
 def quick(**options) -> osl.WriteOptions:
     return osl.WriteOptions(**{"fsync": False, **options})
-
-
-def mesh_of(axes: dict[str, int], first: int = 0) -> Mesh:
-    """A mesh of the devices from `first` on: not always all of them."""
-    count = math.prod(axes.values())
-    devices = np.array(jax.devices()[first : first + count])
-    return Mesh(devices.reshape(list(axes.values())), tuple(axes))
-
-
-def random_bits(shape, dtype, seed=0):
-    """Every value that the dtype has, NaN payloads and -0.0 among them."""
-    dtype = np.dtype(dtype)
-    bits = BITS.get(dtype.name)
-    if bits is None:
-        return random_tensor(shape, dtype, seed)
-    raw = np.asarray(random_tensor(shape, np.dtype("u1"), seed) & (1 << bits) - 1)
-    return raw.view(dtype)
-
-
-def place(value, mesh, spec):
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
-@st.composite
-def specs(draw, axes, rank):
-    names = draw(st.permutations(list(axes)))
-    parts = [() for _ in range(rank)]
-    for name in names[: draw(st.integers(0, len(names)))] if rank else ():
-        axis = draw(st.integers(0, rank - 1))
-        parts[axis] = (*parts[axis], name)
-    return P(*[part or None for part in parts])
-
-
-@st.composite
-def sharded_leaves(draw, seed):
-    axes, first = draw(st.sampled_from(MESHES))
-    rank = draw(st.integers(0, 4))
-    spec = draw(specs(axes, rank))
-    ways = [math.prod(axes[n] for n in (part or ())) for part in spec]
-    shape = tuple(w * draw(st.integers(0 if w == 1 else 1, 5)) for w in ways)
-    value = random_bits(shape, draw(st.sampled_from(PLAIN_DTYPES)), seed)
-    return value, place(value, mesh_of(axes, first), spec)
-
-
-@st.composite
-def host_leaves(draw, seed):
-    shape = draw(st.lists(st.integers(0, 5), max_size=3))
-    value = random_bits(tuple(shape), draw(st.sampled_from(HOST_DTYPES)), seed)
-    kind = draw(st.sampled_from(["as is", "fortran", "read-only", "reversed", "scalar"]))
-    if kind == "fortran":
-        value = np.asfortranarray(value)
-    elif kind == "read-only":
-        value.flags.writeable = False
-    elif kind == "reversed" and value.ndim:
-        value = value[..., ::-1]
-    elif kind == "scalar" and not value.ndim:
-        return value, value[()]
-    return value, value
-
-
-@st.composite
-def trees(draw):
-    """What is saved, and the tensors that must arrive."""
-    expected: dict[str, np.ndarray] = {}
-    tree: dict[str, object] = {}
-    for number in range(draw(st.integers(1, 6))):
-        value, leaf = draw(st.one_of(sharded_leaves(number), host_leaves(number)))
-        name = draw(st.sampled_from([f"t{number}", f"ü {number}", f"nest.t{number}"]))
-        expected[name] = value
-        folder, _, last = name.rpartition(".")
-        into = tree.setdefault(folder, {}) if folder else tree
-        into[last] = leaf
-    return tree, expected
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -670,6 +578,13 @@ def test_names_that_two_leaves_have(tmp_path):
     assert "'a.b'" in str(error)
     assert "'a.c'" in str(error)
     assert "'d'" not in str(error)
+    assert "two leaves have one name" in str(error)
+
+
+@pytest.mark.parametrize("tree", [{"a": {"b": 1}, "a.b": VALUE}, {"a": {"b": 1}, "a.b": 2}])
+def test_a_number_and_another_leaf_of_one_name(tmp_path, tree):
+    """With an abstract tree both would come back as one of them."""
+    error = refused(tmp_path / "x", tree, osl.MismatchError)
     assert "two leaves have one name" in str(error)
 
 
@@ -1259,3 +1174,36 @@ def test_the_peak_memory_of_a_save(tmp_path, kind):
     # glibc would keep freed megabytes, for each thread that allocated them.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
     assert int(run_alone(PEAK, tmp_path, kind, environment=environment)) < 64 * 1024
+
+
+CONSOLIDATION_PEAK = """
+import sys
+import numpy as np
+import orbax_safetensors_layout as osl
+folder = sys.argv[1]
+
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
+
+
+def save(name, rows):
+    options = osl.WriteOptions(layout="sharded", fsync=False)
+    osl.save(f"{folder}/{name}", {"a": np.ones((rows, 8192), np.float32)}, options=options)
+
+
+save("warm", 64)
+osl.consolidate(folder + "/warm")
+save("x", 8192)
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+osl.consolidate(folder + "/x", options=osl.WriteOptions(memory_budget_bytes=32 << 20, fsync=False))
+print(peak() - before)
+"""
+
+
+def test_the_peak_memory_of_a_consolidation(tmp_path):
+    """256 MB, and no more than 64 MB and the memory budget."""
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    grown = run_alone(CONSOLIDATION_PEAK, tmp_path, environment=environment)
+    assert int(grown) < (64 + 32) * 1024

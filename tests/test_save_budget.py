@@ -19,7 +19,7 @@ import pytest
 from checkpoints import assert_same_bits, random_tensor
 from jax.sharding import PartitionSpec as P
 from saved_files import assert_saved
-from saving import full_disk, opened
+from saving import full_disk, opened, run_alone
 from states import place
 
 import orbax_safetensors_layout as osl
@@ -172,6 +172,55 @@ def test_a_full_disk_ends_the_blocking_part(tmp_path, route):
 
     with full_disk(8192), pytest.raises(osl.StorageError, match=r"model-.*\.safetensors"):
         fail()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("budget", [256, 100_000, None])
+def test_numpy_arrays_may_be_overwritten(tmp_path, route, budget):
+    """Views of them would show what comes after the save."""
+    begin = route(tmp_path, small_steps(budget))
+    values = {name: VALUES + number for number, name in enumerate(NAMES)}
+    values["turned"] = np.arange(120_000.0).reshape(300, 400).T  # larger than a slab
+    item = {name: value.copy(order="K") for name, value in values.items()}
+    finish = begin(0, item)
+    for array in item.values():
+        array[...] = -1
+    finish()
+    found = opened(tmp_path / "0" / "state")
+    for name, value in values.items():
+        assert_same_bits(found[name], value)
+
+
+NUMPY_PEAK = """
+import sys
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax_safetensors_layout as osl
+
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
+
+
+write = osl.WriteOptions(memory_budget_bytes=32 << 20, fsync=False)
+registry = osl.handler_registry("default", write=write)
+with ocp.CheckpointManager(sys.argv[1], handler_registry=registry) as manager:
+    manager.save(0, args=ocp.args.StandardSave({"a": np.ones(10)}))
+    manager.wait_until_finished()
+    tree = {str(number): np.ones((8, 1 << 20)) for number in range(4)}
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak()
+    manager.save(1, args=ocp.args.StandardSave(tree))
+    manager.wait_until_finished()
+    print(peak() - before)
+"""
+
+
+def test_copies_of_numpy_arrays_are_within_the_budget(tmp_path):
+    """256 MB, and no more than 64 MB and the budget beyond them."""
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    grown = run_alone(NUMPY_PEAK, tmp_path, environment=environment)
+    assert int(grown) < (64 + 32) * 1024
 
 
 def test_the_budget_of_orbaxs_context(tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import jax
 import numpy as np
@@ -299,6 +301,47 @@ def test_steps_of_others_and_ours_side_by_side(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         restored = manager.restore(0, args=ocp.args.StandardRestore(state()))
         assert_same_bits(restored["w"], VALUES)
+    told = pytest.raises(osl.CheckpointNotFoundError, match=r"Orbax saved it.*osl\.convert")
+    with manager_of(tmp_path) as manager, told:
+        manager.restore(0)
+    with pytest.raises(osl.CheckpointNotFoundError, match="give the folder of an item"):
+        osl.load(tmp_path / "1")
+    same(osl.load(tmp_path / "1" / "default"), state(1))
+
+
+def test_a_save_that_was_given_up_does_not_mix_with_the_next(tmp_path, is_async):
+    """One item of a step can not be saved; the thread of the other goes on for a while."""
+    gate = Gate()
+    threading.Timer(0.5, gate.open).start()
+    first = osl.WriteOptions(max_file_bytes=1, concurrency=1, progress=gate.options.progress)
+
+    def let_the_first_go_on(_):
+        gate.open()
+        for thread in threading.enumerate():
+            if thread in at_work:
+                thread.join(30)
+
+    with manager_of(tmp_path, "a", "b", enable_async_checkpointing=is_async) as manager:
+
+        def save(value, other, write):
+            args = {"a": {name: np.full(1000, value) for name in "xyz"[: 4 - value]}, "b": other}
+            with osl.using(write=write):
+                items = {name: ocp.args.StandardSave(item) for name, item in args.items()}
+                manager.save(5, args=ocp.args.Composite(**items))
+
+        before = {*threading.enumerate()}
+        with pytest.raises(osl.UnsupportedDtypeError):
+            save(1, {"bad": object()}, first)
+        assert gate.reached.wait(30)
+        at_work = {t for t in threading.enumerate() if t.name == "safetensors_save"} - before
+        save(2, {"good": 1}, dataclasses.replace(first, progress=let_the_first_go_on))
+        manager.wait_until_finished()
+        restored = manager.restore(5)
+    assert restored["b"] == {"good": 1}
+    assert [*restored["a"]] == ["x", "y"]
+    assert all((value == 2).all() for value in restored["a"].values())
+    files = {path.name for path in (tmp_path / "5" / "a").glob("*.safetensors")}
+    assert files == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 
 
 def test_the_last_reference_to_what_is_saved_may_go(tmp_path):

@@ -120,6 +120,37 @@ def main(root, api, guilty):
 )
 
 
+REFUSE = (
+    PRELUDE
+    + """
+def main(root, api, guilty):
+    manager = v0(root) if api == "v0" else None
+
+    def save(number, tree):
+        if api == "v0":
+            manager.save(number, args=args_of(tree))
+            manager.wait_until_finished()
+        else:
+            with osl.context("state"):
+                ocp.save_async(f"{root}/{number}", tree).result()
+
+    save(0, tree_of(0))
+    tree = tree_of(1)
+    if jax.process_index() == guilty:
+        tree["bad"] = np.array(["text"])
+    begin = time.monotonic()
+    try:
+        save(1, tree)
+        error = None
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    seconds = time.monotonic() - begin
+    save(2, tree_of(2))
+    steps = sorted(int(name) for name in os.listdir(root) if name.isdigit())
+    return {"error": error, "seconds": seconds, "steps": steps}
+"""
+)
+
 BUDGET = (
     PRELUDE
     + """
@@ -190,6 +221,21 @@ def test_all_processes_fail_at_once_and_with_the_first_cause(tmp_path, api, guil
         assert one["seconds"] < 60
         assert one["steps"] == [0]
     assert opened(tmp_path / "2" / "state").keys() == {f"params.{name}" for name in TENSORS}
+
+
+@pytest.mark.parametrize("api", ["v0", "v1"])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_what_one_process_can_not_save_is_an_error_of_all(tmp_path, api, guilty):
+    """Before Orbax lets them wait for each other, some in another place than others."""
+    found = run_processes(
+        REFUSE, processes=2, devices=2, root=str(tmp_path), api=api, guilty=guilty
+    )
+    assert found[guilty]["error"].startswith("UnsupportedDtypeError")
+    assert found[1 - guilty]["error"].startswith("PeerError")
+    for one in found:
+        assert "'bad'" in one["error"]
+        assert one["seconds"] < 60
+        assert one["steps"] == [0, 2]
 
 
 @pytest.mark.parametrize("api", ["v0", "v1", "training"])

@@ -60,6 +60,31 @@ def test_a_train_state(tmp_path, checkpointer, restore):
     same(checkpointer.restore(tmp_path / "step", args=args), state)
 
 
+@pytest.mark.parametrize("described", ["concrete", "abstract"])
+def test_restore_args_of_a_tree_with_typed_keys(tmp_path, checkpointer, described):
+    """Orbax describes concrete keys by their data, abstract ones by their own dtype."""
+    tree = {
+        "step": place(np.float32(1), P()),
+        "key": jax.random.key(3, impl="rbg"),
+        "keys": place(jax.random.split(jax.random.key(1), 8), P("x")),
+    }
+    checkpointer.save(tmp_path / "step", args=ocp.args.StandardSave(tree))
+    finish(checkpointer)
+    item = tree
+    if described == "abstract":
+        item = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+        )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    for args in (
+        ocp.args.PyTreeRestore(item, restore_args=restore_args),
+        ocp.args.PyTreeRestore(restore_args=restore_args),
+        ocp.args.PyTreeRestore(restore_args=jax.tree.map(lambda _: ocp.ArrayRestoreArgs(), item)),
+        ocp.args.StandardRestore(item, support_layout=True),
+    ):
+        same(checkpointer.restore(tmp_path / "step", args=args), tree)
+
+
 def test_safetensors_reads_what_was_saved(tmp_path, checkpointer):
     tree = {"a": {"b": place(VALUES, P("x", "y"))}, "c": np.arange(3)}
     checkpointer.save(tmp_path / "step", tree)  # positional, as before there were args

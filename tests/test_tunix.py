@@ -1,7 +1,7 @@
 """Ready mappings into the models of Tunix itself, where it is installed: torch's logits.
 
-`pip install --no-deps google-tunix==0.1.7 jaxtyping wadler-lindig einops python-dotenv`: what else
-it requires is for training, and so is what the package imports by itself: it is left out.
+`.ci/do.py` installs it beside torch. What else it requires is for training, and so is what the
+package imports by itself: it is left out.
 """
 
 from __future__ import annotations

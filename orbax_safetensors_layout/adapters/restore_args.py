@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
+from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.adapters.v0_metadata import HostArrayMetadata
 from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.keys import dotted_name
@@ -119,8 +120,11 @@ def _merge(leaf: Any, args: Any) -> Any:
     dtype = args.dtype
     sharding = _sharding(args)
     if _is_array_like(leaf):
-        shape = leaf.shape if shape is None else shape
-        dtype = leaf.dtype if dtype is None else dtype
+        if prng.is_key(leaf):  # Orbax's arguments describe their data, and ask for no other dtype
+            shape, dtype = None, leaf.dtype
+        else:
+            shape = leaf.shape if shape is None else shape
+            dtype = leaf.dtype if dtype is None else dtype
         sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
     if isinstance(kind, type) and issubclass(kind, jax.Array):
         return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape)
@@ -151,4 +155,4 @@ def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
 
 
 def _format(array: Any) -> Any:
-    return array.format
+    return array.sharding if prng.is_key(array) else array.format

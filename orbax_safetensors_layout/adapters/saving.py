@@ -5,11 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from orbax_safetensors_layout.adapters import _orbax
 from orbax_safetensors_layout.adapters.background import in_callers_context
+from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.save import PreparedSave, save_group
@@ -26,6 +29,22 @@ _HINT = (
 _ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _HINT}]}}}
 _DOCUMENTS = {_orbax.ITEM_METADATA: json.dumps(_ITEM_METADATA).encode() + b"\n"}
 _POLL_SECONDS = 0.05
+
+
+class _Turn:
+    """Whose turn it is to write to a folder: one save's at a time, and the newest's.
+
+    Where another item of a step can not be saved, Orbax gives the step up and lets our thread run.
+    When the step is saved again, into a folder of the same name, that must not mix in.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.newest = 0
+
+
+_turns: weakref.WeakValueDictionary[str, _Turn] = weakref.WeakValueDictionary()
+_turns_lock = threading.Lock()
 
 
 class ItemSave:
@@ -45,6 +64,7 @@ class ItemSave:
     Raises:
         ValueError: The tree is an empty container.
         SafetensorsLayoutError: Leaves that can not be saved.
+        PeerError: Another process can not save.
     """
 
     def __init__(
@@ -59,6 +79,10 @@ class ItemSave:
     ) -> None:
         self._retries = options.retries
         self._group = save_group(os.fspath(folder), options)
+        with _turns_lock:
+            self._turn = _turns.setdefault(os.fspath(folder), _Turn())
+        with self._turn.lock:
+            self._turn.newest = self._group.number
         try:
             self._prepared = PreparedSave.of(
                 tree, options, mapping=mapping, custom=custom, dtypes=dtypes
@@ -67,6 +91,8 @@ class ItemSave:
         except BaseException as error:
             self._group.fail(error)
             raise
+        # Where one process raises, all must: Orbax has them wait for each other when this returns.
+        self._group.meet("planning the save")
         self.write: Callable[[_PathLike], None] = in_callers_context(self._write)
 
     @property
@@ -89,5 +115,7 @@ class ItemSave:
 
     def _write(self, folder: _PathLike) -> None:
         storage, target = open_storage(folder, retries=self._retries)
-        with storage, self._group:
+        with self._turn.lock, storage, self._group:
+            if self._turn.newest != self._group.number:
+                raise StorageError("a later save to this folder has begun", file=target)
             self._prepared.write(target, group=self._group, storage=storage, documents=_DOCUMENTS)

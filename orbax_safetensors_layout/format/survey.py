@@ -36,6 +36,11 @@ from orbax_safetensors_layout.storage.resolve import open_storage
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
+_ORBAX_HINTS = {
+    "_METADATA": "Orbax saved it in its own format: restore it with Orbax's own handlers, for"
+    " instance a manager without `handler_registry`, or make safetensors of it with `osl.convert`.",
+    "_CHECKPOINT_METADATA": "It is a step that Orbax saved: give the folder of an item in it.",
+}
 
 
 def is_safetensors_checkpoint(
@@ -136,7 +141,7 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
             file=path,
             expected=f"'{SUFFIX}' files directly in it",
             found=listed(names),
-            hint=_hint(path),
+            hint=next((hint for name, hint in _ORBAX_HINTS.items() if name in names), _hint(path)),
         )
     raise CheckpointNotFoundError(
         f"the path does not exist, or is a folder that does not contain any '{SUFFIX}' files",

@@ -161,6 +161,7 @@ class ProcessShards:
         self, sharding: Sharding, shape: tuple[int, ...], *, everyone: bool
     ) -> dict[Box, set[int]]:
         try:
+            _check_reduced(sharding)
             if is_abstract(sharding):
                 return self._abstract_owners(sharding, shape, everyone)
             if self._is_here:
@@ -200,6 +201,12 @@ class ProcessShards:
         mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
         process = np.arange(mesh.devices) // mesh.devices_per_process
         return mesh.cells(spec_of(sharding), shape), process
+
+
+def _check_reduced(sharding: Sharding) -> None:
+    """Refuses shardings of partial sums: a shard of one is no part of the array."""
+    if isinstance(sharding, NamedSharding) and getattr(sharding.spec, "unreduced", None):
+        raise ValueError("its devices would hold partial sums, of axes that are unreduced")
 
 
 def _axis_names(part: Any) -> tuple[str, ...]:

@@ -28,8 +28,10 @@ from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.owners import HeldBoxes, PieceWriters, StoredTile, file_owners
 
-PIECES_FOLDER = "pieces"
-"""Where processes leave what the owners of files fetch; it is gone when a save is complete."""
+PIECES_FOLDER = "orbax_safetensors_layout.pieces"
+"""Where processes leave what the owners of files fetch; it is gone when a save is complete.
+
+Its name is nobody else's: a save into a bucket removes what a crash has left there."""
 
 
 class LeafWrite(NamedTuple):
@@ -111,6 +113,13 @@ class WritePlan:
     def exchanges(self) -> bool:
         """Whether files are put together from pieces, by some process."""
         return self.stored is not None and bool(self.files)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files of tensors that stay, of all processes."""
+        if self.stored is not None and not self.files:
+            return self.stored.files
+        return tuple(name for name, _, _ in self.files)
 
     def stamped(self, save_id: str) -> WritePlan:
         """The plan of one save, whose id stands in files of pieces that are there to stay."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import threading
 import time
+import urllib.parse
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, Self
@@ -104,7 +105,9 @@ class Group:
         with _counts_lock:
             _counts[purpose, name] += 1
             self.number = _counts[purpose, name]
-        self._key = f"{_PREFIX}/{purpose}/{self.number}/{name.strip('/').replace('/', '|')}"
+        # Text without slashes, of any path.
+        place = urllib.parse.quote(name, safe="", errors="surrogateescape")
+        self._key = f"{_PREFIX}/{purpose}/{self.number}/{place}"
         self._step = 0
         self._failed = False
         self._announced = -1

@@ -21,9 +21,10 @@ from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.base import join
+from orbax_safetensors_layout.transfer.completion import Completion
 from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WritePool, WriteStats
+from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WriteStats
 
 _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20
@@ -44,39 +45,21 @@ class _Block(NamedTuple):
     start: int
 
 
-def gather(
-    plan: WritePlan,
-    files: FileSet,
-    pool: WritePool,
-    storage: Storage,
-    pieces_folder: str,
-    *,
-    in_order: bool,
-    memory_budget_bytes: int,
-    progress: Callable[[Progress], None] | None,
-    check: Callable[[], None],
-) -> WriteStats:
+def gather(work: Completion) -> WriteStats:
     """Completes the files that this process owns from the pieces that all have written.
 
     Args:
-        plan: The plan.
-        files: The files, begun, with what came from this process's own shards.
-        pool: Threads that write.
-        storage: Where the pieces are.
-        pieces_folder: The folder that the names of the files of pieces are relative to.
-        in_order: Whether the files are written from their first bytes to their last.
-        memory_budget_bytes: Host bytes that blocks may hold.
-        progress: Told after each block.
-        check: Called now and then; raises where another process has failed.
+        work: The files; its progress is told of after each block.
     """
+    plan, files, pool, storage = work.plan, work.files, work.pool, work.storage
     unfinished = files.unfinished()
     assert plan.stored is not None
-    paths = [join(pieces_folder, name) for name in plan.stored.files]
+    paths = [join(work.pieces_folder, name) for name in plan.stored.files]
     headers = Headers(storage)
     pieces = PieceCatalog(plan.stored, paths, headers.fetch)
     leaves: list[LeafRead] = []
     blocks: list[_Block] = []
-    most = min(_MOST_BLOCK_BYTES, memory_budget_bytes // _BLOCKS_IN_FLIGHT)
+    most = min(_MOST_BLOCK_BYTES, work.memory_budget_bytes // _BLOCKS_IN_FLIGHT)
     for file in unfinished:
         before = len(blocks)
         for leaf, block in _blocks(plan, file, pieces, most):
@@ -92,19 +75,19 @@ def gather(
     ) -> Callable[[], object]:
         block, (values,) = blocks[number], parts
         done[0] += values.nbytes
-        if progress is not None:
-            progress(Progress(done[0], total, leaves[number].name))
+        if work.progress is not None:
+            work.progress(Progress(done[0], total, leaves[number].name))
         return pool.submit(functools.partial(_write, files, block, values)).result
 
     reads = plan_reads(
         leaves,
-        profile=ReadOptions().profile(storage.kind).within(memory_budget_bytes),
-        memory_budget_bytes=memory_budget_bytes,
+        profile=ReadOptions().profile(storage.kind).within(work.memory_budget_bytes),
+        memory_budget_bytes=work.memory_budget_bytes,
         adopt=False,
-        in_order=in_order,
+        in_order=work.in_order,
     )
     stats = read_leaves(
-        reads, storage, deliver=deliver, convert=lambda _, value: value, check=check
+        reads, storage, deliver=deliver, convert=lambda _, value: value, check=work.check
     )
     pool.join()
     written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)

@@ -28,6 +28,7 @@ class HostValues:
     On the CPU backend the arrays are views of the shards' own memory: JAX does not reuse it while
     they live, also not for a donated array (seen with jax 0.7 to 0.12;
     `tests/test_save_v0.py` checks it). From other devices they are brought over when asked for.
+    Numpy arrays, too, are views, until `capture` says that the caller may overwrite them.
 
     Args:
         values: A `jax.Array` or numpy array a leaf.
@@ -42,6 +43,7 @@ class HostValues:
         self._lock = threading.Lock()
         self._left = 0
         self._all_captured = threading.Event()
+        self._copies = False  # of numpy arrays, which the caller may overwrite
 
     def local_names(self) -> list[str]:
         """Arrays that are on devices of this process alone."""
@@ -68,6 +70,8 @@ class HostValues:
 
     def held_bytes(self, part: Part) -> int:
         value = self._values[part.leaf]
+        if isinstance(value, np.ndarray) and self._copies:
+            return part.tile.box.size * int(value.dtype.itemsize)
         if not isinstance(value, jax.Array) or _on_host(value):
             return 0
         # numpy makes a byte of each sub-byte element, beside the copy of the packed ones.
@@ -75,7 +79,7 @@ class HostValues:
 
     def in_order(self, part: Part) -> bool:
         value = self._values[part.leaf]
-        if not isinstance(value, np.ndarray):
+        if not isinstance(value, np.ndarray) or self._copies:
             return True
         boxes = self._leaves[part.leaf].held.boxes
         return all(value[boxes[n].slices].flags.c_contiguous for n in part.tile.members)
@@ -96,10 +100,10 @@ class HostValues:
 
     def _begin(self, part: Part) -> Fetch:
         value, held = self._values[part.leaf], self._leaves[part.leaf].held
+        if not isinstance(value, jax.Array):  # of which each process has the whole
+            found = value[part.tile.box.slices]
+            return functools.partial(_same, [found.copy() if self._copies else found])
         boxes = [held.boxes[number] for number in part.tile.members]
-        if not isinstance(value, jax.Array):
-            found = [value[box.slices] for box in boxes]
-            return lambda: found
         numbers = self._shards.of(value)
         shards = [value.addressable_data(numbers[box]) for box in boxes]
         if not _on_host(value):
@@ -138,6 +142,7 @@ class HostValues:
             parts: All parts that will be asked for.
             budget_bytes: Host bytes that may be held; None for no bound.
         """
+        self._copies = True
         held, begun, left = 0, [], 0
         for part in parts:
             nbytes = self.held_bytes(part)
@@ -147,10 +152,7 @@ class HostValues:
             held += nbytes
             begun.append((part, self._begin(part)))
         for part, fetch in begun:
-            members = fetch()
-            if not isinstance(self._values[part.leaf], jax.Array):
-                members = [member.copy() for member in members]
-            self._captured[part.leaf, part.tile.members] = functools.partial(_same, members)
+            self._captured[part.leaf, part.tile.members] = functools.partial(_same, fetch())
         self._left = left
         if not left:
             self.release()

@@ -24,11 +24,12 @@ from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.scatter import Contribution
 from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.transfer.buffers import allocate
+from orbax_safetensors_layout.transfer.completion import Completion
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WritePool, WriteStats
+from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WriteStats
 
 
 class _Tensor:
@@ -78,33 +79,17 @@ def _writable_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
 
 
 def scatter(
-    plan: WritePlan,
-    parts: dict[str, list[Contribution]],
-    files: FileSet,
-    pool: WritePool,
-    values: HostValues,
-    storage: Storage,
-    pieces_folder: str,
-    *,
-    memory_budget_bytes: int,
-    progress: Callable[[Progress], None] | None,
-    check: Callable[[], None],
+    work: Completion, parts: dict[str, list[Contribution]], values: HostValues
 ) -> WriteStats:
     """Completes the files that this process owns.
 
     Args:
-        plan: The plan.
+        work: The files; its progress is told of after each tensor, and the memory budget is that
+            of tensors that are put together, of which one may be larger.
         parts: What the tensors are made of.
-        files: The files, begun.
-        pool: Threads that write.
         values: The leaves, for a process that holds all of them.
-        storage: Where files and pieces are.
-        pieces_folder: The folder that the names of the files of pieces are relative to.
-        memory_budget_bytes: Host bytes that tensors may hold while they are put together; one
-            tensor may be larger.
-        progress: Told after each tensor.
-        check: Called before each tensor; raises where another process has failed.
     """
+    files = work.files
     unfinished = files.unfinished()
     tensors = [
         _Tensor(entry, file, files, parts[entry.name])
@@ -114,14 +99,13 @@ def scatter(
     ]
     for file in unfinished:
         files.expect(file.plan.name, sum(bool(e.nbytes) for e in file.plan.layout.tensors))
-    tell = _Teller(tensors, progress)
+    tell = _Teller(tensors, work.progress)
     read = 0
-    if plan.stored is None:
-        _from_host(plan, tensors, pool, values, memory_budget_bytes, tell, check)
+    if work.plan.stored is None:
+        _from_host(work, tensors, values, tell)
     else:
-        stored = _stored(plan, storage, pieces_folder)
-        read = _from_pieces(plan, tensors, pool, storage, stored, memory_budget_bytes, tell, check)
-    pool.join()
+        read = _from_pieces(work, tensors, tell)
+    work.pool.join()
     written = sum(tensor.entry.nbytes for tensor in tensors)
     return WriteStats(bytes_written=written, bytes_read=read)
 
@@ -146,20 +130,14 @@ class _Teller:
 
 
 def _from_host(
-    plan: WritePlan,
-    tensors: Sequence[_Tensor],
-    pool: WritePool,
-    values: HostValues,
-    budget: int,
-    tell: _Teller,
-    check: Callable[[], None],
+    work: Completion, tensors: Sequence[_Tensor], values: HostValues, tell: _Teller
 ) -> None:
     held = [0]
     lock = threading.Lock()
 
     def make(tensor: _Tensor) -> None:
         for part in tensor.parts:
-            box = plan.leaves[part.leaf].held.boxes[part.held]
+            box = work.plan.leaves[part.leaf].held.boxes[part.held]
             shard = values.shard(part.leaf, part.held)
             tensor.add(part, shard[_within(part.box, box).slices])
         tensor.write()
@@ -168,12 +146,12 @@ def _from_host(
             held[0] -= tensor.nbytes
 
     for tensor in tensors:
-        check()
-        while held[0] and held[0] + tensor.nbytes > budget:
-            pool.progress()
+        work.check()
+        while held[0] and held[0] + tensor.nbytes > work.memory_budget_bytes:
+            work.pool.progress()
         with lock:
             held[0] += tensor.nbytes
-        pool.submit(functools.partial(make, tensor))
+        work.pool.submit(functools.partial(make, tensor))
 
 
 class _Wanted(NamedTuple):
@@ -181,29 +159,22 @@ class _Wanted(NamedTuple):
     part: Contribution
 
 
-def _stored(plan: WritePlan, storage: Storage, folder: str) -> PieceCatalog:
+def _stored(work: Completion) -> PieceCatalog:
     """The pieces that all processes have written."""
-    assert plan.stored is not None
-    paths = [join(folder, name) for name in plan.stored.files]
-    return PieceCatalog(plan.stored, paths, Headers(storage).fetch)
+    stored = work.plan.stored
+    assert stored is not None
+    paths = [join(work.pieces_folder, name) for name in stored.files]
+    return PieceCatalog(stored, paths, Headers(work.storage).fetch)
 
 
-def _from_pieces(
-    plan: WritePlan,
-    tensors: Sequence[_Tensor],
-    pool: WritePool,
-    storage: Storage,
-    pieces: PieceCatalog,
-    budget: int,
-    tell: _Teller,
-    check: Callable[[], None],
-) -> int:
+def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) -> int:
+    pieces = _stored(work)
     wanted: list[_Wanted] = []
     leaves: list[LeafRead] = []
     for tensor in tensors:
         for part in tensor.parts:
             wanted.append(_Wanted(tensor, part))
-            leaves.append(_leaf(plan, pieces, part))
+            leaves.append(_leaf(work.plan, pieces, part))
 
     def deliver(
         number: int, boxes: Sequence[int], values: Sequence[np.ndarray]
@@ -211,7 +182,7 @@ def _from_pieces(
         tensor, part = wanted[number]
         tensor.add(part, values[0])
         tensor.left -= 1
-        return None if tensor.left else pool.submit(functools.partial(write, tensor)).result
+        return None if tensor.left else work.pool.submit(functools.partial(write, tensor)).result
 
     def write(tensor: _Tensor) -> None:
         tensor.write()
@@ -219,17 +190,17 @@ def _from_pieces(
 
     reads = plan_reads(
         leaves,
-        profile=ReadOptions().profile(storage.kind).within(budget),
-        memory_budget_bytes=budget,
+        profile=ReadOptions().profile(work.storage.kind).within(work.memory_budget_bytes),
+        memory_budget_bytes=work.memory_budget_bytes,
         adopt=False,
-        in_order=storage.appends,
+        in_order=work.in_order,
     )
     stats = read_leaves(
         reads,
-        storage,
+        work.storage,
         deliver=deliver,
         convert=lambda number, values: values.view(leaves[number].dtype),
-        check=check,
+        check=work.check,
     )
     return stats.bytes_read
 
