@@ -81,9 +81,9 @@ class ReadOptions:
         latency_seconds: Per storage class (`{"local": 1e-5}`), instead of the default.
         bandwidth_bytes_per_second: Per storage class, instead of the default.
         replicated: What becomes of bytes that several processes need, because a tensor is
-            replicated or partly so. `"each"`: each process reads them; there is no communication.
-            `"read_once"`: one process reads them, and gathers among the devices spread them; all
-            processes must load the same tree with the same options. What is read before it is
+            replicated or partly so, or because they lie in short gaps between what each needs.
+            `"each"`: each process reads them; there is no communication. `"read_once"`: one process
+            reads them, and gathers and exchanges among the devices spread them; all processes must load the same tree with the same options. What is read before it is
             spread takes at most a quarter of `memory_budget_bytes` on a host, what is being spread
             as much on a device, or two of the largest shards.
         timeout_seconds: With `"read_once"`: how long a process waits for the others at each step.

@@ -21,12 +21,14 @@ from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.leaf_values import LeafValues
 from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.plan.bands import Bands, bands_of
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
 from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
 from orbax_safetensors_layout.plan.spread import (
     Fragment,
     Item,
     Limits,
+    Replicas,
     Round,
     SharedLeaf,
     Stage,
@@ -85,13 +87,13 @@ def steps_of(
     """
     stages: list[Stage] = []
     if options.replicated == "read_once":
-        shared = [found for leaf in leaves if (found := _shared(leaf, shards)) is not None]
         limits = Limits(
             round_bytes=-(-options.memory_budget_bytes // _ROUNDS_IN_BUDGET),
             stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
             gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
         )
-        stages = plan_spread(shared, limits)
+        sharing = _Sharing(shards, limits.gap_bytes)
+        stages = plan_spread(filter(None, map(sharing.leaf, leaves)), limits)
     index = shards.process_index
     local_boxes = functools.lru_cache(None)(_local_boxes)
     steps = []
@@ -117,20 +119,54 @@ def _items(stage: Stage) -> Iterator[Item]:
     return (item for one in stage for lane in one.lanes for item in lane)
 
 
-def _shared(leaf: WantedLeaf, shards: ProcessShards) -> SharedLeaf | None:
-    """A leaf as the planner takes it; None where each process reads what it needs."""
-    placement, origin = leaf.want.placement, leaf.origin
-    if placement is None or 0 in origin.shape:
-        return None
-    replicas = shards.replicas(sharding_of(placement), origin.shape)
-    if replicas is None or not replicas.grid.is_shared:
-        return None
-    strides = origin.strides(replicas.boxes[0])
-    if strides is None:
-        return None
-    is_plain = isinstance(placement, Sharding) and _is_default_memory(placement)
-    is_direct = is_plain and stays_on_devices(leaf.dtype)
-    return SharedLeaf(leaf.number, replicas, leaf.dtype, is_direct, origin.place, strides)
+class _Sharing:
+    """Leaves as the planner takes them.
+
+    Args:
+        shards: Who holds what.
+        gap_bytes: The longest gap that is read through.
+    """
+
+    def __init__(self, shards: ProcessShards, gap_bytes: int) -> None:
+        self._shards = shards
+        self._gap_bytes = gap_bytes
+        # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
+        self._bands: dict[tuple[object, ...], Bands | None] = {}
+
+    def leaf(self, leaf: WantedLeaf) -> SharedLeaf | None:
+        """A leaf; None where each process reads what it needs."""
+        placement, origin = leaf.want.placement, leaf.origin
+        if placement is None or 0 in origin.shape:
+            return None
+        replicas = self._shards.replicas(sharding_of(placement), origin.shape)
+        if replicas is None:
+            return None
+        strides = origin.strides(replicas.boxes[0])
+        if strides is None:
+            return None
+        is_plain = isinstance(placement, Sharding) and _is_default_memory(placement)
+        is_direct = is_plain and stays_on_devices(leaf.dtype)
+        axes: tuple[int, ...] = ()
+        bands = self._bands_of(replicas, origin.shape, strides, leaf.dtype.itemsize, is_direct)
+        if bands is not None:
+            replicas, axes = bands
+        elif not replicas.grid.is_shared:
+            return None
+        return SharedLeaf(leaf.number, replicas, leaf.dtype, is_direct, origin.place, strides, axes)
+
+    def _bands_of(
+        self,
+        replicas: Replicas,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        itemsize: int,
+        is_direct: bool,
+    ) -> Bands | None:
+        key = (id(replicas), shape, strides, itemsize, is_direct)
+        if key not in self._bands:
+            found = bands_of(replicas, shape, strides, itemsize, self._gap_bytes)
+            self._bands[key] = found if found is None or is_direct else found.uncut()
+        return self._bands[key]
 
 
 def _is_default_memory(sharding: Sharding) -> bool:
@@ -158,7 +194,7 @@ def agreement(steps: Sequence[Step], leaves: Sequence[WantedLeaf]) -> Agreement:
         tell(len(step.stage))  # after each all meet
         for one in step.stage:
             nbytes += one.gathered_bytes
-            kind = one.shape, one.dtype.name, one.axis, one.is_packed, one.is_direct
+            kind = one.shape, one.dtype.name, one.axis, one.is_packed, one.is_direct, one.cut_axes
             tell((number(one.grid), kind))
             for lane in one.lanes:
                 tell([(leaves[n].name, number(boxes), offset) for n, boxes, offset in lane])
@@ -254,11 +290,14 @@ class Exchange:
         leaf = self._leaves[item.leaf]
         numbers, parts = [], []
         for row, data in lanes.items():
-            box = item.boxes[row]
-            nbytes = box.size * leaf.dtype.itemsize
+            whole = item.boxes[row]
+            nbytes = whole.size * leaf.dtype.itemsize
             flat = data.reshape(-1)[item.offset : item.offset + nbytes]
-            numbers.append(leaf.local.boxes.index(box))
-            parts.append(flat.view(leaf.dtype).reshape(box.shape))
+            values = flat.view(leaf.dtype).reshape(whole.shape)
+            for number, box in enumerate(leaf.local.boxes):
+                if whole.contains(box):
+                    numbers.append(number)
+                    parts.append(values[box.within(whole).slices])
         self._values.take(leaf, numbers, parts)
 
 

@@ -78,16 +78,14 @@ def main(path, shape, budgets, out):
             "partly1": P(None, "fsdp"),
             "2d": P("data", "fsdp"),
         }.items():
-            for how in ("each", "read_once"):
-                options = osl.ReadOptions(replicated=how, memory_budget_bytes=budget, **exact)
+            for how, gaps in (("each", exact), ("read_once", exact), ("read_once", {})):
+                options = osl.ReadOptions(replicated=how, memory_budget_bytes=budget, **gaps)
                 tree = {
                     name: leaf
                     for name, leaf in tree_of(spec).items()
                     if len(leaf.shape) > 1 or len(spec) < 2
                 }
-                load(f"{label} {how} {budget}", tree, options)
-        options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=budget)
-        load(f"default gaps {budget}", tree_of(P()), options)
+                load(f"{label} {how} {'exact' if gaps else 'default'} {budget}", tree, options)
 
     # Other devices, in another order; arrays that some processes hold nothing of; a cast.
     name = "model.embed_tokens.weight"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -19,6 +21,7 @@ from test_load_mapped import sharded
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.plan.spread import Grid
+from orbax_safetensors_layout.transfer.spread import Slots
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SPECS = [(), ("a",), (None, "a"), ("a", "b"), (("b", "a"),), (None, "b")]
@@ -29,6 +32,7 @@ BUDGETS = [2 << 30, 4096, 1]  # all in one round; many rounds and stages; each a
 def _as_if_shared(monkeypatch):
     """Takes replicas on devices of one process for replicas of several."""
     monkeypatch.setattr(Grid, "is_shared", True)
+    monkeypatch.setattr(Grid, "parts_processes", True)
 
 
 def once(budget: int = 2 << 30) -> osl.ReadOptions:
@@ -141,3 +145,32 @@ def test_what_surrounds_a_load_does_not_touch_it(tmp_path, budget, around):
     with around():
         found = osl.load(path, {"w": leaf}, options=once(budget))["w"]
     assert_same_bits(np.asarray(found), value)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.bool_])
+@pytest.mark.parametrize(
+    ("sizes", "spec", "cut_axes"),
+    [
+        ((4, 2), (None, "a", "b"), (1, 2)),
+        ((4, 2), (None, None, ("a", "b")), (2,)),
+        ((4, 2), ("a", None, "b"), (2,)),
+        ((2, 4), (None, "b"), (1,)),
+        ((2, 4), ("a",), ()),
+    ],
+)
+def test_columns_of_others_are_exchanged(tmp_path, budget, dtype, sizes, spec, cut_axes):
+    """Boxes that lie side by side in a file's rows come from reads of whole rows."""
+    shape = (8000, 8, 64)  # more than a MiB, which is not packed
+    tensor = random_tensor(shape, dtype, 0)
+    path = save(tmp_path, {"t": tensor})
+    sharding = NamedSharding(mesh_of(*sizes), P(*spec))
+    leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    with mock.patch.object(Slots, "gather", autospec=True, side_effect=Slots.gather) as gather:
+        found = osl.load(path, {"t": leaf}, options=once(budget))["t"]
+    rounds = [call.args[0]._round for call in gather.call_args_list]
+    assert {one.is_direct for one in rounds} == {dtype != np.bool_}  # which pass through the host
+    assert {one.cut_axes for one in rounds} == {() if dtype == np.bool_ else cut_axes}
+    assert found.sharding == sharding
+    for shard in found.addressable_shards:
+        assert_same_bits(np.asarray(shard.data), tensor[shard.index])

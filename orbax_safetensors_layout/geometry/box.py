@@ -53,6 +53,16 @@ class Box(NamedTuple):
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    def within(self, outer: Box) -> Box:
+        """The region in the coordinates of one that it lies in.
+
+        Example:
+            >>> Box((3,), (4,)).within(Box((2,), (9,)))
+            Box(start=(1,), stop=(2,))
+        """
+        start = tuple(map(operator.sub, self.start, outer.start))
+        return Box(start, tuple(map(operator.add, start, self.shape)))
+
     def contains(self, other: Box) -> bool:
         """Whether every index of `other` lies in this region."""
         return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(

@@ -6,6 +6,8 @@ gather their pieces; so every row gets whole boxes of which no byte was read twi
 several leaves of one shape, one to a group of columns (a lane) that splits it, or many small ones,
 packed end to end into one buffer a column.
 
+Boxes that lie side by side in the rows of a file are read as one, a band; see `bands`.
+
 Columns are in the order of the processes, and lanes take leaves in the order of the files, so that
 each process reads from few files. Everything is decided from shapes, shardings and headers, which
 all processes know.
@@ -37,20 +39,36 @@ class Grid(NamedTuple):
     Attributes:
         devices: [boxes][replicas] the devices; replicas in the order of their processes.
         processes: [boxes][replicas] the process of each.
+        cuts: Of boxes that are bands: how many boxes of the array each is made of, along each axis
+            that parts them. Its columns are the replicas of all of those in turn.
     """
 
     devices: tuple[tuple[Any, ...], ...]
     processes: tuple[tuple[int, ...], ...]
+    cuts: tuple[int, ...] = ()
 
     @property
     def columns(self) -> int:
-        """Replicas of each box."""
+        """Devices that hold each box, or a part of it."""
         return len(self.devices[0])
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same."""
+        return self.columns // math.prod(self.cuts)
 
     @property
     def is_shared(self) -> bool:
         """Whether several processes hold the same box."""
         return any(len(set(row)) > 1 for row in self.processes)
+
+    @property
+    def parts_processes(self) -> bool:
+        """Whether boxes of one band are held by other processes each."""
+        count = math.prod(self.cuts)
+        return any(
+            len({frozenset(row[cut::count]) for cut in range(count)}) > 1 for row in self.processes
+        )
 
     def slots(self, process: int) -> tuple[tuple[int, int], ...]:
         """Row and column of each device of a process."""
@@ -94,6 +112,7 @@ class SharedLeaf(NamedTuple):
             pass through the host.
         place: The file and the offset that it, or its first part, begins at.
         strides: How far apart in a file neighbours along each dimension are.
+        cut_axes: The dimensions along which bands are made of several boxes.
     """
 
     number: int
@@ -102,6 +121,7 @@ class SharedLeaf(NamedTuple):
     is_direct: bool
     place: tuple[str, int]
     strides: tuple[int, ...]
+    cut_axes: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,6 +177,7 @@ class Round(NamedTuple):
         axis: The dimension that the columns of a lane split it along.
         is_packed: Whether a lane is bytes of many leaves.
         is_direct: Whether what was gathered stays on the devices.
+        cut_axes: Dimensions along which each device keeps its own part of what is gathered.
     """
 
     grid: Grid
@@ -166,6 +187,7 @@ class Round(NamedTuple):
     axis: int
     is_packed: bool
     is_direct: bool
+    cut_axes: tuple[int, ...] = ()
 
     @property
     def parts(self) -> int:
@@ -186,7 +208,7 @@ class Round(NamedTuple):
     @property
     def gathered_bytes(self) -> int:
         """Bytes that every device of the grid gathers."""
-        return self.slot_bytes * self.grid.columns
+        return self.slot_bytes * self.grid.replicas
 
     def fragments(self, process: int) -> Iterator[Fragment]:
         """What a process reads for the round, device by device."""
@@ -245,7 +267,8 @@ def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
         if not leaf.shape or (leaf.box_bytes < _SMALL_BYTES and fits):
             small.setdefault(number, []).append(leaf)
         else:
-            key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, _rank_of(leaf.strides))
+            rank = rank_of(leaf.strides)
+            key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, rank, leaf.cut_axes)
             alike.setdefault(key, []).append(leaf)
     rounds = [
         *itertools.chain.from_iterable(_whole(group, limits) for group in alike.values()),
@@ -261,9 +284,10 @@ def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
     """
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     first = leaves[0]
-    columns = first.replicas.grid.columns
-    most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // first.box_bytes))
-    lanes = max(n for n in range(1, most + 1) if columns % n == 0)
+    grid = first.replicas.grid
+    gathered = first.box_bytes // math.prod(grid.cuts)
+    most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // gathered))
+    lanes = max(n for n in range(1, most + 1) if grid.replicas % n == 0)
     rounds = len(leaves) // lanes
     if rounds >= _MANY_ROUNDS:  # what is left over makes one more, in which some lanes are idle
         rounds += len(leaves) % lanes > 0
@@ -279,7 +303,9 @@ def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: Limits) -> Round:
     grid = first.replicas.grid
     items = tuple(tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in lanes)
     axis = _split_axis(first, grid.columns // len(lanes), limits)
-    return Round(grid, items, first.shape, first.dtype, axis, False, first.is_direct)
+    return Round(
+        grid, items, first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
+    )
 
 
 def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
@@ -298,7 +324,8 @@ def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
     def gap_bytes(axis: int) -> int:
         return leaf.strides[axis] * (leaf.shape[axis] - extent(axis)) * leaf.dtype.itemsize
 
-    axes = [axis for axis in _rank_of(leaf.strides) if leaf.shape[axis] > 1] or [0]
+    whole = [axis for axis in rank_of(leaf.strides) if axis not in leaf.cut_axes]
+    axes = [axis for axis in whole if leaf.shape[axis] > 1] or whole
     outermost = axes[0]
     for axis in axes:
         if idle(axis) <= _MOST_IDLE and (axis == outermost or gap_bytes(axis) > limits.gap_bytes):
@@ -308,7 +335,7 @@ def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
     return min(axes, key=idle)
 
 
-def _rank_of(strides: Sequence[int]) -> tuple[int, ...]:
+def rank_of(strides: Sequence[int]) -> tuple[int, ...]:
     """The dimensions, that with the largest stride first."""
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
@@ -316,7 +343,7 @@ def _rank_of(strides: Sequence[int]) -> tuple[int, ...]:
 def _packed(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
     """Rounds of small leaves; each column has the leaves of a stretch of the files."""
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
-    grid = leaves[0].replicas.grid
+    grid = leaves[0].replicas.grid._replace(cuts=())
     sizes = [-(-leaf.box_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for leaf in leaves]
     total = sum(sizes)
     # Its middle decides which column has a leaf, so one may have half of round_bytes too much.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -139,7 +138,7 @@ def _from_host(
         for part in tensor.parts:
             box = work.plan.leaves[part.leaf].held.boxes[part.held]
             shard = values.shard(part.leaf, part.held)
-            tensor.add(part, shard[_within(part.box, box).slices])
+            tensor.add(part, shard[part.box.within(box).slices])
         tensor.write()
         tell.written(tensor)
         with lock:
@@ -214,13 +213,7 @@ def _leaf(plan: WritePlan, pieces: PieceCatalog, part: Contribution) -> LeafRead
     for box, entry in pieces.find({name: (part.box,)})[name]:
         common = box.intersect(part.box)
         assert common is not None
-        view = AffineView.row_major(box.shape).restrict(_within(common, box))
-        sources.append(Source(entry, _within(common, part.box), view))
+        view = AffineView.row_major(box.shape).restrict(common.within(box))
+        sources.append(Source(entry, common.within(part.box), view))
     local = LocalBoxes((region,), (False,))
     return LeafRead(name, region.shape, stored, tuple(sources), local, leaf.values)
-
-
-def _within(box: Box, outer: Box) -> Box:
-    """A box in the coordinates of one that it lies in."""
-    start = tuple(map(operator.sub, box.start, outer.start))
-    return Box(start, tuple(map(operator.add, start, box.shape)))

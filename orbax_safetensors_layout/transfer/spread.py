@@ -1,4 +1,4 @@
-"""Replicas that one process read, spread to all that hold them: one gather among devices a round.
+"""Values that one process read, spread to all that hold them: one program among devices a round.
 
 A program moves bits, as unsigned integers; XLA sees no float that it might canonicalise. There are
 at most two programs for the large leaves of one box shape, dtype and grid of devices, and one for
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax_safetensors_layout.plan.spread import Grid, Round
 from orbax_safetensors_layout.transfer.buffers import allocate
 
-_BOX, _LANE, _PART = "box", "lane", "part"
+_BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 
 
 def stays_on_devices(dtype: np.dtype) -> bool:
@@ -27,7 +27,7 @@ def stays_on_devices(dtype: np.dtype) -> bool:
     Others (complex numbers, booleans, elements of less than a byte) pass through the host.
     """
     name = dtype.name
-    is_plain = dtype.isbuiltin == 1 and dtype.kind in "iuf"
+    is_plain = dtype.type.__module__ == "numpy" and dtype.kind in "iuf"
     return is_plain or name == "bfloat16" or name.startswith("float8")
 
 
@@ -96,13 +96,14 @@ class Slots:
         extents = [*one.part_shape, *self._trailing]
         extents[one.axis] *= one.parts
         shape = (len(one.grid.devices) * lanes, *extents)
-        sharding = NamedSharding(mesh, _spec(one.axis))
+        sharding = NamedSharding(mesh, _spec(mesh, one.axis))
         given = jax.make_array_from_single_device_arrays(shape, sharding, shards)
         length = one.shape[one.axis]
         target = one.dtype if one.is_direct else None
         # The caller's mesh is not meant, nor is a weight that is NaN an accident.
         with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
-            return Gathered(one, _program(mesh, one.axis, length, target)(given))
+            program = _program(mesh, one.axis, one.cut_axes, length, target)
+            return Gathered(one, program(given))
 
 
 class Gathered:
@@ -146,31 +147,38 @@ def _mesh(grid: Grid, lanes: int) -> Mesh:
     devices = np.empty((len(grid.devices), grid.columns), object)
     for row, of_row in enumerate(grid.devices):
         devices[row] = of_row
-    return Mesh(devices.reshape(len(grid.devices), lanes, -1), (_BOX, _LANE, _PART))
+    cuts = [f"{_CUT}{number}" for number in range(len(grid.cuts))]
+    shaped = devices.reshape(len(grid.devices), lanes, -1, *grid.cuts)
+    return Mesh(shaped, (_BOX, _LANE, _PART, *cuts))
 
 
-def _spec(axis: int) -> PartitionSpec:
+def _spec(mesh: Mesh, axis: int) -> PartitionSpec:
     spec: PartitionSpec = PartitionSpec(  # type: ignore[no-untyped-call]
-        (_BOX, _LANE), *[None] * axis, _PART
+        (_BOX, _LANE), *[None] * axis, mesh.axis_names[2:]
     )
     return spec
 
 
 @functools.lru_cache(256)
 def _program(
-    mesh: Mesh, axis: int, length: int, target: np.dtype | None
+    mesh: Mesh, axis: int, cut_axes: tuple[int, ...], length: int, target: np.dtype | None
 ) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
     """The identity from pieces to whole boxes; compiled once for each shape.
 
     Args:
-        mesh: [boxes, lanes, parts] the devices.
+        mesh: [boxes, lanes, parts, *cuts] the devices.
         axis: The dimension of a box that the parts split.
+        cut_axes: The dimensions along which devices keep parts of a band.
         length: Its extent, without what pads it.
         target: The dtype of the lanes' arrays; None: one array of the bits of all lanes.
     """
     lanes = mesh.shape[_LANE]
 
     def gather(piece: jax.Array) -> tuple[jax.Array, ...]:
+        # Parts are numbered by the cuts last, so those that are exchanged are neighbours.
+        for name, cut in reversed([*zip(mesh.axis_names[3:], cut_axes, strict=True)]):
+            exchange: Any = jax.lax.all_to_all
+            piece = exchange(piece, name, cut + 1, axis + 1, tiled=True)
         boxes = jax.lax.all_gather(piece, _PART, axis=axis + 1, tiled=True)
         boxes = jax.lax.slice_in_dim(boxes, 0, length, axis=axis + 1)
         boxes = jax.lax.all_gather(boxes, _LANE, axis=0, tiled=True)
@@ -182,7 +190,7 @@ def _program(
     mapped = jax.shard_map(
         gather,
         mesh=mesh,
-        in_specs=(_spec(axis),),
+        in_specs=(_spec(mesh, axis),),
         out_specs=(spec,) * (1 if target is None else lanes),
         check_vma=False,
     )

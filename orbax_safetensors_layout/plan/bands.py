@@ -1,0 +1,96 @@
+"""Bands: boxes that lie side by side in the rows of a file, read together by all that hold them.
+
+A process that reads the columns of a matrix of short rows reads through the gaps between them, and
+so the columns of all others: cheaper for it than a request a row, but N processes then read
+everything N times. Where nothing is to be read twice, such boxes are one band, read in contiguous
+parts, each by one process, and exchanged among the devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.spread import Grid, Replicas, rank_of
+
+
+class Bands(NamedTuple):
+    """The bands of an array.
+
+    Attributes:
+        replicas: The bands, and the devices that hold a part of each; see `Grid.cuts`.
+        axes: The dimensions along which a band is made of several boxes.
+    """
+
+    replicas: Replicas
+    axes: tuple[int, ...]
+
+    def uncut(self) -> Bands:
+        """The same where every device gathers whole bands, of which the host takes parts."""
+        return Bands(self.replicas._replace(grid=self.replicas.grid._replace(cuts=())), ())
+
+
+def bands_of(
+    replicas: Replicas,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    itemsize: int,
+    gap_bytes: int,
+) -> Bands | None:
+    """The bands of an array whose boxes would be read through gaps; None if there are none.
+
+    Args:
+        replicas: Its boxes; all of one shape.
+        shape: Its shape.
+        strides: How far apart in a file neighbours along each dimension are.
+        itemsize: Bytes of an element.
+        gap_bytes: The longest gap that is read through.
+    """
+    axes = _cut_axes(replicas.boxes[0].shape, shape, strides, itemsize, gap_bytes)
+    if not axes:
+        return None
+    bands: dict[Box, list[tuple[tuple[int, ...], int]]] = {}
+    for row, box in enumerate(replicas.boxes):
+        start, stop = list(box.start), list(box.stop)
+        for axis in axes:
+            start[axis], stop[axis] = 0, shape[axis]
+        place = tuple(box.start[axis] for axis in axes)
+        bands.setdefault(Box(tuple(start), tuple(stop)), []).append((place, row))
+    cuts = tuple(shape[axis] // replicas.boxes[0].shape[axis] for axis in axes)
+    if any(len(rows) != math.prod(cuts) for rows in bands.values()):
+        return None  # each process holds only a part of the array
+    wide = sorted(bands)
+    rows = [[row for _, row in sorted(bands[band])] for band in wide]
+    old = replicas.grid
+    grid = Grid(
+        tuple(_in_turn([old.devices[row] for row in band]) for band in rows),
+        tuple(_in_turn([old.processes[row] for row in band]) for band in rows),
+        cuts,
+    )
+    return Bands(Replicas(tuple(wide), grid), axes) if grid.parts_processes else None
+
+
+def _cut_axes(
+    box: Sequence[int],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    itemsize: int,
+    gap_bytes: int,
+) -> tuple[int, ...]:
+    """The split dimensions along which others' values lie in short gaps between those of a box."""
+    axes = []
+    rank = rank_of(strides)
+    for at, axis in enumerate(rank):
+        repeats = any(box[outer] > 1 for outer in rank[:at])
+        gap = strides[axis] * (shape[axis] - box[axis]) * itemsize
+        if repeats and 0 < gap <= gap_bytes:
+            axes.append(axis)
+    return tuple(axes)
+
+
+def _in_turn(rows: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """The first of each row, then the second of each, and so on."""
+    return tuple(itertools.chain.from_iterable(zip(*rows, strict=True)))
