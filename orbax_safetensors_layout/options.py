@@ -83,9 +83,10 @@ class ReadOptions:
         replicated: What becomes of bytes that several processes need, because a tensor is
             replicated or partly so, or because they lie in short gaps between what each needs.
             `"each"`: each process reads them; there is no communication. `"read_once"`: one process
-            reads them, and gathers and exchanges among the devices spread them; all processes must load the same tree with the same options. What is read before it is
-            spread takes at most a quarter of `memory_budget_bytes` on a host, what is being spread
-            as much on a device, or two of the largest shards.
+            reads them, and gathers and exchanges among the devices spread them; all processes must
+            load the same tree with the same options. What is read before it is spread takes at most
+            a quarter of `memory_budget_bytes` on a host, what is being spread as much on a device,
+            or two of the largest shards.
         timeout_seconds: With `"read_once"`: how long a process waits for the others at each step.
         mmap: Let arrays on the CPU backend adopt the mapped pages of local files where the data is
             64-byte aligned, instead of reading them. The file must then not be overwritten in
