@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Makes the screens of the command line in the documentation, and its picture.
 
-    python docs/screens.py            rewrites docs/command_line.md and docs/reads.png
+    python docs/screens.py            rewrites README.md, docs/command_line.md and docs/reads.png
     python docs/screens.py --check    says whether the screens are what the tool prints now
 
 The checkpoint is of the size of Llama-3.1-405B: an index, real headers and holes, which take no
 disk; one of the same form and 132 MB is converted. Of stderr the messages are shown, not the
-progress, whose times differ. A screen stands there between `<!-- screen: ID -->` and the
+progress, whose times differ. A screen stands in a page between `<!-- screen: ID -->` and the
 next `<!-- end -->`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGE = REPOSITORY / "docs" / "command_line.md"
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "command_line.md")
 PICTURE = REPOSITORY / "docs" / "reads.png"
 PROGRAM = "orbax-safetensors"
 
@@ -96,21 +97,17 @@ def shown(command: str) -> str:
     return " \\\n".join(lines)
 
 
+@functools.cache
 def screen(name: str) -> str:
-    """A screen as it stands in the page."""
+    """A screen as it stands in a page."""
     command = SCREENS[name]
     return f"```text\n$ {shown(command)}\n{printed(command)}\n```"
 
 
 def with_screens(text: str) -> str:
-    """The page with all its screens made anew."""
-    for name in SCREENS:
-        pattern = re.compile(rf"(<!-- screen: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        made = screen(name)
-        text, count = pattern.subn(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
-        if count != 1:
-            raise SystemExit(f"{PAGE.name} has {count} places for the screen {name!r}")
-    return text
+    """A page with all its screens made anew."""
+    pattern = re.compile(r"(<!-- screen: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda found: f"{found[1]}{screen(found[2])}\n{found[3]}", text)
 
 
 def draw(target: Path) -> None:
@@ -120,14 +117,16 @@ def draw(target: Path) -> None:
 
 
 def main() -> None:
-    """Rewrites the page, or checks it."""
-    before = PAGE.read_text(encoding="utf-8")
+    """Rewrites the pages, or checks them."""
+    before = {page: page.read_text(encoding="utf-8") for page in PAGES}
     with checkpoint():
-        after = with_screens(before)
+        after = {page: with_screens(text) for page, text in before.items()}
         if "--check" in sys.argv[1:]:
-            raise SystemExit(f"{PAGE.name}: python docs/screens.py" if before != after else 0)
+            old = [page.name for page in PAGES if before[page] != after[page]]
+            raise SystemExit(f"{', '.join(old)}: python docs/screens.py" if old else 0)
         draw(PICTURE)
-    PAGE.write_text(after, encoding="utf-8")
+    for page, text in after.items():
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

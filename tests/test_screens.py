@@ -19,10 +19,12 @@ def screens():
 
 
 def test_the_screens_are_what_is_printed(screens):
-    text = screens.PAGE.read_text(encoding="utf-8")
-    assert screens.with_screens(text) == text, "run `python docs/screens.py`"
-    for command in screens.SCREENS.values():
-        assert f"$ {screens.shown(command)}\n" in text
+    readme, page = (path.read_text(encoding="utf-8") for path in screens.PAGES)
+    for text in (readme, page):
+        assert screens.with_screens(text) == text, "run `python docs/screens.py`"
+    for name, command in screens.SCREENS.items():
+        assert f"$ {screens.shown(command)}\n" in page
+        assert f"$ {screens.shown(command)}\n" in readme or name == "compare"
 
 
 def test_the_picture_is_what_is_drawn(screens, tmp_path):
@@ -35,4 +37,6 @@ def test_the_picture_is_what_is_drawn(screens, tmp_path):
     # Letters are drawn otherwise by another version.
     if f"Matplotlib version{matplotlib.__version__}".encode() in screens.PICTURE.read_bytes():
         assert np.array_equal(made, committed), "run `python docs/screens.py`"
-    assert f"]({screens.PICTURE.name})" in screens.PAGE.read_text(encoding="utf-8")
+    for page in screens.PAGES:
+        target = screens.PICTURE.relative_to(page.parent)
+        assert f"]({target})" in page.read_text(encoding="utf-8")

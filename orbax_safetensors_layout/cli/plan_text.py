@@ -189,8 +189,9 @@ def _advice(found: Forecast, leaf: LeafCost) -> str:
     inner = bool(split) and max(split) > 0
     if leaf.read_bytes > 1.5 * leaf.needed_bytes and inner:
         return (
-            "Rows are too short to read alone, so gaps are read too: split dimension 0 instead,"
-            " or store it in shards of this mesh (layout sharded)."
+            "Rows are too short to read alone, so gaps are read too: split dimension 0 instead, let"
+            " hosts exchange what each reads once (ReadOptions(replicated='read_once')), or store"
+            " it in shards of this mesh (layout sharded)."
         )
     if leaf.requests > 64 and leaf.read_bytes < leaf.requests * found.profile.request_bytes // 2:
         each = size_text(leaf.read_bytes / leaf.requests)
