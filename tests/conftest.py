@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import sys
 
 if "jax" in sys.modules:
@@ -15,6 +16,10 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 # The hub of the tests is a server of their own; nothing asks another for anything.
 for _name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"):
     os.environ.pop(_name, None)
+
+# A shell's background job ignores Ctrl-C, and with it all that it starts; tests send it to commands.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not faulthandler.is_enabled():
     faulthandler.enable()
