@@ -17,7 +17,7 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 for _name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"):
     os.environ.pop(_name, None)
 
-# A shell's background job ignores Ctrl-C, and with it all that it starts; tests send it to commands.
+# A background job of a shell ignores Ctrl-C, and so does all that it starts; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
