@@ -46,8 +46,8 @@ class Filling:
         self._inputs: list[_Input] = []
         # Of leaves that are alike, as tied ones, the first is read, and the others get its values.
         alike: dict[object, list[int]] = {}
-        for number, (leaf, _) in enumerate(leaves):
-            alike.setdefault(_likeness(leaf), []).append(number)
+        for number, planned in enumerate(leaves):
+            alike.setdefault(_likeness(planned), []).append(number)
         self._alike = {numbers[0]: numbers for numbers in alike.values()}
         for number in self._alike:
             plan = leaves[number].plan
@@ -138,12 +138,24 @@ class Filling:
         return (lambda: [wait() for wait in waits]) if waits else None
 
 
-def _likeness(leaf: WantedLeaf) -> object:
-    """What leaves have in common that have the same values in the same boxes."""
+def _likeness(planned: PlannedLeaf) -> object:
+    """What leaves have in common that have the same values in the same boxes.
+
+    Of leaves that are read once for all processes, one process may read other boxes of each.
+    """
+    leaf, plan = planned
+    if isinstance(leaf.origin, Plain):
+        return leaf.number
+    boxes = [box.box for box in plan.composed] if plan.read is None else plan.read.local.boxes
+    return origin_of(leaf), leaf.local, tuple(boxes)
+
+
+def origin_of(leaf: WantedLeaf) -> object:
+    """What leaves have in common that have the same values; tied leaves have one expression."""
     origin = leaf.origin
     if isinstance(origin, Plain):
         return leaf.number
-    return id(origin.bound), leaf.dtype, leaf.cast, leaf.local
+    return id(origin.bound), leaf.dtype, leaf.cast
 
 
 def _cast(leaf: WantedLeaf, values: np.ndarray) -> np.ndarray:

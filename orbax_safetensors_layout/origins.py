@@ -91,8 +91,8 @@ class Plain(NamedTuple):
         return self.entry.file, self.entry.start
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """How many elements lie between neighbours along each dimension of a box."""
-        return row_major_strides(self.shape)
+        """How many bytes lie between neighbours along each dimension of a box."""
+        return _in_bytes(row_major_strides(self.shape), self.entry.dtype.bits)
 
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from it."""
@@ -133,7 +133,7 @@ class Mapped(NamedTuple):
         return min((self.entries[name].file, self.entries[name].start) for name in sources)
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """How many elements lie between neighbours along each dimension of a box.
+        """How many bytes lie between neighbours along each dimension of a box.
 
         Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
         far away. None where nothing is read, or any part of the box takes all of the tensors.
@@ -143,13 +143,16 @@ class Mapped(NamedTuple):
             return None
         for piece in pieces:
             if isinstance(piece, AffinePiece) and not _is_refined([piece]):
+                strides = _in_bytes(piece.view.strides, self.entries[piece.source].dtype.bits)
                 return tuple(
-                    abs(stride) if extent == whole else sys.maxsize
+                    stride if extent == whole else sys.maxsize
                     for stride, extent, whole in zip(
-                        piece.view.strides, piece.box.shape, box.shape, strict=True
+                        strides, piece.box.shape, box.shape, strict=True
                     )
                 )
-        return row_major_strides(self.shape) if self.bound.sources() else None
+        if not self.bound.sources():
+            return None
+        return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
 
     def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
         """How the leaf `name` is read from its tensors.
@@ -290,3 +293,8 @@ class _StoredEntries(dict[str, TensorEntry]):
         ((_, entry),) = self._catalog.find({name: (box,)})[name]
         self[place] = entry
         return entry
+
+
+def _in_bytes(strides: Sequence[int], bits: int) -> tuple[int, ...]:
+    """Strides of elements of so many bits, in bytes."""
+    return tuple(-(-abs(stride) * bits // 8) for stride in strides)

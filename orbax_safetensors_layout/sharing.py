@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +16,14 @@ import numpy as np
 from jax.sharding import Sharding
 
 from orbax_safetensors_layout.errors import PeerError
-from orbax_safetensors_layout.filling import Take, Wait
+from orbax_safetensors_layout.filling import Take, Wait, origin_of
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.leaf_values import LeafValues
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.bands import Bands, bands_of
 from orbax_safetensors_layout.plan.leaves import LocalBoxes
-from orbax_safetensors_layout.plan.shards import ProcessShards, sharding_of
+from orbax_safetensors_layout.plan.shards import ProcessShards, is_abstract, sharding_of
 from orbax_safetensors_layout.plan.spread import (
     Fragment,
     Item,
@@ -92,8 +92,9 @@ def steps_of(
             stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
             gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
         )
-        sharing = _Sharing(shards, limits.gap_bytes)
-        stages = plan_spread(filter(None, map(sharing.leaf, leaves)), limits)
+        # Pieces are read by those that hold them, each from files of its own.
+        sharing = _Sharing(shards, limits, has_bands=catalog.pieces is None)
+        stages = plan_spread(filter(None, map(sharing.leaf, _tied(leaves))), limits)
     index = shards.process_index
     local_boxes = functools.lru_cache(None)(_local_boxes)
     steps = []
@@ -119,22 +120,33 @@ def _items(stage: Stage) -> Iterator[Item]:
     return (item for one in stage for lane in one.lanes for item in lane)
 
 
+def _tied(leaves: Iterable[WantedLeaf]) -> list[list[WantedLeaf]]:
+    """Leaves with those that have the same values in the same places."""
+    found: dict[object, list[WantedLeaf]] = {}
+    for leaf in leaves:
+        found.setdefault((origin_of(leaf), leaf.want.placement), []).append(leaf)
+    return [*found.values()]
+
+
 class _Sharing:
     """Leaves as the planner takes them.
 
     Args:
         shards: Who holds what.
-        gap_bytes: The longest gap that is read through.
+        limits: What bounds the plan.
+        has_bands: Whether boxes that lie side by side in a file are read together.
     """
 
-    def __init__(self, shards: ProcessShards, gap_bytes: int) -> None:
+    def __init__(self, shards: ProcessShards, limits: Limits, *, has_bands: bool) -> None:
         self._shards = shards
-        self._gap_bytes = gap_bytes
+        self._limits = limits
+        self._has_bands = has_bands
         # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
         self._bands: dict[tuple[object, ...], Bands | None] = {}
 
-    def leaf(self, leaf: WantedLeaf) -> SharedLeaf | None:
-        """A leaf; None where each process reads what it needs."""
+    def leaf(self, tied: Sequence[WantedLeaf]) -> SharedLeaf | None:
+        """The first of some tied leaves; None where each process reads what it needs."""
+        leaf, *others = tied
         placement, origin = leaf.want.placement, leaf.origin
         if placement is None or 0 in origin.shape:
             return None
@@ -152,7 +164,9 @@ class _Sharing:
             replicas, axes = bands
         elif not replicas.grid.is_shared:
             return None
-        return SharedLeaf(leaf.number, replicas, leaf.dtype, is_direct, origin.place, strides, axes)
+        again = tuple(other.number for other in others)
+        place = origin.place
+        return SharedLeaf(leaf.number, replicas, leaf.dtype, is_direct, place, strides, axes, again)
 
     def _bands_of(
         self,
@@ -164,14 +178,19 @@ class _Sharing:
     ) -> Bands | None:
         key = (id(replicas), shape, strides, itemsize, is_direct)
         if key not in self._bands:
-            found = bands_of(replicas, shape, strides, itemsize, self._gap_bytes)
-            self._bands[key] = found if found is None or is_direct else found.uncut()
+            found = None
+            if self._has_bands:
+                found = bands_of(replicas, shape, strides, self._limits.gap_bytes)
+            if found is not None and not is_direct:
+                fits = found.replicas.boxes[0].size * itemsize <= self._limits.round_bytes
+                found = found.uncut() if fits else None
+            self._bands[key] = found
         return self._bands[key]
 
 
 def _is_default_memory(sharding: Sharding) -> bool:
-    if sharding.memory_kind is None:
-        return True
+    if sharding.memory_kind is None or is_abstract(sharding):
+        return sharding.memory_kind in (None, "device")
     device: Any = next(iter(sharding.device_set))
     return bool(sharding.memory_kind == device.default_memory().kind)
 
@@ -297,7 +316,8 @@ class Exchange:
             for number, box in enumerate(leaf.local.boxes):
                 if whole.contains(box):
                     numbers.append(number)
-                    parts.append(values[box.within(whole).slices])
+                    at: tuple[Any, ...] = (*box.within(whole).slices, ...)
+                    parts.append(values[at])
         self._values.take(leaf, numbers, parts)
 
 

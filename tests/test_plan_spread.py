@@ -47,7 +47,7 @@ def problems(draw):
         dtype = np.dtype(draw(st.sampled_from([np.int8, ml_dtypes.bfloat16, np.float64])))
         place = (f"file {draw(st.integers(0, 3))}", number)
         direct = draw(st.booleans())
-        strides = row_major_strides(shape)
+        strides = tuple(stride * dtype.itemsize for stride in row_major_strides(shape))
         if draw(st.booleans()):
             strides = strides[::-1]
         leaves.append(SharedLeaf(number, replicas, dtype, direct, place, strides))
@@ -108,11 +108,10 @@ def shared(count, shape, *, devices=8, processes=4, files=4, dtype=np.float32, s
     mesh = AbstractMesh((devices,), ("x",))
     shards = ProcessShards(0, processes)
     replicas = shards.replicas(NamedSharding(mesh, PartitionSpec(*spec)), shape)
+    strides = tuple(stride * np.dtype(dtype).itemsize for stride in row_major_strides(shape))
     per_file = -(-count // files)
     return [
-        SharedLeaf(
-            n, replicas, np.dtype(dtype), True, (f"{n // per_file}", n), row_major_strides(shape)
-        )
+        SharedLeaf(n, replicas, np.dtype(dtype), True, (f"{n // per_file}", n), strides)
         for n in range(count)
     ]
 
@@ -173,6 +172,7 @@ def test_few_programs_serve_many_leaves():
 )
 def test_a_split_is_even_and_nobody_reads_what_another_does(shape, strides, devices, axis):
     (leaf,) = shared(1, shape, devices=devices)
+    strides = tuple(4 * stride for stride in strides)
     (stage,) = plan_spread([leaf._replace(strides=strides)], NO_LIMITS)
     assert stage[0].axis == axis
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 
+import ml_dtypes
+import numpy as np
 import pytest
-from checkpoints import llama_like, save
+from checkpoints import llama_like, random_tensor, save
 from multiprocess import run_processes
 
 PROMPT_SECONDS = 60  # far below the time-outs, far above what a busy machine needs
@@ -297,3 +299,77 @@ def test_the_others_end_when_one_is_killed(path, where):
     for text, seconds in (results[0], results[2]):
         assert "PeerError: process 1 failed while loading tensors: no sign of life" in text
         assert seconds < PROMPT_SECONDS
+
+
+LARGE = """
+def main(path, sizes, out):
+    import json
+    from pathlib import Path
+    import numpy as np
+    import safetensors
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    import orbax_safetensors_layout as osl
+
+    expected = {}
+    with safetensors.safe_open(Path(path, "model.safetensors"), "numpy") as opened:
+        expected |= {name: opened.get_tensor(name) for name in opened.keys()}
+    expected["head"] = expected["cube"]
+    mapping = osl.Mapping(
+        [osl.rule(name, osl.tensor(name)) for name in expected if name != "head"]
+        + [osl.rule("head", None, tied_to="cube")]
+    )
+    devices = np.array(jax.devices())
+    shuffled = np.random.default_rng(0).permutation(devices)
+    read = []
+    jax.monitoring.register_scalar_listener(
+        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
+    )
+    results = {}
+    for label, some in {"in order": devices, "shuffled": shuffled}.items():
+        mesh = Mesh(some.reshape(sizes), ("a", "b"))
+        two = [P(None, "a", "b"), P("a", None, "b"), P(None, None, ("a", "b"))]
+        for spec in [P(), P("b"), P(None, "b"), *two]:
+            for dtype in (None, np.float32):
+                sharding = NamedSharding(mesh, spec)
+                tree = {
+                    name: jax.ShapeDtypeStruct(value.shape, dtype or value.dtype, sharding=sharding)
+                    for name, value in expected.items()
+                }
+                options = osl.ReadOptions(replicated="read_once")
+                plan = osl.plan_load(path, tree, mapping=mapping, options=options)
+                read.clear()
+                loaded = osl.load(path, tree, mapping=mapping, options=options)
+                for name, array in loaded.items():
+                    assert array.sharding == sharding, (label, spec, name)
+                    for shard in array.addressable_shards:
+                        part = expected[name][shard.index].astype(array.dtype)
+                        found = np.asarray(shard.data)
+                        assert found.tobytes() == part.tobytes(), (label, spec, name)
+                results[f"{label} {spec} {dtype}"] = read[0]
+                assert plan.cost().read_bytes == read[0]
+    Path(out, f"{jax.process_index()}.json").write_text(json.dumps(results))
+"""
+
+
+@pytest.mark.parametrize(("processes", "sizes"), [(3, [3, 2]), (2, [2, 3]), (4, [4, 1])])
+def test_large_tensors_are_exchanged_and_tied_ones_keep_their_parts(tmp_path, processes, sizes):
+    """Of more than a MiB, which are not packed; rows that the processes do not divide."""
+    shape = (12 * 43, 24, 48)
+    tensors = {
+        "cube": random_tensor(shape, ml_dtypes.bfloat16, 0),
+        "other": random_tensor(shape, ml_dtypes.bfloat16, 1),
+        "flags": random_tensor(shape, np.bool_, 2),
+    }
+    path = save(tmp_path / "ckpt", tensors)
+    run_processes(
+        LARGE,
+        processes=processes,
+        devices=sizes[0] * sizes[1] // processes,
+        path=str(path),
+        sizes=sizes,
+        out=str(tmp_path),
+    )
+    results = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(processes)]
+    once = sum(tensor.nbytes for tensor in tensors.values())
+    for label in results[0]:
+        assert sum(one[label] for one in results) == once, label

@@ -37,7 +37,6 @@ def bands_of(
     replicas: Replicas,
     shape: Sequence[int],
     strides: Sequence[int],
-    itemsize: int,
     gap_bytes: int,
 ) -> Bands | None:
     """The bands of an array whose boxes would be read through gaps; None if there are none.
@@ -45,11 +44,10 @@ def bands_of(
     Args:
         replicas: Its boxes; all of one shape.
         shape: Its shape.
-        strides: How far apart in a file neighbours along each dimension are.
-        itemsize: Bytes of an element.
+        strides: How many bytes apart in a file neighbours along each dimension are.
         gap_bytes: The longest gap that is read through.
     """
-    axes = _cut_axes(replicas.boxes[0].shape, shape, strides, itemsize, gap_bytes)
+    axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
     if not axes:
         return None
     bands: dict[Box, list[tuple[tuple[int, ...], int]]] = {}
@@ -77,7 +75,6 @@ def _cut_axes(
     box: Sequence[int],
     shape: Sequence[int],
     strides: Sequence[int],
-    itemsize: int,
     gap_bytes: int,
 ) -> tuple[int, ...]:
     """The split dimensions along which others' values lie in short gaps between those of a box."""
@@ -85,7 +82,7 @@ def _cut_axes(
     rank = rank_of(strides)
     for at, axis in enumerate(rank):
         repeats = any(box[outer] > 1 for outer in rank[:at])
-        gap = strides[axis] * (shape[axis] - box[axis]) * itemsize
+        gap = strides[axis] * (shape[axis] - box[axis])
         if repeats and 0 < gap <= gap_bytes:
             axes.append(axis)
     return tuple(axes)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,11 +64,9 @@ class Grid(NamedTuple):
 
     @property
     def parts_processes(self) -> bool:
-        """Whether boxes of one band are held by other processes each."""
+        """Whether replicas of one band's boxes are those of other processes each."""
         count = math.prod(self.cuts)
-        return any(
-            len({frozenset(row[cut::count]) for cut in range(count)}) > 1 for row in self.processes
-        )
+        return any(len({row[cut::count] for cut in range(count)}) > 1 for row in self.processes)
 
     def slots(self, process: int) -> tuple[tuple[int, int], ...]:
         """Row and column of each device of a process."""
@@ -111,8 +109,10 @@ class SharedLeaf(NamedTuple):
         is_direct: Whether the gathered values can stay on the devices as they are; otherwise they
             pass through the host.
         place: The file and the offset that it, or its first part, begins at.
-        strides: How far apart in a file neighbours along each dimension are.
+        strides: How many bytes apart in a file neighbours along each dimension are.
         cut_axes: The dimensions along which bands are made of several boxes.
+        tied: Numbers of leaves that have the same values in the same places. What is read for this
+            one is spread again for each of them.
     """
 
     number: int
@@ -122,6 +122,7 @@ class SharedLeaf(NamedTuple):
     place: tuple[str, int]
     strides: tuple[int, ...]
     cut_axes: tuple[int, ...] = ()
+    tied: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,6 +133,11 @@ class SharedLeaf(NamedTuple):
     def box_bytes(self) -> int:
         """Bytes of each box."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that a device has of it in the end."""
+        return self.box_bytes // math.prod(self.replicas.grid.cuts)
 
 
 class Item(NamedTuple):
@@ -251,14 +257,17 @@ def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
     """Who reads what of leaves that several processes hold, in stages; the same on all processes.
 
     Args:
-        leaves: The leaves.
+        leaves: The leaves, of tied ones the first.
         limits: What bounds the stages.
     """
+    tied: dict[int, tuple[int, ...]] = {}
     small: dict[int, list[SharedLeaf]] = {}
     alike: dict[tuple[object, ...], list[SharedLeaf]] = {}
     numbers: dict[int, int] = {}  # a grid of many devices is hashed once
     grids: dict[Grid, int] = {}
     for leaf in leaves:
+        if leaf.tied:
+            tied[leaf.number] = leaf.tied
         grid = leaf.replicas.grid
         number = numbers.get(id(grid))
         if number is None:
@@ -274,7 +283,24 @@ def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
         *itertools.chain.from_iterable(_whole(group, limits) for group in alike.values()),
         *itertools.chain.from_iterable(_packed(group, limits) for group in small.values()),
     ]
-    return list(_stages(rounds, limits.stage_bytes))
+    return list(_stages([_repeated(one, tied) for one in rounds], limits.stage_bytes))
+
+
+def _repeated(one: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
+    """A round, and those that spread the same again for tied leaves."""
+    times = max((len(tied.get(i.leaf, ())) for lane in one.lanes for i in lane), default=0)
+    rounds = [one]
+    for time in range(times):
+        lanes = [
+            tuple(
+                item._replace(leaf=others[time])
+                for item in lane
+                if time < len(others := tied.get(item.leaf, ()))
+            )
+            for lane in one.lanes
+        ]
+        rounds.append(one._replace(lanes=tuple(lanes)))
+    return tuple(rounds)
 
 
 def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
@@ -285,8 +311,7 @@ def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     first = leaves[0]
     grid = first.replicas.grid
-    gathered = first.box_bytes // math.prod(grid.cuts)
-    most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // gathered))
+    most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // first.gathered_bytes))
     lanes = max(n for n in range(1, most + 1) if grid.replicas % n == 0)
     rounds = len(leaves) // lanes
     if rounds >= _MANY_ROUNDS:  # what is left over makes one more, in which some lanes are idle
@@ -322,7 +347,7 @@ def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
         return extent(axis) * parts / leaf.shape[axis]
 
     def gap_bytes(axis: int) -> int:
-        return leaf.strides[axis] * (leaf.shape[axis] - extent(axis)) * leaf.dtype.itemsize
+        return leaf.strides[axis] * (leaf.shape[axis] - extent(axis))
 
     whole = [axis for axis in rank_of(leaf.strides) if axis not in leaf.cut_axes]
     axes = [axis for axis in whole if leaf.shape[axis] > 1] or whole
@@ -330,7 +355,7 @@ def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
     for axis in axes:
         if idle(axis) <= _MOST_IDLE and (axis == outermost or gap_bytes(axis) > limits.gap_bytes):
             return axis
-    if idle(outermost) * leaf.box_bytes <= limits.round_bytes:
+    if idle(outermost) * leaf.gathered_bytes <= limits.round_bytes:
         return outermost
     return min(axes, key=idle)
 
@@ -361,15 +386,16 @@ def _packed(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
         yield Round(grid, lanes, (max(filled),), _BYTE, 0, True, False)
 
 
-def _stages(rounds: Iterable[Round], stage_bytes: int) -> Iterator[Stage]:
+def _stages(bundles: Iterable[Stage], stage_bytes: int) -> Iterator[Stage]:
+    """Stages of rounds; those of a bundle share what is read, so they are in one."""
     stage: list[Round] = []
     held = 0
-    for one in rounds:
-        more = one.slot_bytes * one.grid.most_slots
+    for bundle in bundles:
+        more = sum(one.slot_bytes * one.grid.most_slots for one in bundle)
         if stage and held + more > stage_bytes:
             yield tuple(stage)
             stage, held = [], 0
-        stage.append(one)
+        stage += bundle
         held += more
     if stage:
         yield tuple(stage)

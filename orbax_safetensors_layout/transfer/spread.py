@@ -24,10 +24,11 @@ _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 def stays_on_devices(dtype: np.dtype) -> bool:
     """Whether values of a dtype become it on the device: it has its bits in whole bytes there.
 
-    Others (complex numbers, booleans, elements of less than a byte) pass through the host.
+    Others (complex numbers, booleans, elements of less than a byte, and of eight, which not all
+    backends take apart) pass through the host.
     """
     name = dtype.name
-    is_plain = dtype.type.__module__ == "numpy" and dtype.kind in "iuf"
+    is_plain = dtype.type.__module__ == "numpy" and dtype.kind in "iuf" and dtype.itemsize <= 4
     return is_plain or name == "bfloat16" or name.startswith("float8")
 
 
