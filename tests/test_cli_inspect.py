@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from backends import place, running
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import run
@@ -18,6 +19,7 @@ from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.format.patterns import compile_pattern
 from orbax_safetensors_layout.inspection import inspect
+from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES
 
 
 def layers(count=12):
@@ -205,3 +207,20 @@ def test_names_do_not_command_the_terminal(tmp_path):
     done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
     (found,) = json.loads(done.stdout.decode(errors="surrogateescape"))["tensors"]
     assert found["name"] == name
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs", "https"])
+def test_far_away_headers_alone_are_read(tmp_path, capsys, kind):
+    tensors = {f"t{i}": np.zeros(4 << 20, np.uint8) for i in range(3)}
+    osl.save(tmp_path / "ckpt", tensors, options=osl.WriteOptions(max_file_bytes=5 << 20))
+    (tmp_path / "place").mkdir()
+    with running(kind) as server, place(server, tmp_path / "place") as there:
+        for file in (tmp_path / "ckpt").iterdir():
+            there.put(file.name, file.read_bytes())
+        server.take_log()
+        assert main(["inspect", there.url, "--json"]) == 0
+        log = [entry for entry in server.take_log() if entry.get("first") is not None]
+    found = json.loads(capsys.readouterr().out)
+    assert found["total"] == {"tensors": 3, "parameters": 12 << 20, "nbytes": 12 << 20}
+    assert len(log) >= 3
+    assert all(entry["last"] < FIRST_READ_BYTES for entry in log)
