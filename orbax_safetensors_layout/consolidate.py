@@ -18,7 +18,7 @@ from orbax_safetensors_layout.format.manifest import (
     leaves,
 )
 from orbax_safetensors_layout.format.pieces import StoredPieces
-from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.options import WriteOptions, given_or_default
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import plan_consolidation
 from orbax_safetensors_layout.publishing import publication_of, publish
@@ -66,7 +66,7 @@ def consolidate(
         >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    options = options or WriteOptions()
+    options = given_or_default(options, WriteOptions)
     with Catalog.open(path, retries=options.retries) as catalog:
         manifest = catalog.manifest()
         if manifest is None or manifest.pieces is None or catalog.pieces is None:

@@ -36,7 +36,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.mapping.fingerprint import fingerprint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
+from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
 from orbax_safetensors_layout.publishing import appearance_rank, check_is_folder
@@ -139,7 +139,7 @@ def convert(
         >>> safetensors.numpy.load_file(f"{folder}/back/model.safetensors")["layer.weight"][3]
         array([6., 7.], dtype=float32)
     """
-    options = options or ConvertOptions()
+    options = given_or_default(options, ConvertOptions)
     location = locate(_local_or_url(source), step=step, item=item)
     with contextlib.closing(open_source(location, options.memory_budget_bytes)) as opened:
         kind = format or ("orbax" if opened.kind == "hf" else "hf")

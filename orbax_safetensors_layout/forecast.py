@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.quantization import find_quantization
 from orbax_safetensors_layout.inspection import read_configuration
-from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.fleet import Fleet, plan_fleet
 from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf, Kind
@@ -186,7 +186,7 @@ def forecast(
         CheckpointNotFoundError: Nothing stands at `path`.
         FormatError: A file is malformed.
     """
-    options = options or ReadOptions()
+    options = given_or_default(options, ReadOptions)
     placer = ShardingRules(rules, grid)
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()

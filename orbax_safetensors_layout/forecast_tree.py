@@ -20,7 +20,7 @@ from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.load import metadata, plan_load
 from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
 from orbax_safetensors_layout.mapping.rules import Mapping
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import ReadOptions, given_or_default
 from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
 from orbax_safetensors_layout.plan.reads import ReadPlan
 from orbax_safetensors_layout.plan.sharding_rules import Placed, ShardingRule, ShardingRules
@@ -81,7 +81,7 @@ def forecast_tree(
         MismatchError: The tree does not fit the checkpoint.
         MappingError: The mapping does not.
     """
-    options = options or ReadOptions()
+    options = given_or_default(options, ReadOptions)
     if abstract is None:
         abstract = {
             name: _struct(found.shape, found.dtype)

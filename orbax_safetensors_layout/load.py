@@ -18,7 +18,7 @@ from orbax_safetensors_layout.filling import Filling
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.leaf_values import LeafValues
 from orbax_safetensors_layout.mapping.rules import Mapping
-from orbax_safetensors_layout.options import Progress, ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
 from orbax_safetensors_layout.origins import Mapped, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
@@ -109,7 +109,7 @@ def load(
         >>> load(folder, {"layer": {"weight": jax.ShapeDtypeStruct((4,), np.float32)}})
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
-    options = options or ReadOptions()
+    options = given_or_default(options, ReadOptions)
     with (
         load_group(path, options) as group,
         Catalog.open(path, retries=options.retries) as catalog,
@@ -184,7 +184,7 @@ def plan_load(
     Raises:
         ValueError: There is no process of that index.
     """
-    options = options or ReadOptions()
+    options = given_or_default(options, ReadOptions)
     with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping)

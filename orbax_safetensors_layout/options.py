@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -213,9 +213,8 @@ class WriteOptions:
         _check_timeout(self)
         _check_progress(self)
         _check_retries(self)
-        if self.dtype is not None:
-            object.__setattr__(self, "dtype", _floating(self.dtype))
-        _check_metadata(self.metadata)
+        _check_dtype(self)
+        _check_metadata(self)
 
     @property
     def writers(self) -> int:
@@ -255,51 +254,74 @@ class ConvertOptions:
     timeout_seconds: float = 7 * 24 * 3600.0
 
     def __post_init__(self) -> None:
-        _check_counts(self, ("memory_budget_bytes",))
+        _check_counts(self, ("memory_budget_bytes", "max_file_bytes"))
         for name in ("use_ocdbt", "use_zarr3", "use_compression", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ConvertOptions.{name} must be True or False.")
-        if self.dtype is not None:
-            object.__setattr__(self, "dtype", _floating(self.dtype))
+        _check_timeout(self)
+        _check_progress(self)
+        _check_dtype(self)
+        _check_metadata(self)
 
 
-def _floating(dtype: Any) -> np.dtype:
-    """A floating-point dtype of whole bytes."""
+OptionsT = TypeVar("OptionsT", ReadOptions, WriteOptions, ConvertOptions)
+
+
+def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
+    """The options that a caller gave, or the defaults.
+
+    Raises:
+        TypeError: They are of another kind.
+    """
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise TypeError(f"options is {options!r}; a {kind.__name__}(...).")
+    return options
+
+
+def _check_dtype(options: WriteOptions | ConvertOptions) -> None:
+    """Makes `options.dtype` a numpy dtype: a floating-point one of whole bytes."""
+    if options.dtype is None:
+        return
+    kind = type(options).__name__
     try:
-        found: np.dtype = np.dtype(dtype)
+        found: np.dtype = np.dtype(options.dtype)
     except TypeError as error:
-        raise ValueError(f"WriteOptions.dtype is {dtype!r}, which is no dtype.") from error
+        raise ValueError(f"{kind}.dtype is {options.dtype!r}, which is no dtype.") from error
     is_extended = found.type.__module__ == ml_dtypes.bfloat16.__module__
     is_floating = found.kind == "f" or (is_extended and "float" in found.name)
     if not is_floating or found.name.startswith(("float4_", "float6_")):
         raise ValueError(
-            f"WriteOptions.dtype is {found}; floating-point tensors are written in a floating-point"
+            f"{kind}.dtype is {found}; floating-point tensors are written in a floating-point"
             " dtype of whole bytes."
         )
-    return found
+    object.__setattr__(options, "dtype", found)
 
 
-def _check_metadata(metadata: Any) -> None:
+def _check_metadata(options: WriteOptions | ConvertOptions) -> None:
+    metadata: Any = options.metadata
+    kind = type(options).__name__
     if not isinstance(metadata, Mapping):
-        raise ValueError(f"WriteOptions.metadata is {metadata!r}; a dict of strings.")
+        raise ValueError(f"{kind}.metadata is {metadata!r}; a dict of strings.")
     for pair in metadata.items():
         for text in pair:
             if type(text) is not str:
-                raise ValueError(f"WriteOptions.metadata: {pair!r} must be two strings.")
+                raise ValueError(f"{kind}.metadata: {pair!r} must be two strings.")
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"WriteOptions.metadata: {text!r} is no text.") from error
+                raise ValueError(f"{kind}.metadata: {text!r} is no text.") from error
 
 
-def _check_timeout(options: ReadOptions | WriteOptions) -> None:
+def _check_timeout(options: ReadOptions | WriteOptions | ConvertOptions) -> None:
     seconds: Any = options.timeout_seconds
     if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
         kind = type(options).__name__
         raise ValueError(f"{kind}.timeout_seconds is {seconds!r}; a positive number.")
 
 
-def _check_progress(options: ReadOptions | WriteOptions) -> None:
+def _check_progress(options: ReadOptions | WriteOptions | ConvertOptions) -> None:
     progress: Any = options.progress
     if not (isinstance(progress, bool) or callable(progress)):
         kind = type(options).__name__

@@ -17,7 +17,7 @@ from absl import logging
 from orbax_safetensors_layout.checkpoint_folder import CheckpointFolder
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.options import Progress, WriteOptions
+from orbax_safetensors_layout.options import Progress, WriteOptions, given_or_default
 from orbax_safetensors_layout.plan.scatter import ScatterPlan
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import WritePlan
@@ -83,7 +83,7 @@ def save(
         {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     with frozen_heap(len(jax.tree.leaves(tree))):
-        options = options or WriteOptions()
+        options = given_or_default(options, WriteOptions)
         storage, target = open_storage(path, retries=options.retries)
         publication = publication_of(storage, target, overwrite=overwrite)
         with storage, save_group(publication.target, options) as group:
@@ -113,7 +113,7 @@ def plan_save(
     Raises:
         SafetensorsLayoutError: Leaves that can not be saved.
     """
-    options = options or WriteOptions()
+    options = given_or_default(options, WriteOptions)
     shards = ProcessShards(process_index, process_count)
     parsed = SavedTree.parse(abstract, options=options, shards=shards, mapping=mapping)
     return parsed.plan(mapping, options, shards)[0]

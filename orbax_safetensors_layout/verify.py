@@ -11,7 +11,7 @@ from typing import Any
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.format.digests import DIGESTS, MAX_DIGESTS_BYTES, parse_digests
 from orbax_safetensors_layout.format.headers import read_range
-from orbax_safetensors_layout.options import Progress, ReadOptions
+from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
 from orbax_safetensors_layout.report import Finding, Report
 from orbax_safetensors_layout.soundness import Soundness
 from orbax_safetensors_layout.storage.base import Storage, join
@@ -59,7 +59,7 @@ def verify(
         >>> print(osl.verify(folder))
         /tmp/...: whole (1 file, 1 tensor, 2 checksums)
     """
-    options = options or ReadOptions()
+    options = given_or_default(options, ReadOptions)
     storage, place = open_storage(path)
     with storage, progress_callback(options.progress) as progress:
         soundness = Soundness(storage, place)

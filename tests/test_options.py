@@ -1,0 +1,50 @@
+"""Options that make no sense are refused by name, before anything is read or written."""
+
+import numpy as np
+import pytest
+
+import orbax_safetensors_layout as osl
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_budget_bytes": 0},
+        {"memory_budget_bytes": None},
+        {"max_file_bytes": 0},
+        {"max_file_bytes": 5e9},
+        {"metadata": ["format"]},
+        {"metadata": {"step": 1}},
+        {"dtype": "int8"},
+        {"dtype": "float4_e2m1fn"},
+        {"dtype": "no such"},
+        {"verify": "yes"},
+        {"use_ocdbt": None},
+        {"timeout_seconds": 0},
+        {"progress": "yes"},
+    ],
+    ids=str,
+)
+def test_convert_options_that_make_no_sense(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"^ConvertOptions\.{name}"):
+        osl.ConvertOptions(**options)
+
+
+def test_options_of_another_kind(tmp_path):
+    source = tmp_path / "source"
+    osl.save(source, {"a": np.arange(3)})
+    read, write = osl.ReadOptions(), osl.WriteOptions()
+    target = tmp_path / "target"
+    calls = {
+        "load": lambda: osl.load(source, options=write),
+        "plan_load": lambda: osl.plan_load(source, options=write),
+        "save": lambda: osl.save(target, {"a": np.arange(3)}, options=read),
+        "convert": lambda: osl.convert(source, target, options=write),
+        "consolidate": lambda: osl.consolidate(source, target, options=read),
+        "verify": lambda: osl.verify(source, options=write),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=r"options is (Read|Write)Options\(.*; a \w+Options\("):
+            call()
+        assert not target.exists(), name
