@@ -14,7 +14,7 @@ from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import PIECES_FOLDER, WritePlan
 from orbax_safetensors_layout.publishing import appearance_rank
 from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.transfer.write import FileSet
+from orbax_safetensors_layout.transfer.file_set import FileSet
 
 
 class CheckpointFolder:

@@ -33,7 +33,8 @@ from orbax_safetensors_layout.transfer.gather import gather
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.scatter import scatter
-from orbax_safetensors_layout.transfer.write import WritePool, WriteStats, write_parts
+from orbax_safetensors_layout.transfer.write import WriteStats, write_parts
+from orbax_safetensors_layout.transfer.write_pool import WritePool
 from orbax_safetensors_layout.units import MIB
 
 PathLike = str | os.PathLike[str]

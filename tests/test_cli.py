@@ -97,16 +97,16 @@ def test_exit_codes(monkeypatch, capsys, error, code):
 INTERRUPTED = """
 import os, signal, sys
 from orbax_safetensors_layout.cli import main
-from orbax_safetensors_layout.transfer import write
+from orbax_safetensors_layout.transfer.file_set import FileSet
 
-begin = write.FileSet.begin
+begin = FileSet.begin
 
 def interrupted(self, plan):
     found = begin(self, plan)
     os.kill(os.getpid(), signal.SIGINT)
     return found
 
-write.FileSet.begin = interrupted
+FileSet.begin = interrupted
 sys.exit(main(sys.argv[1:]))
 """
 

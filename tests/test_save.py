@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import math
 import os
 import pathlib
@@ -35,7 +36,9 @@ from orbax_safetensors_layout.geometry.box import Box, Tile
 from orbax_safetensors_layout.plan.owners import HeldBoxes
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.write import FileSet, WritePool, write_parts
+from orbax_safetensors_layout.transfer.file_set import FileSet
+from orbax_safetensors_layout.transfer.write import write_parts
+from orbax_safetensors_layout.transfer.write_pool import WritePool
 
 P = PartitionSpec
 MIB = 1 << 20
@@ -1039,9 +1042,10 @@ BUDGETS = [1, 1000, 100_000, 20 * MIB, None]
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("large", [False, True])
-def test_the_memory_budget(tmp_path, threads, budget, large):
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_memory_budget(tmp_path, threads, budget, large, files):
     """What is held is counted until it is written, and the next waits for room."""
-    live, largest = most_live(tmp_path, threads, budget, large)
+    live, largest = most_live(tmp_path, threads, budget, large, files)
     if budget is not None:
         # What was written last may live while the next is brought: twice the budget, at worst.
         assert live <= 2 * max(budget, largest) + threads * largest
@@ -1052,6 +1056,27 @@ def test_the_memory_budget_is_kept(tmp_path, budget):
     """Together they are never more than the budget, or one part where that is larger."""
     live, largest = most_live(tmp_path, 1, budget, large=True)
     assert live <= max(budget, largest)
+
+
+def test_files_are_written_side_by_side(tmp_path, monkeypatch):
+    """As many as there are threads, where the storage writes anywhere in a file."""
+    events = []
+    begin, finish = FileSet.begin, FileSet.finish
+    monkeypatch.setattr(FileSet, "begin", lambda *a: (events.append("begin"), begin(*a))[1])
+    monkeypatch.setattr(FileSet, "finish", lambda *a: (events.append("finish"), finish(*a))[1])
+
+    def most_at_once(folder, threads):
+        folder.mkdir()
+        events.clear()
+        most_live(folder, threads, None, large=True, file_count=5)
+        counts = itertools.accumulate(1 if event == "begin" else -1 for event in events)
+        return max(counts)
+
+    # A file counts until its last write is done, and the next is begun while that is waited for.
+    assert most_at_once(tmp_path / "two", 2) > 1
+    assert most_at_once(tmp_path / "many", 8) == 5
+    monkeypatch.setattr(LocalStorage, "appends", True)
+    assert most_at_once(tmp_path / "in order", 1) <= 2
 
 
 def test_who_waits_for_writes_learns_that_another_process_has_failed():
@@ -1071,7 +1096,7 @@ def test_who_waits_for_writes_learns_that_another_process_has_failed():
     pool.stop()
 
 
-def most_live(tmp_path, threads, budget, large):
+def most_live(folder, threads, budget, large, file_count=1):
     """The most bytes that lived at once, and the largest part's."""
     rng = np.random.default_rng(0)
     sizes = [*rng.integers(1, 5000, 300).tolist(), *([9 * MIB, 17 * MIB, 10] if large else [])]
@@ -1084,24 +1109,28 @@ def most_live(tmp_path, threads, budget, large):
         )
         for n, size in enumerate(sizes)
     ]
-    layout = lay_out("f", [leaf.tensor for leaf in leaves], {})
     numbers = {leaf.tensor.name: number for number, leaf in enumerate(leaves)}
-    parts = tuple(
-        Part(numbers[e.name], Tile(Box((0,), e.shape), (1,), (0,)), e.dtype, e.start, e.stop)
-        for e in layout.tensors
-    )
-    plan = FileWrite("f", layout, parts, ())
+    plans = []
+    for file in range(file_count):
+        layout = lay_out(f"f{file}", [leaf.tensor for leaf in leaves[file::file_count]], {})
+        parts = tuple(
+            Part(numbers[e.name], Tile(Box((0,), e.shape), (1,), (0,)), e.dtype, e.start, e.stop)
+            for e in layout.tensors
+        )
+        plans.append(FileWrite(f"f{file}", layout, parts, ()))
     values = HeldValues(sizes)
     pool = WritePool(threads)
     with LocalStorage() as storage:
-        files = FileSet(storage, str(tmp_path), durable=False)
+        files = FileSet(storage, str(folder), durable=False)
         stats = write_parts(
-            [plan], leaves, values, files, pool, memory_budget_bytes=budget, progress=None
+            plans, leaves, values, files, pool, memory_budget_bytes=budget, progress=None
         )
         pool.stop()
-    assert stats.bytes_written == (tmp_path / "f").stat().st_size == layout.size
-    for name, raw in raw_file(tmp_path / "f").items():
-        assert set(raw.data) == {numbers[name] % 251}
+    assert stats.bytes_written == sum(plan.layout.size for plan in plans)
+    for plan in plans:
+        assert (folder / plan.name).stat().st_size == plan.layout.size
+        for name, raw in raw_file(folder / plan.name).items():
+            assert set(raw.data) == {numbers[name] % 251}
     gc.collect()
     assert values.live == 0
     return values.most, max(sizes)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.storage.base import Storage
-from orbax_safetensors_layout.transfer.write import FileSet, WritePool
+from orbax_safetensors_layout.transfer.file_set import FileSet
+from orbax_safetensors_layout.transfer.write_pool import WritePool
 
 
 class Completion(NamedTuple):

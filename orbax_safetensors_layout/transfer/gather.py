@@ -23,8 +23,9 @@ from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.transfer.completion import Completion
+from orbax_safetensors_layout.transfer.file_set import FileSet, OpenFile
 from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WriteStats
+from orbax_safetensors_layout.transfer.write import WriteStats
 
 _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20

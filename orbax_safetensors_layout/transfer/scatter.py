@@ -26,9 +26,10 @@ from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.completion import Completion
+from orbax_safetensors_layout.transfer.file_set import FileSet, OpenFile
 from orbax_safetensors_layout.transfer.host import HostValues
 from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.transfer.write import FileSet, OpenFile, WriteStats
+from orbax_safetensors_layout.transfer.write import WriteStats
 
 
 class _Tensor:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
-from orbax_safetensors_layout.storage.base import FileWriter, Source, Storage, join
+from orbax_safetensors_layout.storage.base import Source
 from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
-from orbax_safetensors_layout.transfer.digesting import DigestingWriter
+from orbax_safetensors_layout.transfer.file_set import FileSet, OpenFile
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
+from orbax_safetensors_layout.transfer.write_pool import WritePool
 from orbax_safetensors_layout.units import MIB
 
-_CHECK_SECONDS = 1.0
 _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
 
@@ -68,158 +69,6 @@ class WriteStats:
             self.bytes_read + other.bytes_read,
             self.files + other.files,
         )
-
-
-class OpenFile(NamedTuple):
-    """A file that is being written.
-
-    Attributes:
-        plan: What it will be.
-        writer: Where its bytes go.
-        durable: Whether it must survive a crash of the machine.
-    """
-
-    plan: FileWrite
-    writer: FileWriter
-    durable: bool
-
-
-class FileSet:
-    """The files of a save that this process has begun and not completed.
-
-    Attributes:
-        digests: CRC-32 of each file that is complete, by name; empty unless they are wanted.
-
-    Args:
-        storage: Where they are.
-        folder: The checkpoint's folder.
-        durable: Whether those that stay must survive a crash of the machine.
-        digest: Whether digests of those that stay are wanted.
-    """
-
-    def __init__(
-        self, storage: Storage, folder: str, *, durable: bool, digest: bool = False
-    ) -> None:
-        self.digests: dict[str, int] = {}
-        self._storage = storage
-        self._folder = folder
-        self._durable = durable
-        self._digest = digest
-        self._open: dict[str, OpenFile] = {}
-        self._left: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, plan: FileWrite) -> OpenFile:
-        """Creates a file and writes its header."""
-        path = join(self._folder, plan.name)
-        durable = self._durable and not plan.is_temporary
-        writer = self._storage.create(path, plan.layout.size, durable=durable)
-        if self._digest and not plan.is_temporary:
-            keep = functools.partial(self.digests.__setitem__, plan.name)
-            writer = DigestingWriter(writer, plan.layout.size, keep)
-        found = OpenFile(plan, writer, durable)
-        with self._lock:
-            self._open[plan.name] = found
-        writer.write_at(0, [memoryview(bytearray(plan.layout.header))])
-        return found
-
-    def finish(self, name: str) -> None:
-        """Completes a file."""
-        with self._lock:
-            found = self._open.pop(name)
-        try:
-            found.writer.finish()
-        except BaseException:
-            found.writer.abort()
-            raise
-
-    def expect(self, name: str, writes: int) -> None:
-        """Says how many more writes complete a file; without any it is complete."""
-        with self._lock:
-            self._left[name] = writes
-        if not writes:
-            self.finish(name)
-
-    def written(self, name: str) -> None:
-        """Says that one of the writes that a file expects is done; the last completes it."""
-        with self._lock:
-            self._left[name] -= 1
-            is_last = not self._left[name]
-        if is_last:
-            self.finish(name)
-
-    def unfinished(self) -> list[OpenFile]:
-        """The files that wait for more."""
-        with self._lock:
-            return [*self._open.values()]
-
-    def abort(self) -> None:
-        """Drops what is not complete."""
-        with self._lock:
-            for found in self._open.values():
-                found.writer.abort()
-            self._open.clear()
-
-
-class WritePool:
-    """Threads that write, a bounded number of jobs ahead.
-
-    Args:
-        threads: How many.
-        interrupt: Called after a failure, perhaps repeatedly: shortens what runs.
-        check: Called by who waits for jobs, about once a second; what it raises is raised there.
-    """
-
-    def __init__(
-        self,
-        threads: int,
-        interrupt: Callable[[], None] = lambda: None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, "safetensors-write")
-        self._running: set[Future[None]] = set()
-        self._failed = threading.Event()
-        self._interrupt = interrupt
-        self._check = check
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Runs `work` on a thread; raises what an earlier one raised."""
-        while len(self._running) >= 3 * self._threads:
-            self.progress()
-        job = self._pool.submit(self._unless_failed, work)
-        self._running.add(job)
-        return job
-
-    def join(self) -> None:
-        """Waits for all; raises what the first to fail raised."""
-        while self._running:
-            self.progress()
-
-    def progress(self) -> None:
-        """Waits until one more is done; raises what it raised."""
-        done: set[Future[None]] = set()
-        while self._running and not done:
-            self._check()
-            done = wait(self._running, _CHECK_SECONDS, FIRST_COMPLETED).done
-        self._running -= done
-        for job in done:
-            job.result()
-
-    def stop(self) -> None:
-        """Starts nothing more, and waits for what runs."""
-        self._failed.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _unless_failed(self, work: Callable[[], None]) -> None:
-        if self._failed.is_set():
-            return
-        try:
-            work()
-        except BaseException:
-            self._failed.set()
-            self._interrupt()
-            raise
 
 
 def write_parts(
@@ -287,15 +136,34 @@ class _PartWriter:
         self._total_bytes = sum(part.stop - part.start for plan in plans for part in plan.parts)
 
     def run(self) -> WriteStats:
-        written = 0
-        for plan in self._plans:
-            file = self._files.begin(plan)
-            jobs = [self._submit(file, segments) for segments in self._segments(plan)]
-            written += len(plan.layout.header) + sum(p.stop - p.start for p in plan.parts)
-            if not plan.gathered:
-                self._pool.submit(functools.partial(self._finish, plan.name, jobs))
+        # A file system lets one write at a time into a file, so as many files as there are threads
+        # take turns.
+        files = (self._write_file(plan) for plan in self._plans)
+        begun = [*itertools.islice(files, 1 if self._files.appends else self._pool.threads)]
+        while begun:
+            is_full = True
+            for file in [*begun]:
+                submitted = next(file, None)
+                is_full = is_full and submitted is False
+                if submitted is None:
+                    begun.remove(file)
+                    begun.extend(itertools.islice(files, 1))
+            if is_full:
+                self._pool.progress()
         self._pool.join()
-        return WriteStats(bytes_written=written, files=len(self._plans))
+        headers = sum(len(plan.layout.header) for plan in self._plans)
+        return WriteStats(bytes_written=headers + self._total_bytes, files=len(self._plans))
+
+    def _write_file(self, plan: FileWrite) -> Iterator[bool]:
+        """Submits a job of a file in each turn; False while the budget has no room for one."""
+        file = self._files.begin(plan)
+        jobs = []
+        for segments in self._segments(plan):
+            if segments:
+                jobs.append(self._submit(file, segments))
+            yield bool(segments)
+        if not plan.gathered:
+            self._pool.submit(functools.partial(self._finish, plan.name, jobs))
 
     def _finish(self, name: str, jobs: Sequence[Future[None]]) -> None:
         # The pool takes jobs in order, so those of this file have all been started.
@@ -304,7 +172,10 @@ class _PartWriter:
             self._files.finish(name)
 
     def _segments(self, plan: FileWrite) -> Iterator[list[_Segment]]:
-        """What one job writes: a piece of a large part, or several small neighbours."""
+        """What one job writes: a piece of a large part, or several small neighbours.
+
+        Nothing while the budget has no room; what has been given before is to be submitted then.
+        """
         pending: list[_Segment] = []
         first = 0
         for part in self._parts(plan):
@@ -315,6 +186,8 @@ class _PartWriter:
             if pending and not grows:
                 yield pending
                 pending = []
+            while not self._has_room(held):
+                yield []
             self._reserve(part, held)
             in_order = self._values.in_order(part)
             source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part), in_order)
@@ -340,8 +213,6 @@ class _PartWriter:
         return not held or not used or self._budget is None or used + held <= self._budget
 
     def _reserve(self, part: Part, held: int) -> None:
-        while not self._has_room(held):
-            self._pool.progress()
         if held:
             with self._lock:
                 self._held_bytes += held
