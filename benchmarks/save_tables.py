@@ -16,6 +16,7 @@ ORDER = (
     "numpy",
     "ocdbt",
     "dcp",
+    "ours-files",
     "ours-sharded",
     "ours-fsync",
     "flax-fsync",
