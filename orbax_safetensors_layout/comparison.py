@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.filling import Filling
-from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.origins import Mapped, Origin, Plain, bind
-from orbax_safetensors_layout.plan.leaves import LocalBoxes
-from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.transfer.gather import row_blocks
-from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.tree import Want
+from orbax_safetensors_layout.report import Finding
+from orbax_safetensors_layout.sides import Block, Side
 from orbax_safetensors_layout.units import MIB
-from orbax_safetensors_layout.wants import Fidelity, WantedLeaf, planned_leaves
 
 _BLOCK_BYTES = 32 * MIB
 _BLOCKS_IN_BUDGET = 4  # one of either side, and as much to read it with
-_GROUP = 8  # packed elements of a block fill whole bytes
 _MOST_PLACES = 3
 
 
@@ -43,163 +33,134 @@ class Comparison(NamedTuple):
     nbytes: int
 
 
-class Block(NamedTuple):
-    """Rows of a tensor."""
-
-    name: str
-    box: Box
-
-
 def compare(
-    path: str | os.PathLike[str],
-    against: str | os.PathLike[str],
+    here: Side,
+    there: Side,
     *,
-    mapping: Mapping | None = None,
     options: ReadOptions,
     progress: Callable[[Progress], None] | None = None,
 ) -> Comparison:
     """Compares two checkpoints bit by bit; their files may be cut in any way.
 
     Args:
-        path: A checkpoint.
-        against: Another.
-        mapping: What the tensors of `path` are made of in `against`.
-        options: How to read.
-        progress: Told after each block.
+        here: A checkpoint.
+        there: Another.
+        options: How much memory to take.
+        progress: Told after each batch of blocks.
 
     Raises:
-        MappingError: The mapping does not fit.
         FormatError: A file is malformed.
         StorageError: A read failed.
+        SafetensorsLayoutError: A chunk is too large for the memory budget.
     """
-    with Catalog.open(path) as one, Catalog.open(against) as other:
-        here = Values(one, None, options)
-        there = Values(other, mapping, options)
-        differences = [*_names(here, there), *(_values(one, other) if mapping is None else ())]
-        common = [name for name in here.origins if name in there.origins]
-        alike = []
-        for name in common:
-            mine, theirs = here.kind(name), there.kind(name)
-            if mine == theirs:
-                alike.append(name)
-            else:
-                differences.append(f"'{name}' is {mine}, in the other {theirs}")
-        total = sum(here.nbytes(name) for name in alike)
-        done = 0
-        places: dict[str, list[str]] = {}
-        for blocks in here.batches(alike):
-            pairs = zip(blocks, here.read(blocks), there.read(blocks), strict=True)
-            for block, ours, others in pairs:
-                done += ours.nbytes
-                if not _same(ours, others):
-                    places.setdefault(block.name, []).append(_place(block.box, ours, others))
-            if progress is not None:
-                progress(Progress(min(done, total), total, blocks[-1].name))
-        for name, found in places.items():
-            more = (
-                f" and {len(found) - _MOST_PLACES} more blocks" if len(found) > _MOST_PLACES else ""
-            )
-            differences.append(f"'{name}' differs: {'; '.join(found[:_MOST_PLACES])}{more}")
+    differences = [*_names(here, there), *_values(here, there)]
+    alike = []
+    for name, mine in here.arrays.items():
+        theirs = there.arrays.get(name)
+        if mine == theirs:
+            alike.append(name)
+        elif theirs is not None:
+            differences.append(f"'{name}' is {mine}, in the other {theirs}")
+    total = sum(here.arrays[name].nbytes for name in alike)
+    done = 0
+    places: dict[str, list[str]] = {}
+    for blocks in _batches(alike, [here, there], options):
+        for block, ours, others in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
+            done += ours.nbytes
+            if not _same(ours, others):
+                places.setdefault(block.name, []).append(_place(block.box, ours, others))
+        if progress is not None:
+            progress(Progress(min(done, total), total, blocks[-1].name))
+    for name, found in places.items():
+        more = f" and {len(found) - _MOST_PLACES} more blocks" if len(found) > _MOST_PLACES else ""
+        differences.append(f"'{name}' differs: {'; '.join(found[:_MOST_PLACES])}{more}")
     return Comparison(tuple(differences), len(alike), total)
 
 
-class Values:
-    """The tensors of a checkpoint, or the leaves that a mapping makes of them, by blocks.
+def check_readable(
+    side: Side,
+    *,
+    options: ReadOptions,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[Finding, ...]:
+    """Reads every array of a checkpoint; returns what can not be read.
 
     Args:
-        catalog: The checkpoint.
-        mapping: The mapping; None for the tensors as they stand.
-        options: How to read.
+        side: The checkpoint.
+        options: How much memory to take.
+        progress: Told after each batch of blocks.
+
+    Raises:
+        SafetensorsLayoutError: A chunk is too large for the memory budget.
     """
+    findings = []
+    total = sum(array.nbytes for array in side.arrays.values())
+    done = 0
+    for blocks in _batches([*side.arrays], [side], options):
+        for block in blocks:
+            try:
+                (values,) = side.read([block])
+            except StorageError as error:
+                findings.append(Finding("chunk", str(error)))
+            else:
+                done += values.nbytes
+        if progress is not None:
+            progress(Progress(done, total, blocks[-1].name))
+    return tuple(findings)
 
-    def __init__(self, catalog: Catalog, mapping: Mapping | None, options: ReadOptions) -> None:
-        self._catalog = catalog
-        self._options = options
-        self.origins: dict[str, Origin] = {}
-        if mapping is None:
-            self.origins.update(
-                {name: Plain(entry) for name, entry in catalog.all_entries().items()}
+
+def _batches(
+    names: Sequence[str], sides: Sequence[Side], options: ReadOptions
+) -> Iterator[list[Block]]:
+    """Blocks of some arrays, as many at once as the memory budget allows.
+
+    Args:
+        names: The arrays.
+        sides: Who has them, all alike; the one with the larger chunks says how they are cut.
+        options: The memory budget.
+
+    Raises:
+        SafetensorsLayoutError: A chunk is too large for it.
+    """
+    most = max(1, options.memory_budget_bytes // _BLOCKS_IN_BUDGET)
+    batch: list[Block] = []
+    held = 0
+    for name in names:
+        side = max(sides, key=lambda side: side.chunk_bytes(name))
+        if side.chunk_bytes(name) > most:
+            raise SafetensorsLayoutError(
+                "a chunk is more than a quarter of the memory budget",
+                file=side.path,
+                tensor=name,
+                expected=f"at most {most:,} bytes",
+                found=f"{side.chunk_bytes(name):,} bytes",
+                hint="Set memory_budget_bytes (--memory-budget-bytes) to "
+                f"{side.chunk_bytes(name) * _BLOCKS_IN_BUDGET:,} or more.",
             )
-        else:
-            bound, entries = bind(catalog, mapping, None)
-            self.origins.update(
-                {name: Mapped(made, entries) for name, made in bound.expressions.items()}
-            )
-
-    def kind(self, name: str) -> str:
-        """Dtype and shape of a tensor."""
-        origin = self.origins[name]
-        return f"{origin.dtype.name} {list(origin.shape)}"
-
-    def nbytes(self, name: str) -> int:
-        """Bytes of its elements in memory."""
-        origin = self.origins[name]
-        return Box.whole(origin.shape).size * origin.dtype.itemsize
-
-    def batches(self, names: Sequence[str]) -> Iterator[list[Block]]:
-        """Blocks of some tensors, as many at once as the memory budget allows."""
-        most = max(1, self._options.memory_budget_bytes // _BLOCKS_IN_BUDGET)
-        batch: list[Block] = []
-        held = 0
-        for name in names:
-            origin = self.origins[name]
-            bits = 8 * origin.dtype.itemsize
-            for box in row_blocks(origin.shape, bits, min(most, _BLOCK_BYTES), _GROUP):
-                size = box.size * origin.dtype.itemsize
-                if batch and held + size > min(most, 8 * _BLOCK_BYTES):
-                    yield batch
-                    batch, held = [], 0
-                batch.append(Block(name, box))
-                held += size
-        if batch:
-            yield batch
-
-    def read(self, blocks: Sequence[Block]) -> list[np.ndarray]:
-        """The values of some blocks, in their order."""
-        leaves = []
-        for number, (name, box) in enumerate(blocks):
-            origin = self.origins[name]
-            local = LocalBoxes((box,), (False,))
-            want = Want(name, None, None, origin.dtype, None, None)
-            leaves.append(
-                WantedLeaf(number, want, name, origin, origin.dtype, Fidelity.ROUND, local)
-            )
-        values: dict[int, np.ndarray] = {}
-
-        def take(leaf: WantedLeaf, _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-            (values[leaf.number],) = parts
-
-        filling = Filling(
-            planned_leaves(self._catalog, [(leaf, leaf.local) for leaf in leaves]), take
-        )
-        reads = plan_reads(
-            filling.reads,
-            profile=self._options.profile(self._catalog.storage.kind),
-            memory_budget_bytes=self._options.memory_budget_bytes,
-            adopt=True,
-        )
-        filling.begin()
-        read_leaves(reads, self._catalog.storage, deliver=filling.deliver, convert=filling.convert)
-        return [values[number] for number in range(len(blocks))]
+        itemsize = side.arrays[name].dtype.itemsize
+        for box in side.blocks(name, min(most, _BLOCK_BYTES)):
+            size = box.size * itemsize
+            if batch and held + size > min(most, 8 * _BLOCK_BYTES):
+                yield batch
+                batch, held = [], 0
+            batch.append(Block(name, box))
+            held += size
+    if batch:
+        yield batch
 
 
-def _names(here: Values, there: Values) -> Iterator[str]:
-    for name in sorted(set(there.origins) - set(here.origins)):
+def _names(here: Side, there: Side) -> Iterator[str]:
+    for name in sorted(set(there.arrays) - set(here.arrays)):
         yield f"'{name}' is in the other checkpoint alone"
-    for name in sorted(set(here.origins) - set(there.origins)):
+    for name in sorted(set(here.arrays) - set(there.arrays)):
         yield f"'{name}' is not in the other checkpoint"
 
 
-def _values(one: Catalog, other: Catalog) -> Iterator[str]:
-    """Differences of what was saved beside the tensors, where both have that."""
-    manifests = [one.manifest(), other.manifest()]
-    trees = [manifest.tree for manifest in manifests if manifest is not None and manifest.tree]
-    if len(trees) < 2:
+def _values(here: Side, there: Side) -> Iterator[str]:
+    """Differences of what was saved beside the arrays, where both say that."""
+    mine, theirs = here.values, there.values
+    if mine is None or theirs is None:
         return
-    mine, theirs = (
-        {name: repr(leaf.value) for name, leaf in leaf_names(tree) if isinstance(leaf, ValueLeaf)}
-        for tree in trees
-    )
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
             yield f"the value '{name}' is {mine.get(name)}, in the other {theirs.get(name)}"

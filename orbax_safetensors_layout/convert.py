@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 
 from orbax_safetensors_layout.adapters.checkpoints import (
-    Location,
     holds_checkpoint,
     is_orbaxs,
     locate,
@@ -26,6 +25,7 @@ from orbax_safetensors_layout.conversion.design import (
     mapped_tree,
     plain_tree,
 )
+from orbax_safetensors_layout.conversion.location import Location
 from orbax_safetensors_layout.conversion.pipeline import Conversion
 from orbax_safetensors_layout.conversion.source import Source, arrays_of, rerooted
 from orbax_safetensors_layout.conversion.target import Target

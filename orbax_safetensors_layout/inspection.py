@@ -26,8 +26,9 @@ class TensorFacts(NamedTuple):
         nbytes: Its bytes.
         parameters: Parameters of the model that it holds: none in the scales of a quantised
             weight, two in a byte that packs two.
-        files: Names of the files that it is in, relative to the checkpoint.
-        pieces: In how many pieces it is stored; 1 where it is whole.
+        files: Names of the files that it is in, relative to the checkpoint; empty where Orbax saved
+            it.
+        pieces: In how many pieces, or chunks of Orbax, it is stored; 1 where it is whole.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Inspection(NamedTuple):
 
     Attributes:
         path: The checkpoint.
-        layout: `hf` or `sharded`.
+        layout: `hf`, `sharded` or `orbax`.
         tensors: Its tensors, those that were asked for.
         files: File name, relative to the checkpoint, to its size in bytes.
         metadata: Its `__metadata__` strings.

@@ -12,7 +12,8 @@ class Finding:
     """Something that is wrong, or, as a note, that should be known.
 
     Attributes:
-        kind: Of what kind: `header`, `index`, `file`, `manifest`, `pieces`, `digest`, `value`.
+        kind: Of what kind: `header`, `index`, `file`, `manifest`, `pieces`, `digest`,
+            `chunk`, `value`.
         text: What it is; names file and tensor.
         is_error: Whether the checkpoint is at fault; otherwise it is a note.
     """
@@ -29,7 +30,7 @@ class Report:
     Attributes:
         path: The checkpoint.
         findings: All of them.
-        files: Files whose headers were read.
+        files: Files whose headers were read; none of a checkpoint of Orbax.
         tensors: Tensors, or pieces of such, in them.
         digested_files: Files whose contents were held against their checksums.
         compared_tensors: Tensors that were held against another checkpoint's.
@@ -54,11 +55,11 @@ class Report:
             f"{finding.kind}{'' if finding.is_error else ' (note)'}: {finding.text}"
             for finding in self.findings
         ]
-        facts = [number_text(self.files, "file"), number_text(self.tensors, "tensor")]
-        if self.digested_files:
-            facts.append(number_text(self.digested_files, "checksum"))
+        counts = {"file": self.files, "tensor": self.tensors, "checksum": self.digested_files}
+        facts = [number_text(count, noun) for noun, count in counts.items() if count]
         if self.compared_tensors:
             facts.append(f"{number_text(self.compared_tensors, 'tensor')} compared")
         errors = sum(finding.is_error for finding in self.findings)
         verdict = "whole" if self.ok else number_text(errors, "finding")
-        return "\n".join([*lines, f"{self.path}: {verdict} ({', '.join(facts)})"])
+        counted = f" ({', '.join(facts)})" if facts else ""
+        return "\n".join([*lines, f"{self.path}: {verdict}{counted}"])

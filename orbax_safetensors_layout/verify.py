@@ -11,6 +11,7 @@ from typing import Any
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.format.digests import DIGESTS, MAX_DIGESTS_BYTES, parse_digests
 from orbax_safetensors_layout.format.headers import read_range
+from orbax_safetensors_layout.located import located
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
 from orbax_safetensors_layout.report import Finding, Report
 from orbax_safetensors_layout.soundness import Soundness
@@ -28,6 +29,7 @@ def verify(
     against: PathLike | None = None,
     *,
     mapping: Any = None,
+    subtree: str | None = None,
     digests: bool = True,
     options: ReadOptions | None = None,
 ) -> Report:
@@ -38,10 +40,14 @@ def verify(
     `WriteOptions(digests=True)` left. Values: bit by bit against another checkpoint, whose files
     may be cut otherwise. Tensors are read in blocks, in bounded memory.
 
+    Either may be what Orbax saved in its own format, or a step with it. Of such a `path` every
+    array is read: missing chunks and such that can not be decoded are found.
+
     Args:
         path: The checkpoint.
         against: Another, which must have the same tensors.
         mapping: What the tensors of `path` are made of in `against`, an `osl.Mapping`.
+        subtree: Dotted name of the part of the tree of `path` that is compared.
         digests: Whether to hold files against their checksums, where there are any; that reads
             all of them.
         options: How to read: `memory_budget_bytes`, `progress` and the cost model count.
@@ -49,7 +55,9 @@ def verify(
     Raises:
         CheckpointNotFoundError: Nothing stands at a path.
         StorageError: A read failed.
-        MappingError: The mapping does not fit.
+        MappingError: The mapping does not fit, or `against` is no safetensors checkpoint.
+        MissingTensorError: There is no `subtree`.
+        SafetensorsLayoutError: A chunk of an Orbax checkpoint is too large for the memory budget.
 
     Example:
         >>> import tempfile, numpy as np
@@ -60,23 +68,24 @@ def verify(
         /tmp/...: whole (1 file, 1 tensor, 2 checksums)
     """
     options = given_or_default(options, ReadOptions)
-    storage, place = open_storage(path)
-    with storage, progress_callback(options.progress) as progress:
-        soundness = Soundness(storage, place)
-        soundness.check()
-        digested = _check_digests(soundness, progress) if digests else 0
-        report = Report(
-            place,
-            tuple(soundness.findings),
-            files=len(soundness.headers),
-            tensors=sum(len(header.tensors) for header in soundness.headers.values()),
-            digested_files=digested,
-        )
-        if against is None or not report.ok:
-            return report
-        from orbax_safetensors_layout.comparison import compare
+    location = located(path)
+    with progress_callback(options.progress) as progress:
+        if not location.is_orbax:
+            report = _check_files(location.path, digests, progress)
+            if against is None or not report.ok:
+                return report
+        else:
+            report = Report(location.path, ())
+        from orbax_safetensors_layout import comparison, sides  # slow to import
 
-        compared = compare(path, against, mapping=mapping, options=options, progress=progress)
+        if against is None:
+            with sides.opened(location, options) as side:
+                findings = comparison.check_readable(side, options=options, progress=progress)
+                return Report(location.path, findings, tensors=len(side.arrays))
+        with sides.both_opened(
+            location, located(against), options, mapping=mapping, subtree=subtree
+        ) as (here, there):
+            compared = comparison.compare(here, there, options=options, progress=progress)
     return dataclasses.replace(
         report,
         findings=(
@@ -85,6 +94,22 @@ def verify(
         ),
         compared_tensors=compared.tensors,
         compared_bytes=compared.nbytes,
+    )
+
+
+def _check_files(path: str, digests: bool, progress: Callable[[Progress], None] | None) -> Report:
+    """Looks at the structure of a safetensors checkpoint, and holds files against checksums."""
+    storage, place = open_storage(path)
+    with storage:
+        soundness = Soundness(storage, place)
+        soundness.check()
+        digested = _check_digests(soundness, progress) if digests else 0
+    return Report(
+        place,
+        tuple(soundness.findings),
+        files=len(soundness.headers),
+        tensors=sum(len(header.tensors) for header in soundness.headers.values()),
+        digested_files=digested,
     )
 
 

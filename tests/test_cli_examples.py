@@ -57,7 +57,6 @@ def folder(tmp_path, monkeypatch):
         for key in nodes:
             node = node.setdefault(key, {})
         node[last] = value
-    osl.save(tmp_path / "maxtext-model", model)
     with ocp.CheckpointManager((tmp_path / "runs" / "a").absolute()) as manager:
         manager.save(1000, args=ocp.args.StandardSave({"params": tree, "step": 1000}))
     state = {"params": {"layers": [{"w": weights["lm_head.weight"]}]}}

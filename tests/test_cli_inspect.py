@@ -5,13 +5,18 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-from backends import place, running
+from backends import place as served
+from backends import running
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from random_trees import mesh_of, place
 from test_cli import run
 
 import orbax_safetensors_layout as osl
@@ -214,7 +219,7 @@ def test_far_away_headers_alone_are_read(tmp_path, capsys, kind):
     tensors = {f"t{i}": np.zeros(4 << 20, np.uint8) for i in range(3)}
     osl.save(tmp_path / "ckpt", tensors, options=osl.WriteOptions(max_file_bytes=5 << 20))
     (tmp_path / "place").mkdir()
-    with running(kind) as server, place(server, tmp_path / "place") as there:
+    with running(kind) as server, served(server, tmp_path / "place") as there:
         for file in (tmp_path / "ckpt").iterdir():
             there.put(file.name, file.read_bytes())
         server.take_log()
@@ -224,3 +229,40 @@ def test_far_away_headers_alone_are_read(tmp_path, capsys, kind):
     assert found["total"] == {"tensors": 3, "parameters": 12 << 20, "nbytes": 12 << 20}
     assert len(log) >= 3
     assert all(entry["last"] < FIRST_READ_BYTES for entry in log)
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_what_orbax_saved(tmp_path, capsys, use_ocdbt):
+    values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
+    tree = {
+        "params": {
+            "w": place(values, mesh_of({"x": 4, "y": 2}), P("x", "y")),
+            "small": jnp.zeros((4, 6), jnp.int4),
+        },
+        "step": 7,
+    }
+    with ocp.CheckpointManager(
+        tmp_path,
+        item_handlers=ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt),
+    ) as manager:
+        manager.save(3, args=ocp.args.PyTreeSave(tree))
+    step = tmp_path / "3"
+    assert main(["inspect", str(step), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == str(step / "default")
+    assert found["layout"] == "orbax"
+    assert found["values"] == {"step": 7}
+    small, w = sorted(found["tensors"], key=lambda tensor: tensor["name"])
+    assert (small["name"], small["dtype"], small["shape"]) == ("params.small", "int4", [4, 6])
+    assert (w["name"], w["dtype"], w["shape"]) == ("params.w", "F32", [64, 48])
+    assert (w["nbytes"], w["pieces"]) == (values.nbytes, 8)
+    inside = (path for path in (step / "default").rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(step / "default")): path.stat().st_size for path in inside}
+    assert found["files"] == sizes
+    assert main(["inspect", str(step), "--filter", "*.w"]) == 0
+    out = capsys.readouterr().out
+    assert "8 chunks" in out
+    assert "small" not in out
+    assert main(["inspect", str(step), "--files"]) == 0
+    assert main(["inspect", str(step), "--filter", "v"]) == 1
+    assert "not found" in capsys.readouterr().err

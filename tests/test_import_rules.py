@@ -33,10 +33,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "transfer",
         "load save publishing checkpoint_folder tree saved_tree structure placements recorded prng"
         " wants origins filling leaf_values sharing",
-        "conversion consolidate inspection forecast forecast_tree comparison report soundness"
-        " verify",
+        "conversion consolidate inspection forecast forecast_tree report soundness",
         "adapters",
-        "convert",
+        "located sides comparison",
+        "convert verify",
         "cli __main__",
     )
 )
@@ -65,7 +65,7 @@ MAY_IMPORT_JAX = (
     "conversion.source",
     "consolidate",
     "forecast_tree",
-    "comparison",
+    "sides",
     "adapters",
     "convert",
 )

@@ -4,14 +4,19 @@ import json
 import shutil
 import zlib
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 from checkpoints import llama_like, save
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 from multiprocess import run_processes
+from random_trees import mesh_of, place
 from test_cli import run
 
 import orbax_safetensors_layout as osl
@@ -446,3 +451,113 @@ def test_digests_are_read_as_they_are_written():
     bad = dump_digests(found).replace(b"00000001", b"1")
     with pytest.raises(osl.InvalidManifestError, match="malformed digest"):
         parse_digests(bad, file="x")
+
+
+def orbax_tree():
+    """Arrays of odd shapes and dtypes, and what stands beside them."""
+    found = {name: value for name, value in tensors().items() if name != "none"}
+    layers = {str(n): {"w": found.pop(f"layers.{n}.w")} for n in range(6)}
+    found["scalar"] = np.asarray(found["scalar"])
+    return {"params": {"layers": layers, **found}, "step": 7}
+
+
+def save_v0(path, tree, **options):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    return path
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize("use_zarr3", [True, False])
+def test_what_orbax_saved_is_compared(tmp_path, use_ocdbt, use_zarr3):
+    tree = orbax_tree()
+    theirs = save_v0(tmp_path / "orbax", tree, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    osl.save(tmp_path / "ours", tree)
+    saved(tmp_path / "plain")
+    size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree["params"]))
+    for budget in (2**31, 4000):
+        options = osl.ReadOptions(memory_budget_bytes=budget)
+        alone = osl.verify(theirs, options=options)
+        assert alone.ok, str(alone)
+        assert alone.tensors == 9
+        for one, other in ((theirs, "ours"), (tmp_path / "ours", "orbax")):
+            report = osl.verify(one, tmp_path / other, options=options)
+            assert report.ok, str(report)
+            assert (report.compared_tensors, report.compared_bytes) == (9, size)
+    (found,) = texts(osl.verify(theirs, tmp_path / "plain", subtree="params"))
+    assert found == "'none' is in the other checkpoint alone"
+
+
+def test_differences_from_what_orbax_saved(tmp_path):
+    tree = orbax_tree()
+    theirs = save_v0(tmp_path / "orbax", tree)
+    tree["step"] = 8
+    tree["params"]["layers"]["4"]["w"][3, 5] += 1
+    tree["params"]["small"] = np.arange(6, dtype=np.int8)
+    osl.save(tmp_path / "ours", tree)
+    found = texts(osl.verify(theirs, tmp_path / "ours"), "value")
+    assert len(found) == 3
+    assert "the value 'step' is 7, in the other 8" in found
+    assert "'params.small' is int8 [5], in the other int8 [6]" in found
+    (place,) = [text for text in found if text.startswith("'params.layers.4.w' differs")]
+    assert "1 elements, the first at [3, 5]" in place
+
+
+def test_chunks_of_both_may_differ(tmp_path):
+    """They are read in boxes of the larger ones, so none is decoded many times."""
+    values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
+    for name, mesh, shape in (("a", {"x": 8}, P("x")), ("b", {"x": 2, "y": 4}, P("y", "x"))):
+        save_v0(tmp_path / name, {"w": place(values, mesh_of(mesh), shape)})
+    for budget in (2**31, 16_000):
+        options = osl.ReadOptions(memory_budget_bytes=budget)
+        assert osl.verify(tmp_path / "a", tmp_path / "b", options=options).ok
+    with pytest.raises(osl.SafetensorsLayoutError, match="quarter of the memory budget") as info:
+        osl.verify(tmp_path / "a", options=osl.ReadOptions(memory_budget_bytes=1000))
+    assert info.value.tensor == "w"
+
+
+def test_arrays_of_orbax_that_can_not_be_read(tmp_path):
+    """All are named, and the others are read nevertheless."""
+    tree = {f"w{n}": np.full((16, 16), n + 1, np.float32) for n in range(4)}
+    folder = save_v0(tmp_path / "orbax", tree, use_ocdbt=False)
+    (folder / "w1" / "0.0").unlink()
+    (folder / "w3" / "0.0").write_bytes(b"no zstd")
+    done = []
+    report = osl.verify(folder, options=osl.ReadOptions(progress=done.append))
+    found = texts(report, "chunk")
+    assert len(found) == 2
+    assert "'w1'" in found[0]
+    assert "'w3'" in found[1]
+    assert done[-1].done_bytes == 2 * 16 * 16 * 4
+    assert done[-1].total_bytes == 4 * 16 * 16 * 4
+
+
+def test_steps_and_models_of_orbax(tmp_path):
+    """A training state of Orbax against the weights that it is made of."""
+    saved(tmp_path / "source")
+    model = dict(osl.load(tmp_path / "source", mapping=MAPPING))
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(3, args=ocp.args.StandardSave({"params": model, "step": np.int32(3)}))
+    step = tmp_path / "run" / "3"
+    assert osl.verify(step).tensors == 3
+    report = osl.verify(step, tmp_path / "source", mapping=MAPPING, subtree="params")
+    assert report.ok, str(report)
+    assert report.compared_tensors == 2
+    with pytest.raises(osl.MappingError, match="Exchange the two"):
+        osl.verify(tmp_path / "source", step, mapping=MAPPING)
+    with pytest.raises(osl.MissingTensorError, match="no such part"):
+        osl.verify(step, tmp_path / "source", mapping=MAPPING, subtree="model")
+
+
+def test_typed_keys_and_four_bits_of_orbax(tmp_path):
+    values = (np.arange(96, dtype=np.int8).reshape(4, 24) % 16 - 8).astype(ml_dtypes.int4)
+    tree = {"key": jax.random.key(5), "raw": jax.random.PRNGKey(6), "w": jnp.asarray(values)}
+    save_v0(tmp_path / "orbax", tree)
+    osl.save(tmp_path / "ours", tree)
+    report = osl.verify(tmp_path / "orbax", tmp_path / "ours")
+    assert report.ok, str(report)
+    assert report.compared_tensors == 3
+    tree["key"] = jax.random.key(7)
+    osl.save(tmp_path / "ours", tree, overwrite=True)
+    (found,) = texts(osl.verify(tmp_path / "ours", tmp_path / "orbax"))
+    assert found.startswith("'key' differs")

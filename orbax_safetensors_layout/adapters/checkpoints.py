@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
 
 from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA, STEP_METADATA
 from orbax_safetensors_layout.adapters.orbax_source import OrbaxSource
+from orbax_safetensors_layout.conversion.location import Location
 from orbax_safetensors_layout.conversion.source import SafetensorsSource, Source
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")
 _USUAL_ITEMS = ("default", "state")
-
-
-class Location(NamedTuple):
-    """A checkpoint's tree.
-
-    Attributes:
-        path: Its folder or file.
-        is_orbax: Whether Orbax saved it, in its own format.
-        item: The item that it is, of a checkpoint of several.
-    """
-
-    path: str
-    is_orbax: bool
-    item: str | None
 
 
 def locate(path: str, *, step: int | None = None, item: str | None = None) -> Location:
@@ -50,7 +36,7 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Lo
     found = next((name for name in chosen if name in items), None)
     if found is None:
         raise CheckpointNotFoundError(
-            "no tree to convert stands there",
+            "no checkpoint stands there",
             file=folder,
             expected="a safetensors checkpoint, or one that Orbax saved",
             found=f"the items {items}" if items else "none of their files",
@@ -62,7 +48,7 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Lo
 
 def _hint(folder: str, items: list[str], step: int | None) -> str | None:
     if items:
-        return "Say which with item= (--item)."
+        return "Name the item's folder, or say which with item= (--item)."
     steps = [int(match[1]) for name in _folders(folder) if (match := _STEP.fullmatch(name))]
     if steps and step is None:
         return f"Say which step with step= (--step); there are {sorted(steps)[-5:]}."

@@ -42,7 +42,7 @@ class OrbaxSource:
             self.custom = custom_metadata(path)
         except (FileNotFoundError, ValueError) as error:
             raise CheckpointNotFoundError(
-                "Orbax finds no tree to convert", file=path, found=str(error).split("\n")[0]
+                "Orbax finds no tree", file=path, found=str(error).split("\n")[0]
             ) from error
         self.tree = jax.tree.map(self._leaf, tree)
 
@@ -96,6 +96,11 @@ class OrbaxSource:
     def largest_chunk_bytes(self, array: SourceArray) -> int:
         """A chunk, decoded."""
         return math.prod(self._open[array.stored].chunk) * array.dtype.itemsize
+
+    def chunk_count(self, array: SourceArray) -> int:
+        """In how many chunks an array is stored."""
+        chunk = self._open[array.stored].chunk
+        return math.prod(-(-n // max(1, step)) for n, step in zip(array.shape, chunk, strict=True))
 
     def close(self) -> None:
         """Lets go of the open arrays."""

@@ -10,6 +10,7 @@ from orbax_safetensors_layout.cli.console import Console, table
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.verb import Verb, add_json
 from orbax_safetensors_layout.inspection import Inspection, TensorFacts, Total, inspect
+from orbax_safetensors_layout.located import located
 from orbax_safetensors_layout.units import count_text, number_text, size_text
 
 _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
@@ -20,7 +21,9 @@ _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a .safetensors file, or a folder of them")
+    parser.add_argument(
+        "path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format"
+    )
     parser.add_argument(
         "--filter",
         action="append",
@@ -36,7 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    found = inspect(parsed.path, only=parsed.filter)
+    found = _inspect(parsed.path, parsed.filter)
     if parsed.sort:
         ordered = sorted(found.tensors, key=_SORT_KEYS[parsed.sort])
         found = found._replace(tensors=tuple(ordered))
@@ -46,6 +49,15 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     rows = _by_file(found) if parsed.files else _by_tensor(found, every=parsed.all)
     console.result("\n".join([*_head(found), "", rows, "", _totals(found)]))
     return 0
+
+
+def _inspect(path: str, patterns: list[str] | None) -> Inspection:
+    location = located(path)
+    if not location.is_orbax:
+        return inspect(location.path, only=patterns)
+    from orbax_safetensors_layout.adapters.orbax_inspection import inspect_orbax
+
+    return inspect_orbax(location.path, only=patterns)
 
 
 def _head(found: Inspection) -> list[str]:
@@ -82,9 +94,12 @@ def _by_tensor(found: Inspection, *, every: bool) -> str:
             total = total.plus(tensor)
         first = tensors[0]
         files = sorted({file for tensor in tensors for file in tensor.files})
-        pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
-        where = files[0] if len(files) == 1 else f"{len(files)} files"
-        row = (name, first.dtype, str(list(first.shape)), where + pieces)
+        if found.layout == "orbax":
+            where = number_text(first.pieces, "chunk")
+        else:
+            pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
+            where = (files[0] if len(files) == 1 else f"{len(files)} files") + pieces
+        row = (name, first.dtype, str(list(first.shape)), where)
         rows.append([*row, f"{total.tensors:,}", count_text(total.parameters), _size(total)])
     header = ["tensor", "dtype", "shape", "file", "tensors", "parameters", "bytes"]
     return table(header, rows, left=4)
@@ -144,11 +159,13 @@ VERB = Verb(
     name="inspect",
     help="what a checkpoint holds",
     description="Tells the tensors of a checkpoint with their shapes, dtypes, files and"
-    " parameters, what is quantised, metadata and totals. Only headers are read. Tensors that"
-    " differ by numbers alone share a row; its name is a pattern that --filter takes.",
+    " parameters, what is quantised, metadata and totals. Only headers are read, or the metadata"
+    " of what Orbax saved. Tensors that differ by numbers alone share a row; its name is a pattern"
+    " that --filter takes.",
     examples=(
         "inspect Llama-3.1-8B --sort size",
         "inspect run/1000/default --filter 'params.layers.0.*' --all",
+        "inspect runs/a/1000",
         "inspect DeepSeek-V3 --json | jq .total.parameters",
     ),
     add_arguments=_add_arguments,

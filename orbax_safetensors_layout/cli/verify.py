@@ -14,11 +14,16 @@ from orbax_safetensors_layout.options import ReadOptions
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a .safetensors file, or a folder of them")
+    parser.add_argument(
+        "path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format"
+    )
     parser.add_argument(
         "--against", metavar="OTHER", help="compare with this checkpoint, bit by bit"
     )
     add_mapping(parser, "what the tensors of PATH are made of in OTHER")
+    parser.add_argument(
+        "--subtree", metavar="NAME", help="compare a part of PATH's tree, as params.params"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="do not hold files against their checksums"
     )
@@ -33,6 +38,8 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
     if parsed.mapping and parsed.against is None:
         raise UsageError("--mapping says what PATH is made of in --against OTHER")
+    if parsed.subtree and parsed.against is None:
+        raise UsageError("--subtree says which part of PATH is compared with --against OTHER")
     given: dict[str, Any] = {}
     if parsed.memory_budget_bytes is not None:
         given["memory_budget_bytes"] = parsed.memory_budget_bytes
@@ -40,6 +47,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         parsed.path,
         parsed.against,
         mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.against),
+        subtree=parsed.subtree,
         digests=not parsed.quick,
         options=ReadOptions(progress=console.progress, **given),
     )
@@ -55,12 +63,13 @@ VERB = Verb(
     help="whether a checkpoint is whole, or equal to another",
     description="Finds all that is wrong with a checkpoint: headers, index, sizes, missing, stray"
     " and doubly held tensors, pieces, and the checksums that WriteOptions(digests=True) leaves."
-    " With --against it is compared with another bit by bit, however the files of either are cut."
-    " Exit code 1 for a finding.",
+    " Of what Orbax saved in its own format every array is read. With --against a checkpoint is"
+    " compared with another bit by bit, however the files of either are cut. Exit code 1 for a"
+    " finding.",
     examples=(
         "verify Llama-3.1-8B",
         "verify exported --against run/1000/default",
-        "verify maxtext-model --against Llama-3.1-8B --mapping llama:maxtext",
+        "verify runs/a/1000 --subtree params --against Llama-3.1-8B --mapping llama:maxtext",
     ),
     add_arguments=_add_arguments,
     run=_run,

@@ -11,20 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from orbax_safetensors_layout.errors import InvalidIndexError, MissingTensorError
+from orbax_safetensors_layout.errors import InvalidIndexError
 from orbax_safetensors_layout.format.header import Header, TensorEntry
 from orbax_safetensors_layout.format.headers import Headers
 from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.manifest import Manifest
-from orbax_safetensors_layout.format.nearest import nearest_names
-from orbax_safetensors_layout.format.patterns import compile_pattern, is_plain
 from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
+from orbax_safetensors_layout.format.selection import missing_names, select_names
 from orbax_safetensors_layout.format.survey import Survey, listed, read_manifest, survey
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
-
-_MAX_HINTS = 5
 
 
 class Catalog:
@@ -157,7 +154,8 @@ class Catalog:
         wanted = list(dict.fromkeys(names))
         missing = [name for name in wanted if name not in self._file_of]
         if missing:
-            raise self._missing([(f"Tensor '{name}' not found", name) for name in missing])
+            problems = [(f"Tensor '{name}' not found", name) for name in missing]
+            raise missing_names(problems, self.names, path=self.path)
         if self.pieces is not None:
             return {name: self.pieces.whole(name) for name in wanted}
         headers = self._headers.fetch(sorted({self._file_of[name] for name in wanted}))
@@ -211,33 +209,7 @@ class Catalog:
             ValueError: A pattern is malformed.
             MissingTensorError: Some patterns match nothing; names them all.
         """
-        if isinstance(patterns, str):
-            patterns = [patterns]
-        chosen: set[str] = set()
-        unmatched: list[tuple[str, str]] = []
-        for pattern in patterns:
-            if is_plain(pattern):
-                matching = [pattern] if pattern in self else []
-                problem = f"Tensor '{pattern}' not found"
-            else:
-                matches = compile_pattern(pattern).fullmatch
-                matching = [name for name in self.names if name == pattern or matches(name)]
-                problem = f"Pattern '{pattern}' matches no tensor"
-            if not matching:
-                unmatched.append((problem, pattern))
-            chosen.update(matching)
-        if unmatched:
-            raise self._missing(unmatched)
-        return [name for name in self.names if name in chosen]
-
-    def _missing(self, problems: Sequence[tuple[str, str]]) -> MissingTensorError:
-        """One error for pairs of a message and the name or pattern that it is about."""
-        errors = []
-        for number, (problem, name) in enumerate(problems):
-            nearest = nearest_names(name, self.names) if number < _MAX_HINTS else []
-            hint = f"The nearest names are {', '.join(map(repr, nearest))}." if nearest else None
-            errors.append(MissingTensorError(problem, file=self.path, tensor=name, hint=hint))
-        return MissingTensorError.collect(errors)
+        return select_names(self.names, patterns, path=self.path)
 
     def _contradiction(
         self, names: Sequence[str], headers: Mapping[str, Header]
