@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +11,10 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.report import Finding
-from orbax_safetensors_layout.sides import Block, Side
+from orbax_safetensors_layout.sides import BLOCKS_IN_BUDGET, Block, Side
 from orbax_safetensors_layout.units import MIB
 
 _BLOCK_BYTES = 32 * MIB
-_BLOCKS_IN_BUDGET = 4  # one of either side, and as much to read it with
 _MOST_PLACES = 3
 
 
@@ -53,7 +52,7 @@ def compare(
         StorageError: A read failed.
         SafetensorsLayoutError: A chunk is too large for the memory budget.
     """
-    differences = [*_names(here, there), *_values(here, there)]
+    differences = [*_names(here, there), *_values(_texts(here, there), _texts(there, here))]
     alike = []
     for name, mine in here.arrays.items():
         theirs = there.arrays.get(name)
@@ -65,10 +64,9 @@ def compare(
     done = 0
     places: dict[str, list[str]] = {}
     for blocks in _batches(alike, [here, there], options):
-        for block, ours, others in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
-            done += ours.nbytes
-            if not _same(ours, others):
-                places.setdefault(block.name, []).append(_place(block.box, ours, others))
+        for name, place in _differing(blocks, here, there):
+            places.setdefault(name, []).append(place)
+        done += sum(block.box.size * here.arrays[block.name].dtype.itemsize for block in blocks)
         if progress is not None:
             progress(Progress(min(done, total), total, blocks[-1].name))
     for name, found in places.items():
@@ -99,11 +97,10 @@ def check_readable(
     for blocks in _batches([*side.arrays], [side], options):
         for block in blocks:
             try:
-                (values,) = side.read([block])
+                side.read([block])
             except StorageError as error:
                 findings.append(Finding("chunk", str(error)))
-            else:
-                done += values.nbytes
+            done += block.box.size * side.arrays[block.name].dtype.itemsize
         if progress is not None:
             progress(Progress(done, total, blocks[-1].name))
     return tuple(findings)
@@ -122,7 +119,7 @@ def _batches(
     Raises:
         SafetensorsLayoutError: A chunk is too large for it.
     """
-    most = max(1, options.memory_budget_bytes // _BLOCKS_IN_BUDGET)
+    most = max(1, options.memory_budget_bytes // BLOCKS_IN_BUDGET)
     batch: list[Block] = []
     held = 0
     for name in names:
@@ -135,7 +132,7 @@ def _batches(
                 expected=f"at most {most:,} bytes",
                 found=f"{side.chunk_bytes(name):,} bytes",
                 hint="Set memory_budget_bytes (--memory-budget-bytes) to "
-                f"{side.chunk_bytes(name) * _BLOCKS_IN_BUDGET:,} or more.",
+                f"{side.chunk_bytes(name) * BLOCKS_IN_BUDGET:,} or more.",
             )
         itemsize = side.arrays[name].dtype.itemsize
         for box in side.blocks(name, min(most, _BLOCK_BYTES)):
@@ -149,21 +146,46 @@ def _batches(
         yield batch
 
 
+def _differing(blocks: Sequence[Block], here: Side, there: Side) -> Iterator[tuple[str, str]]:
+    """Names of arrays of which blocks differ, and where; nothing stays in memory."""
+    for block, ours, others in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
+        if not _same(ours, others):
+            yield block.name, _place(block.box, ours, others)
+
+
 def _names(here: Side, there: Side) -> Iterator[str]:
-    for name in sorted(set(there.arrays) - set(here.arrays)):
+    for name in sorted(set(there.arrays) - set(here.arrays) - _scalars(there, here)):
         yield f"'{name}' is in the other checkpoint alone"
-    for name in sorted(set(here.arrays) - set(there.arrays)):
+    for name in sorted(set(here.arrays) - set(there.arrays) - _scalars(here, there)):
         yield f"'{name}' is not in the other checkpoint"
 
 
-def _values(here: Side, there: Side) -> Iterator[str]:
+def _scalars(one: Side, other: Side) -> set[str]:
+    """Names of arrays without dimensions that stand in the other checkpoint as numbers."""
+    numbers = other.values or {}
+    return {name for name, array in one.arrays.items() if not array.shape and name in numbers}
+
+
+def _texts(one: Side, other: Side) -> Mapping[str, str] | None:
+    """What stands beside the arrays, and arrays that do so in the other checkpoint."""
+    if one.values is None:
+        return None
+    scalars = [Block(name, Box((), ())) for name in sorted(_scalars(one, other))]
+    read = zip(scalars, one.read(scalars) if scalars else (), strict=True)
+    return {**one.values, **{block.name: repr(value.item()) for block, value in read}}
+
+
+def _values(mine: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> Iterator[str]:
     """Differences of what was saved beside the arrays, where both say that."""
-    mine, theirs = here.values, there.values
     if mine is None or theirs is None:
         return
     for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name):
-            yield f"the value '{name}' is {mine.get(name)}, in the other {theirs.get(name)}"
+        if name not in mine:
+            yield f"the value '{name}' is in the other checkpoint alone: {theirs[name]}"
+        elif name not in theirs:
+            yield f"the value '{name}' is {mine[name]}, and not in the other checkpoint"
+        elif mine[name] != theirs[name]:
+            yield f"the value '{name}' is {mine[name]}, in the other {theirs[name]}"
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ class Finding:
 
     Attributes:
         kind: Of what kind: `header`, `index`, `file`, `manifest`, `pieces`, `digest`,
-            `chunk`, `value`.
+            `array`, `chunk`, `value`.
         text: What it is; names file and tensor.
         is_error: Whether the checkpoint is at fault; otherwise it is a note.
     """

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from orbax_safetensors_layout.adapters.checkpoints import open_source
+from orbax_safetensors_layout.conversion.boxes import chunk_parts, within
 from orbax_safetensors_layout.conversion.location import Location
 from orbax_safetensors_layout.conversion.source import Source, SourceArray, arrays_of, rerooted
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import MappingError, StorageError
 from orbax_safetensors_layout.filling import Filling
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
@@ -27,6 +28,9 @@ from orbax_safetensors_layout.transfer.gather import row_blocks
 from orbax_safetensors_layout.transfer.read import read_leaves
 from orbax_safetensors_layout.tree import Want
 from orbax_safetensors_layout.wants import Fidelity, WantedLeaf, planned_leaves
+
+BLOCKS_IN_BUDGET = 4
+"""Blocks of which a memory budget has room: one of either side, and as much to read it with."""
 
 _GROUP = 8  # packed elements of a block fill whole bytes
 
@@ -163,15 +167,17 @@ class SourceSide:
 
     Args:
         source: The checkpoint.
+        options: How much memory to take.
         subtree: Dotted name of a part of it; None for all.
 
     Raises:
         MissingTensorError: There is no such part.
     """
 
-    def __init__(self, source: Source, subtree: str | None = None) -> None:
+    def __init__(self, source: Source, options: ReadOptions, subtree: str | None = None) -> None:
         tree = rerooted(source.tree, subtree)
         self._source = source
+        self._most_bytes = options.memory_budget_bytes // BLOCKS_IN_BUDGET
         self._arrays = arrays_of(tree)
         self.path = source.path
         self.arrays: Mapping[str, Shape] = {
@@ -196,21 +202,40 @@ class SourceSide:
         return self._source.blocks(self._arrays[name], most_bytes)
 
     def read(self, blocks: Sequence[Block]) -> list[np.ndarray]:
-        """The values of some boxes, in their order."""
-        return self._source.read([(self._arrays[name], box) for name, box in blocks])
+        """The values of some boxes, in their order; of chunks those that there is room for."""
+        return [self._read(self._arrays[name], box) for name, box in blocks]
+
+    def _read(self, array: SourceArray, box: Box) -> np.ndarray:
+        chunk = self._source.chunk(array)
+        parts = [box] if chunk is None else [*chunk_parts(box, chunk)]
+        room = max(1, self._most_bytes // max(1, self._source.largest_chunk_bytes(array)))
+        if len(parts) <= room:
+            (whole,) = self._source.read([(array, box)])
+            return whole
+        values = np.empty(box.shape, array.dtype)
+        for first in range(0, len(parts), room):
+            some = parts[first : first + room]
+            for part, found in zip(
+                some, self._source.read([(array, part) for part in some]), strict=True
+            ):
+                values[within(part, [-n for n in box.start]).slices] = found
+        return values
 
 
 @contextlib.contextmanager
-def opened(location: Location, options: ReadOptions) -> Iterator[SourceSide]:
-    """Opens the tree of a checkpoint.
+def opened(
+    location: Location, options: ReadOptions, tell: Callable[[StorageError], None]
+) -> Iterator[SourceSide]:
+    """Opens the tree of a checkpoint that Orbax saved.
 
     Args:
         location: The checkpoint.
         options: How to read.
+        tell: Told of arrays that can not be opened, which are then left out.
     """
-    source = open_source(location, options.memory_budget_bytes)
+    source = open_source(location, options.memory_budget_bytes, tell)
     with contextlib.closing(source):
-        yield SourceSide(source)
+        yield SourceSide(source, options)
 
 
 @contextlib.contextmanager
@@ -248,7 +273,7 @@ def both_opened(
         def side(location: Location, mapping: LeafMapping | None, subtree: str | None) -> Side:
             if trees and mapping is None:
                 source = open_source(location, options.memory_budget_bytes)
-                return SourceSide(stack.enter_context(contextlib.closing(source)), subtree)
+                return SourceSide(stack.enter_context(contextlib.closing(source)), options, subtree)
             catalog = stack.enter_context(Catalog.open(location.path, retries=options.retries))
             return CatalogSide(catalog, mapping, options)
 

@@ -68,6 +68,8 @@ def verify(
         /tmp/...: whole (1 file, 1 tensor, 2 checksums)
     """
     options = given_or_default(options, ReadOptions)
+    if against is None and not (mapping is None and subtree is None):
+        raise ValueError("mapping= and subtree= say what is compared: give against=, too.")
     location = located(path)
     with progress_callback(options.progress) as progress:
         if not location.is_orbax:
@@ -79,8 +81,12 @@ def verify(
         from orbax_safetensors_layout import comparison, sides  # slow to import
 
         if against is None:
-            with sides.opened(location, options) as side:
-                findings = comparison.check_readable(side, options=options, progress=progress)
+            broken: list[StorageError] = []
+            with sides.opened(location, options, broken.append) as side:
+                findings = (
+                    *(Finding("array", str(error)) for error in broken),
+                    *comparison.check_readable(side, options=options, progress=progress),
+                )
                 return Report(location.path, findings, tensors=len(side.arrays))
         with sides.both_opened(
             location, located(against), options, mapping=mapping, subtree=subtree

@@ -240,6 +240,7 @@ def test_what_orbax_saved(tmp_path, capsys, use_ocdbt):
             "small": jnp.zeros((4, 6), jnp.int4),
         },
         "step": 7,
+        "loss": float("nan"),
     }
     with ocp.CheckpointManager(
         tmp_path,
@@ -251,7 +252,7 @@ def test_what_orbax_saved(tmp_path, capsys, use_ocdbt):
     found = json.loads(capsys.readouterr().out)
     assert found["path"] == str(step / "default")
     assert found["layout"] == "orbax"
-    assert found["values"] == {"step": 7}
+    assert found["values"] == {"step": 7, "loss": "nan"}
     small, w = sorted(found["tensors"], key=lambda tensor: tensor["name"])
     assert (small["name"], small["dtype"], small["shape"]) == ("params.small", "int4", [4, 6])
     assert (w["name"], w["dtype"], w["shape"]) == ("params.w", "F32", [64, 48])

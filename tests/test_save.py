@@ -1096,6 +1096,30 @@ def test_who_waits_for_writes_learns_that_another_process_has_failed():
     pool.stop()
 
 
+def test_the_first_failure_is_told_and_nothing_counts_on_what_was_left_out():
+    for _ in range(20):
+        begun, go, seen = threading.Barrier(4), threading.Event(), []
+
+        def follows(begun=begun, go=go):
+            begun.wait(30)
+            go.wait(30)
+            raise OSError("second")
+
+        def fails(begun=begun):
+            begun.wait(30)
+            raise OSError("first")
+
+        pool = WritePool(4, go.set)
+        for work in (follows, follows, follows, fails):
+            pool.submit(work)
+        left_out = pool.submit(lambda seen=seen: seen.append(1))
+        with pytest.raises(OSError, match="first"):
+            pool.join()
+        pool.stop()
+        assert seen == []
+        assert left_out.cancelled() or left_out.exception() is not None
+
+
 def most_live(folder, threads, budget, large, file_count=1):
     """The most bytes that lived at once, and the largest part's."""
     rng = np.random.default_rng(0)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import zlib
 
 import jax
@@ -528,8 +530,7 @@ def test_arrays_of_orbax_that_can_not_be_read(tmp_path):
     assert len(found) == 2
     assert "'w1'" in found[0]
     assert "'w3'" in found[1]
-    assert done[-1].done_bytes == 2 * 16 * 16 * 4
-    assert done[-1].total_bytes == 4 * 16 * 16 * 4
+    assert done[-1].done_bytes == done[-1].total_bytes == 4 * 16 * 16 * 4
 
 
 def test_steps_and_models_of_orbax(tmp_path):
@@ -561,3 +562,97 @@ def test_typed_keys_and_four_bits_of_orbax(tmp_path):
     osl.save(tmp_path / "ours", tree, overwrite=True)
     (found,) = texts(osl.verify(tmp_path / "ours", tmp_path / "orbax"))
     assert found.startswith("'key' differs")
+
+
+def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
+    tree = {f"w{n}": np.full((4, 4), n + 1, np.float32) for n in range(3)}
+    tree |= {"key": jax.random.key(1), "raw": jax.random.PRNGKey(2), "step": 5}
+    folder = save_v0(tmp_path / "orbax", tree, use_ocdbt=False, use_zarr3=False)
+    (folder / "w0" / ".zarray").unlink()
+    (folder / "w1" / "0.0").unlink()
+    (folder / "raw" / "0").write_bytes(b"no zstd")
+    report = osl.verify(folder)
+    (found,) = texts(report, "array")
+    assert "can not be opened" in found
+    assert "'w0'" in found
+    found = " ".join(texts(report, "chunk"))
+    assert len(texts(report)) == 3
+    assert "'raw'" in found
+    assert "'w1'" in found
+    done = run("inspect", folder)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "'w0'" in done.stderr
+    with pytest.raises(osl.StorageError, match="can not be opened"):
+        osl.convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (folder / "w2" / ".zarray").unlink()
+    with pytest.raises(osl.StorageError, match=r"2 arrays can not be opened: \['w0', 'w2'\]"):
+        osl.verify(folder, tmp_path)
+    (folder / "_METADATA").write_text("{}")
+    with pytest.raises(osl.SafetensorsLayoutError, match="Orbax"):
+        osl.verify(folder)
+
+
+def test_numbers_and_arrays_without_dimensions(tmp_path):
+    """Orbax gives a numpy scalar back as a number; this package has a tensor of it."""
+    tree = {"w": np.ones(3), "scalar": np.float32(2.5), "step": 3}
+    theirs = save_v0(tmp_path / "orbax", tree)
+    osl.save(tmp_path / "ours", tree)
+    for one, other in ((theirs, "ours"), (tmp_path / "ours", "orbax")):
+        report = osl.verify(one, tmp_path / other)
+        assert report.ok, str(report)
+    tree["scalar"] = np.float32(1.5)
+    tree["more"] = tree.pop("step")
+    osl.save(tmp_path / "ours", tree, overwrite=True)
+    assert sorted(texts(osl.verify(theirs, tmp_path / "ours"))) == [
+        "the value 'more' is in the other checkpoint alone: 3",
+        "the value 'scalar' is 2.5, in the other 1.5",
+        "the value 'step' is 3, and not in the other checkpoint",
+    ]
+    (found,) = texts(osl.verify(theirs, tmp_path / "ours", subtree="step"), "value")[-1:]
+    assert found == "the value 'step' is 3, and not in the other checkpoint"
+
+
+def test_what_only_a_comparison_needs(tmp_path):
+    saved(tmp_path / "a")
+    for arguments in ({"mapping": MAPPING}, {"subtree": "layers"}):
+        with pytest.raises(ValueError, match="give against="):
+            osl.verify(tmp_path / "a", **arguments)
+    theirs = save_v0(tmp_path / "orbax", {"w": np.ones(3)})
+    for words in (["--subtree", "layers"], ["--against", theirs, "--mapping", "llama:maxtext"]):
+        assert run("verify", tmp_path / "a", *words).returncode == 2
+
+
+PEAK = """
+import os, sys
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout import comparison, sides
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
+folder, budget = sys.argv[1], int(sys.argv[2])
+options = osl.ReadOptions(memory_budget_bytes=budget)
+osl.verify(folder + "/small", folder + "/small", options=options)
+before = peak()
+assert osl.verify(folder + "/rows", folder + "/columns", options=options).ok
+print(peak() - before)
+"""
+
+
+def test_memory_of_a_comparison_is_bounded(tmp_path):
+    """Chunks of the other checkpoint are decoded a few at a time."""
+    values = np.random.default_rng(0).integers(0, 2**32, (4096, 4096), dtype=np.uint32)
+    mesh = mesh_of({"x": 8})
+    save_v0(tmp_path / "small", {"w": np.ones(3)})
+    save_v0(tmp_path / "rows", {"w": place(values, mesh, P("x"))})
+    save_v0(tmp_path / "columns", {"w": place(values, mesh, P(None, "x"))})
+    budget = 40 << 20
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), str(budget)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert int(done.stdout) < 1.5 * budget + (16 << 20)

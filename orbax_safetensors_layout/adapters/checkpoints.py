@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 
 from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA, STEP_METADATA
 from orbax_safetensors_layout.adapters.orbax_source import OrbaxSource
 from orbax_safetensors_layout.conversion.location import Location
 from orbax_safetensors_layout.conversion.source import SafetensorsSource, Source
-from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")
@@ -48,10 +49,13 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Lo
 
 def _hint(folder: str, items: list[str], step: int | None) -> str | None:
     if items:
-        return "Name the item's folder, or say which with item= (--item)."
+        return "Name the item's folder; `convert` also takes item= (--item)."
     steps = [int(match[1]) for name in _folders(folder) if (match := _STEP.fullmatch(name))]
-    if steps and step is None:
-        return f"Say which step with step= (--step); there are {sorted(steps)[-5:]}."
+    if steps and step is None and not is_orbaxs(folder):
+        return (
+            f"Name the step's folder; `convert` also takes step= (--step). There are"
+            f" {sorted(steps)[-5:]}."
+        )
     return None
 
 
@@ -65,19 +69,25 @@ def is_orbaxs(folder: str) -> bool:
     return any(os.path.exists(os.path.join(folder, n)) for n in (ITEM_METADATA, STEP_METADATA))
 
 
-def open_source(location: Location, memory_budget_bytes: int) -> Source:
+def open_source(
+    location: Location,
+    memory_budget_bytes: int,
+    tell: Callable[[StorageError], None] | None = None,
+) -> Source:
     """Opens a checkpoint to read it.
 
     Args:
         location: Where it is.
         memory_budget_bytes: Host bytes that a read may hold besides its values.
+        tell: Told of arrays of Orbax that can not be opened, which are then left out.
 
     Raises:
         CheckpointNotFoundError: It can not be opened.
         FormatError: It is malformed.
+        StorageError: Arrays can not be opened, and `tell` is not given.
     """
     if location.is_orbax:
-        return OrbaxSource(location.path)
+        return OrbaxSource(location.path, tell)
     return SafetensorsSource(location.path, memory_budget_bytes)
 
 

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.mapping.keys import dotted_name
 
 
 def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Inspection:
-    """What an item that Orbax saved holds. No array is read.
+    """What an item that Orbax saved holds. Only small arrays that may be PRNG keys are read.
 
     Args:
         path: The item's folder.

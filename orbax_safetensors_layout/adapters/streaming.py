@@ -38,15 +38,17 @@ class OpenArray:
 
     Attributes:
         name: Orbax's name of it.
-        store: The open TensorStore.
+        store: The open TensorStore; None where it can not be opened.
         is_jax: Whether it was a `jax.Array`.
         keys: Typed PRNG keys, if it is an array of these.
+        problem: Why it can not be opened.
     """
 
     name: str
     store: Any
     is_jax: bool
     keys: jax.Array | None = None
+    problem: Exception | None = None
 
     @property
     def chunk(self) -> tuple[int, ...]:
@@ -75,10 +77,17 @@ class _Opening:
         """Opens arrays."""
         return list(await asyncio.gather(*map(self._open, infos)))
 
+    async def metadata(self, infos: Sequence[Any]) -> list[None]:
+        """Nothing: no array is opened for the metadata of the tree alone."""
+        return [None for _ in infos]
+
     async def _open(self, info: Any) -> OpenArray:
-        spec = _handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
-        store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
         is_jax = isinstance(self, _ArrayHandler)
+        try:
+            spec = _handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
+            store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
+        except Exception as problem:  # of many types; the others are opened nevertheless
+            return OpenArray(info.name, None, is_jax, problem=problem)
         keys = await _keys(info) if is_jax and _may_be_keys(store) else None
         return OpenArray(info.name, store, is_jax, keys)
 
@@ -104,7 +113,10 @@ async def _keys(info: Any) -> jax.Array | None:
     """Keys, if Orbax makes such of an array."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     args = _handlers.ArrayRestoreArgs(sharding=here)
-    (found,) = await _handlers.get_type_handler(jax.Array).deserialize([info], [args])
+    try:
+        (found,) = await _handlers.get_type_handler(jax.Array).deserialize([info], [args])
+    except Exception:  # of many types; who reads the array learns what is wrong with it
+        return None
     return found if prng.is_key(found) else None
 
 
@@ -114,14 +126,17 @@ def open_tree(folder: str) -> Any:
     Args:
         folder: The item's folder.
     """
-    opening = _registry({jax.Array: _OpeningJax(), np.ndarray: _OpeningNumpy()})
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=opening)
-    return handler.restore(_path(folder), args=ocp.args.PyTreeRestore())
+    return _opening_handler().restore(_path(folder), args=ocp.args.PyTreeRestore())
 
 
 def custom_metadata(folder: str) -> Any:
     """The custom metadata of an item that Orbax saved."""
-    return ocp.PyTreeCheckpointHandler().metadata(_path(folder)).custom_metadata
+    return _opening_handler().metadata(_path(folder)).custom_metadata
+
+
+def _opening_handler() -> Any:
+    opening = _registry({jax.Array: _OpeningJax(), np.ndarray: _OpeningNumpy()})
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=opening)
 
 
 def _registry(handlers: dict[Any, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,12 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _json(value: object) -> object:
+    """A value that JSON has: it knows no NaN, no infinity and no complex number."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return value if is_number or value is None or isinstance(value, str) else str(value)
+
+
 def _document(found: Inspection) -> dict[str, object]:
     quantization = found.quantization
     return {
@@ -147,7 +154,7 @@ def _document(found: Inspection) -> dict[str, object]:
         if quantization is None
         else {"method": quantization.method, "weights": quantization.weights},
         "metadata": found.metadata,
-        "values": found.values,
+        "values": {name: _json(value) for name, value in found.values.items()},
         "files": found.files,
         "total": found.total._asdict(),
         "by_dtype": {code: total._asdict() for code, total in found.by_dtype().items()},

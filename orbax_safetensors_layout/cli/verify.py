@@ -10,6 +10,7 @@ from orbax_safetensors_layout.cli.arguments import memory_budget
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
 from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
+from orbax_safetensors_layout.located import located
 from orbax_safetensors_layout.options import ReadOptions
 
 
@@ -43,10 +44,19 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     given: dict[str, Any] = {}
     if parsed.memory_budget_bytes is not None:
         given["memory_budget_bytes"] = parsed.memory_budget_bytes
+    mapping = None
+    if parsed.mapping:
+        source = located(parsed.against)
+        if source.is_orbax:
+            raise UsageError(
+                "a mapping takes the tensors of a safetensors checkpoint; exchange the two: PATH is"
+                " the model, and --against what it is made of"
+            )
+        mapping = find_mapping(parsed.mapping, source.path)
     report = verify(
         parsed.path,
         parsed.against,
-        mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.against),
+        mapping=mapping,
         subtree=parsed.subtree,
         digests=not parsed.quick,
         options=ReadOptions(progress=console.progress, **given),

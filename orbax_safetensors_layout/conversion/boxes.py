@@ -37,6 +37,25 @@ def chunk_blocks(
         yield Box(start, tuple(min(at + step, n) for at, step, n in ends))
 
 
+def chunk_parts(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
+    """What a box has of each chunk that it overlaps.
+
+    Args:
+        box: The box.
+        chunk: Shape of a chunk.
+
+    Example:
+        >>> [(part.start, part.stop) for part in chunk_parts(Box((1,), (5,)), (2,))]
+        [((1,), (2,)), ((2,), (4,)), ((4,), (5,))]
+    """
+    edges = []
+    for low, high, step in zip(box.start, box.stop, chunk, strict=True):
+        first = low - low % max(1, step)
+        edges.append([(max(low, n), min(high, n + step)) for n in range(first, high, max(1, step))])
+    for part in itertools.product(*edges):
+        yield Box(tuple(low for low, _ in part), tuple(high for _, high in part))
+
+
 def cut(
     shape: Sequence[int], itemsize: int, most_bytes: int, order: Sequence[int]
 ) -> Iterator[Box]:

@@ -80,7 +80,7 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
                 found=key,
             )
         tree = named[key]
-        if isinstance(tree, SourceArray):
+        if jax.tree_util.all_leaves([tree]):
             tree = {key: tree}  # a tree is a container
 
     def renamed(path: Any, leaf: Any) -> Any:
@@ -130,6 +130,10 @@ class Source(Protocol):
 
     def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
         """Some of these boxes, at once."""
+        ...
+
+    def chunk(self, array: SourceArray) -> tuple[int, ...] | None:
+        """Shape of what is decoded at once; None where any elements can be read."""
         ...
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:
@@ -205,6 +209,9 @@ class SafetensorsSource:
         lease = self.lease([array for array, _ in wanted])
         regions = [Region(array.leaf, box) for array, box in wanted]
         return read_regions(lease, regions, memory_budget_bytes=self._budget)
+
+    def chunk(self, array: SourceArray) -> None:
+        """Any elements can be read."""
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:
         """Nothing but what is asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 
 _CHECK_SECONDS = 1.0
 
@@ -30,7 +30,9 @@ class WritePool:
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "safetensors-write")
         self._running: set[Future[None]] = set()
-        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._first: BaseException | None = None  # of the failures
+        self._stopped = False
         self._interrupt = interrupt
         self._check = check
 
@@ -48,26 +50,30 @@ class WritePool:
             self.progress()
 
     def progress(self) -> None:
-        """Waits until one more is done; raises what it raised."""
+        """Waits until one more is done; raises what the first to fail raised, if one has."""
         done: set[Future[None]] = set()
         while self._running and not done:
             self._check()
             done = wait(self._running, _CHECK_SECONDS, FIRST_COMPLETED).done
         self._running -= done
-        for job in done:
-            job.result()
+        if self._first is not None:
+            raise self._first
 
     def stop(self) -> None:
         """Starts nothing more, and waits for what runs."""
-        self._failed.set()
+        self._stopped = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
-        if self._failed.is_set():
-            return
+        if self._first is not None:  # what is left out has failed, too: nobody may count on it
+            raise self._first
+        if self._stopped:
+            raise CancelledError
         try:
             work()
-        except BaseException:
-            self._failed.set()
+        except BaseException as error:
+            with self._lock:
+                if self._first is None:
+                    self._first = error
             self._interrupt()
             raise
