@@ -572,12 +572,11 @@ def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
     (folder / "w1" / "0.0").unlink()
     (folder / "raw" / "0").write_bytes(b"no zstd")
     report = osl.verify(folder)
-    (found,) = texts(report, "array")
-    assert "can not be opened" in found
-    assert "'w0'" in found
-    found = " ".join(texts(report, "chunk"))
-    assert len(texts(report)) == 3
-    assert "'raw'" in found
+    found = texts(report, "array")
+    assert len(found) == 2
+    assert all("can not be opened" in text for text in found)
+    assert all(any(f"'{name}'" in text for text in found) for name in ("raw", "w0"))
+    (found,) = texts(report, "chunk")
     assert "'w1'" in found
     done = run("inspect", folder)
     assert done.returncode == 1
@@ -586,8 +585,7 @@ def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
     with pytest.raises(osl.StorageError, match="can not be opened"):
         osl.convert(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    (folder / "w2" / ".zarray").unlink()
-    with pytest.raises(osl.StorageError, match=r"2 arrays can not be opened: \['w0', 'w2'\]"):
+    with pytest.raises(osl.StorageError, match=r"2 arrays can not be opened: \['raw', 'w0'\]"):
         osl.verify(folder, tmp_path)
     (folder / "_METADATA").write_text("{}")
     with pytest.raises(osl.SafetensorsLayoutError, match="Orbax"):

@@ -19,6 +19,8 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
 from orbax_safetensors_layout.format.nodes import TensorKind
 from orbax_safetensors_layout.geometry.box import Box
 
+_MOST_TEXT = 500  # characters of an error of others
+
 
 class OrbaxSource:
     """One item that Orbax saved, with either API, in any of its formats.
@@ -148,4 +150,4 @@ class OrbaxSource:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0]
+    return str(error).split("\n")[0][:_MOST_TEXT]

@@ -86,9 +86,9 @@ class _Opening:
         try:
             spec = _handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
             store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
+            keys = await _keys(info) if is_jax and _may_be_keys(store) else None
         except Exception as problem:  # of many types; the others are opened nevertheless
             return OpenArray(info.name, None, is_jax, problem=problem)
-        keys = await _keys(info) if is_jax and _may_be_keys(store) else None
         return OpenArray(info.name, store, is_jax, keys)
 
 
@@ -113,10 +113,7 @@ async def _keys(info: Any) -> jax.Array | None:
     """Keys, if Orbax makes such of an array."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     args = _handlers.ArrayRestoreArgs(sharding=here)
-    try:
-        (found,) = await _handlers.get_type_handler(jax.Array).deserialize([info], [args])
-    except Exception:  # of many types; who reads the array learns what is wrong with it
-        return None
+    (found,) = await _handlers.get_type_handler(jax.Array).deserialize([info], [args])
     return found if prng.is_key(found) else None
 
 
