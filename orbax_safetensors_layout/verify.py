@@ -41,7 +41,8 @@ def verify(
     may be cut otherwise. Tensors are read in blocks, in bounded memory.
 
     Either may be what Orbax saved in its own format, or a step with it. Of such a `path` every
-    array is read: missing chunks and such that can not be decoded are found.
+    array is read: missing chunks and such that can not be decoded are found. What TensorStore
+    takes to decode a chunk comes on top of the memory budget.
 
     Args:
         path: The checkpoint.
