@@ -37,7 +37,7 @@ from orbax_safetensors_layout.plan.owners import HeldBoxes
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.file_set import FileSet
-from orbax_safetensors_layout.transfer.write import write_parts
+from orbax_safetensors_layout.transfer.write import _PartWriter, write_parts
 from orbax_safetensors_layout.transfer.write_pool import WritePool
 
 P = PartitionSpec
@@ -1061,22 +1061,28 @@ def test_the_memory_budget_is_kept(tmp_path, budget):
 def test_files_are_written_side_by_side(tmp_path, monkeypatch):
     """As many as there are threads, where the storage writes anywhere in a file."""
     events = []
-    begin, finish = FileSet.begin, FileSet.finish
-    monkeypatch.setattr(FileSet, "begin", lambda *a: (events.append("begin"), begin(*a))[1])
-    monkeypatch.setattr(FileSet, "finish", lambda *a: (events.append("finish"), finish(*a))[1])
+    begin, submit = FileSet.begin, _PartWriter._submit
+    monkeypatch.setattr(FileSet, "begin", lambda s, p: (events.append(p.name), begin(s, p))[1])
+    monkeypatch.setattr(
+        _PartWriter, "_submit", lambda s, f, x: (events.append(f.plan.name), submit(s, f, x))[1]
+    )
 
-    def most_at_once(folder, threads):
+    def order(folder, threads):
+        """The files, each time that another is begun or has its turn."""
         folder.mkdir()
         events.clear()
         most_live(folder, threads, None, large=True, file_count=5)
-        counts = itertools.accumulate(1 if event == "begin" else -1 for event in events)
-        return max(counts)
+        return [name for name, _ in itertools.groupby(events)]
 
-    # A file counts until its last write is done, and the next is begun while that is waited for.
-    assert most_at_once(tmp_path / "two", 2) > 1
-    assert most_at_once(tmp_path / "many", 8) == 5
+    names = [f"f{number}" for number in range(5)]
+    assert order(tmp_path / "all", 8)[:5] == names
+    assert len(events) > len(order(tmp_path / "all again", 8)) > 5
+    two = order(tmp_path / "two", 2)
+    assert two[:3] == ["f0", "f1", "f0"]
+    assert len(two) > 5
+    assert order(tmp_path / "one", 1) == names
     monkeypatch.setattr(LocalStorage, "appends", True)
-    assert most_at_once(tmp_path / "in order", 1) <= 2
+    assert order(tmp_path / "in order", 8) == names
 
 
 def test_who_waits_for_writes_learns_that_another_process_has_failed():
