@@ -28,8 +28,9 @@ VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine '_create_paths' was never awaited")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def drop_what_orbax_dropped():
+    """Here and now: where garbage is collected amid code without builtins, nothing can warn."""
     yield
     gc.collect()
 
