@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping.facts import Fact
 from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.report import Finding
 from orbax_safetensors_layout.sides import BLOCKS_IN_BUDGET, Block, Side
@@ -59,16 +61,16 @@ def compare(
         if mine == theirs:
             alike.append(name)
         elif theirs is not None:
-            differences.append(f"'{name}' is {mine}, in the other {theirs}")
-    total = sum(here.arrays[name].nbytes for name in alike)
+            differences.append(f"'{name}' is {_kind(mine)}, in the other {_kind(theirs)}")
+    total = sum(_nbytes(here.arrays[name]) for name in alike)
     done = 0
     places: dict[str, list[str]] = {}
     for blocks in _batches(alike, [here, there], options):
         for name, place in _differing(blocks, here, there):
             places.setdefault(name, []).append(place)
-        done += sum(block.box.size * here.arrays[block.name].dtype.itemsize for block in blocks)
+        done += _held_bytes(blocks, here)
         if progress is not None:
-            progress(Progress(min(done, total), total, blocks[-1].name))
+            progress(Progress(done, total, blocks[-1].name))
     for name, found in places.items():
         more = f" and {len(found) - _MOST_PLACES} more blocks" if len(found) > _MOST_PLACES else ""
         differences.append(f"'{name}' differs: {'; '.join(found[:_MOST_PLACES])}{more}")
@@ -91,19 +93,26 @@ def check_readable(
     Raises:
         SafetensorsLayoutError: A chunk is too large for the memory budget.
     """
-    findings = []
-    total = sum(array.nbytes for array in side.arrays.values())
+    findings: list[Finding] = []
+    total = sum(map(_nbytes, side.arrays.values()))
     done = 0
     for blocks in _batches([*side.arrays], [side], options):
-        for block in blocks:
-            try:
-                side.read([block])
-            except StorageError as error:
-                findings.append(Finding("chunk", str(error)))
-            done += block.box.size * side.arrays[block.name].dtype.itemsize
+        findings += _unreadable(blocks, side)
+        done += _held_bytes(blocks, side)
         if progress is not None:
             progress(Progress(done, total, blocks[-1].name))
     return tuple(findings)
+
+
+def _unreadable(blocks: Sequence[Block], side: Side) -> list[Finding]:
+    """What can not be read of some blocks: together, and one by one where that fails."""
+    try:
+        side.read(blocks)
+    except StorageError as error:
+        if len(blocks) == 1:
+            return [Finding("chunk", str(error))]
+        return [finding for block in blocks for finding in _unreadable([block], side)]
+    return []
 
 
 def _batches(
@@ -151,6 +160,18 @@ def _differing(blocks: Sequence[Block], here: Side, there: Side) -> Iterator[tup
     for block, ours, others in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
         if not _same(ours, others):
             yield block.name, _place(block.box, ours, others)
+
+
+def _held_bytes(blocks: Sequence[Block], side: Side) -> int:
+    return sum(block.box.size * side.arrays[block.name].dtype.itemsize for block in blocks)
+
+
+def _nbytes(array: Fact) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _kind(array: Fact) -> str:
+    return f"{array.dtype.name} {list(array.shape)}"
 
 
 def _names(here: Side, there: Side) -> Iterator[str]:

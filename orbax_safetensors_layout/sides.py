@@ -6,19 +6,24 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import jax
 import numpy as np
 
 from orbax_safetensors_layout.adapters.checkpoints import open_source
 from orbax_safetensors_layout.conversion.boxes import chunk_parts, within
 from orbax_safetensors_layout.conversion.location import Location
-from orbax_safetensors_layout.conversion.source import Source, SourceArray, arrays_of, rerooted
+from orbax_safetensors_layout.conversion.source import (
+    Source,
+    SourceArray,
+    arrays_of,
+    rerooted,
+    values_of,
+)
 from orbax_safetensors_layout.errors import MappingError, StorageError
 from orbax_safetensors_layout.filling import Filling
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.keys import dotted_name
+from orbax_safetensors_layout.mapping.facts import Fact
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.origins import Mapped, Origin, Plain, bind
@@ -42,21 +47,6 @@ class Block(NamedTuple):
     box: Box
 
 
-class Shape(NamedTuple):
-    """Shape and dtype of an array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements in memory."""
-        return Box.whole(self.shape).size * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype.name} {list(self.shape)}"
-
-
 class Side(Protocol):
     """A checkpoint that is compared with another.
 
@@ -67,7 +57,7 @@ class Side(Protocol):
     """
 
     path: str
-    arrays: Mapping[str, Shape]
+    arrays: Mapping[str, Fact]
     values: Mapping[str, str] | None
 
     def chunk_bytes(self, name: str) -> int:
@@ -110,8 +100,8 @@ class CatalogSide:
             self._origins.update(
                 {name: Mapped(made, entries) for name, made in bound.expressions.items()}
             )
-        self.arrays: Mapping[str, Shape] = {
-            name: Shape(origin.shape, origin.dtype) for name, origin in self._origins.items()
+        self.arrays: Mapping[str, Fact] = {
+            name: Fact(origin.shape, origin.dtype) for name, origin in self._origins.items()
         }
 
     def _recorded(self) -> Mapping[str, str] | None:
@@ -180,18 +170,12 @@ class SourceSide:
         self._most_bytes = options.memory_budget_bytes // BLOCKS_IN_BUDGET
         self._arrays = arrays_of(tree)
         self.path = source.path
-        self.arrays: Mapping[str, Shape] = {
-            name: Shape(array.shape, array.dtype) for name, array in self._arrays.items()
+        self.arrays: Mapping[str, Fact] = {
+            name: Fact(array.shape, array.dtype) for name, array in self._arrays.items()
         }
-        self.values: Mapping[str, str] | None = (
-            None
-            if not source.is_recorded
-            else {
-                dotted_name(path): repr(leaf)
-                for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-                if not isinstance(leaf, SourceArray)
-            }
-        )
+        self.values: Mapping[str, str] | None = None
+        if source.is_recorded:
+            self.values = {name: repr(value) for name, value in values_of(tree).items()}
 
     def chunk_bytes(self, name: str) -> int:
         """A chunk, where whole chunks are decoded."""
@@ -203,15 +187,23 @@ class SourceSide:
 
     def read(self, blocks: Sequence[Block]) -> list[np.ndarray]:
         """The values of some boxes, in their order; of chunks those that there is room for."""
-        return [self._read(self._arrays[name], box) for name, box in blocks]
+        wanted = [(self._arrays[name], box) for name, box in blocks]
+        if sum(self._decoded_bytes(array, box) for array, box in wanted) <= self._most_bytes:
+            return self._source.read(wanted)
+        return [self._read_in_parts(array, box) for array, box in wanted]
 
-    def _read(self, array: SourceArray, box: Box) -> np.ndarray:
+    def _decoded_bytes(self, array: SourceArray, box: Box) -> int:
+        """Bytes of the chunks that a box overlaps."""
         chunk = self._source.chunk(array)
-        parts = [box] if chunk is None else [*chunk_parts(box, chunk)]
+        if chunk is None:
+            return 0
+        return len([*chunk_parts(box, chunk)]) * self._source.largest_chunk_bytes(array)
+
+    def _read_in_parts(self, array: SourceArray, box: Box) -> np.ndarray:
+        chunk = self._source.chunk(array)
+        assert chunk is not None
+        parts = [*chunk_parts(box, chunk)]
         room = max(1, self._most_bytes // max(1, self._source.largest_chunk_bytes(array)))
-        if len(parts) <= room:
-            (whole,) = self._source.read([(array, box)])
-            return whole
         values = np.empty(box.shape, array.dtype)
         for first in range(0, len(parts), room):
             some = parts[first : first + room]

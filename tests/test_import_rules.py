@@ -65,7 +65,6 @@ MAY_IMPORT_JAX = (
     "conversion.source",
     "consolidate",
     "forecast_tree",
-    "sides",
     "adapters",
     "convert",
 )

@@ -7,16 +7,14 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
 from orbax_safetensors_layout.adapters.orbax_source import OrbaxSource
-from orbax_safetensors_layout.conversion.source import SourceArray, arrays_of, rerooted
+from orbax_safetensors_layout.conversion.source import SourceArray, arrays_of, rerooted, values_of
 from orbax_safetensors_layout.errors import UnsupportedDtypeError
 from orbax_safetensors_layout.format.dtypes import dtype_from_numpy
 from orbax_safetensors_layout.format.selection import select_names
 from orbax_safetensors_layout.inspection import Inspection, TensorFacts
-from orbax_safetensors_layout.mapping.keys import dotted_name
 
 
 def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Inspection:
@@ -41,11 +39,7 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
             files=dict(_files(path)),
             metadata={},
             quantization=None,
-            values={
-                dotted_name(key): leaf
-                for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-                if not isinstance(leaf, SourceArray)
-            },
+            values=values_of(tree),
             model=None,
         )
 

@@ -97,6 +97,12 @@ def arrays_of(tree: Any) -> dict[str, SourceArray]:
     return {array.name: array for array in found}
 
 
+def values_of(tree: Any) -> dict[str, Any]:
+    """What a source's tree holds besides arrays, by name."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {dotted_name(path): leaf for path, leaf in paths if not isinstance(leaf, SourceArray)}
+
+
 class Source(Protocol):
     """A checkpoint that is read.
 
