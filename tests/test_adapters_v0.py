@@ -25,9 +25,9 @@ def folder(tmp_path):
     return save(tmp_path / "hf", TENSORS, files=3)
 
 
-@pytest.fixture
-def checkpointer():
-    return ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+@pytest.fixture(params=[osl.SafetensorsCheckpointHandler, osl.SafetensorsLayout])
+def checkpointer(request):
+    return ocp.Checkpointer(request.param())
 
 
 def sharding_of(name: str) -> NamedSharding:

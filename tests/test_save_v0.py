@@ -22,9 +22,17 @@ SAVES = [osl.SafetensorsSave, ocp.args.StandardSave, ocp.args.PyTreeSave]
 VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 
-@pytest.fixture(params=[ocp.Checkpointer, ocp.AsyncCheckpointer])
+@pytest.fixture(
+    params=[
+        (ocp.Checkpointer, osl.SafetensorsCheckpointHandler),
+        (ocp.AsyncCheckpointer, osl.SafetensorsCheckpointHandler),
+        (ocp.Checkpointer, osl.SafetensorsLayout),
+        (ocp.AsyncCheckpointer, osl.SafetensorsLayout),
+    ]
+)
 def checkpointer(request):
-    with request.param(osl.SafetensorsCheckpointHandler()) as checkpointer:
+    kind, handler = request.param
+    with kind(handler()) as checkpointer:
         yield checkpointer
 
 

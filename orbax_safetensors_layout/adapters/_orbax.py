@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orbax.checkpoint.experimental.v1 as ocp
+from orbax.checkpoint import checkpoint_args
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 from orbax.checkpoint.experimental.v1._src.handlers import registration, resolution
@@ -54,6 +55,7 @@ __all__ = [
     "layout_used",
     "orbaxs_layout",
     "read_step_metadata",
+    "register_args",
     "set_hooks",
     "tree_metadata",
     "typestr",
@@ -133,3 +135,12 @@ def version() -> str:
 def tree_metadata(tree: Any, custom_metadata: Mapping[str, Any] | None) -> Any:
     """A `TreeMetadata`, which v0 has no public way to make."""
     return build_default_tree_metadata(tree, custom_metadata=custom_metadata)
+
+
+def register_args(handler: type, save_args: type, restore_args: type) -> None:
+    """As `ocp.args.register_with_handler`, for a handler that shares its typestr with another.
+
+    The public function refuses a second handler of a typestr.
+    """
+    checkpoint_args._SAVE_ARG_TO_HANDLER[save_args] = handler
+    checkpoint_args._RESTORE_ARG_TO_HANDLER[restore_args] = handler

@@ -9,6 +9,8 @@ layouts by name from a fixed table, so `install` puts this one in the place of i
     with context:
         state = ocp.load(folder, abstract_state)
         ocp.save(path, state)
+
+It is a handler of Orbax v0, too: `ocp.Checkpointer(osl.SafetensorsLayout())`.
 """
 
 from __future__ import annotations
@@ -23,12 +25,19 @@ from orbax_safetensors_layout.adapters import _orbax, settings, v1
 from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents
 from orbax_safetensors_layout.adapters.routing import handler_for_save
+from orbax_safetensors_layout.adapters.v0 import (
+    SafetensorsCheckpointHandler,
+    SafetensorsRestore,
+    SafetensorsSave,
+)
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 from orbax_safetensors_layout.load import load
 
+_NOT_GIVEN: Any = object()
 
-class SafetensorsLayout:
+
+class SafetensorsLayout(SafetensorsCheckpointHandler):
     """The `CheckpointLayout` of safetensors checkpoints; each process its own shards' bytes.
 
     A file, or a folder that is a checkpoint itself, holds one checkpointable; its name is
@@ -37,6 +46,17 @@ class SafetensorsLayout:
 
     Orbax makes layouts itself, without arguments; `using(read=..., write=...)` and the `memory` and
     `safetensors` options of Orbax's context say how to read and write.
+
+    `ocp.Checkpointer`, `ocp.AsyncCheckpointer` and `ocp.CheckpointManager(item_handlers=...)` of
+    Orbax v0 take one as their handler; it does what `SafetensorsCheckpointHandler` does.
+
+    Example:
+        >>> import tempfile, numpy as np, orbax.checkpoint as ocp_v0
+        >>> folder = f"{tempfile.mkdtemp()}/checkpoint"
+        >>> checkpointer = ocp_v0.Checkpointer(SafetensorsLayout())
+        >>> checkpointer.save(folder, {"weight": np.arange(4.0, dtype=np.float32)})
+        >>> checkpointer.restore(folder)
+        {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
 
     async def get_checkpointable_names(self, path: ocp.path.Path) -> list[str]:
@@ -60,16 +80,22 @@ class SafetensorsLayout:
         """
         await in_background(_locate, path, checkpointable_name)
 
-    async def metadata(
-        self, path: ocp.path.Path, checkpointable_name: str | None
-    ) -> ocp.CheckpointMetadata[Any]:
-        """Shapes and dtypes of one checkpointable.
+    def metadata(self, path: Any, checkpointable_name: str | None = _NOT_GIVEN) -> Any:
+        """Shapes and dtypes of one checkpointable; its name is what tells Orbax v1 from v0.
 
         Returns:
-            Its metadata: the tree as `v1.describe` gives it. The times and the custom metadata are
-            those that Orbax recorded; without a record, when the last file was written and the
-            strings of `__metadata__`.
+            For v0, which gives a path alone, what `SafetensorsCheckpointHandler.metadata` returns.
+            For v1 a coroutine of the metadata: the tree as `v1.describe` gives it. The times and
+            the custom metadata are those that Orbax recorded; without a record, when the last file
+            was written and the strings of `__metadata__`.
         """
+        if checkpointable_name is _NOT_GIVEN:
+            return super().metadata(path)
+        return self._metadata(path, checkpointable_name)
+
+    async def _metadata(
+        self, path: ocp.path.Path, checkpointable_name: str | None
+    ) -> ocp.CheckpointMetadata[Any]:
         found = await in_background(_locate, path, checkpointable_name)
         contents = await in_background(Contents.read, found, settings.current().mapping)
         record = await _read_record(path)
@@ -194,6 +220,17 @@ class SafetensorsLayout:
             await handlers[name].save(path / name, value) for name, value in checkpointables.items()
         ]
         return _write(path, writing, context.multiprocessing.primary_host)
+
+
+class _Save(SafetensorsSave):
+    """What `ocp.Checkpointer(SafetensorsLayout()).save(path, tree)` makes of a plain tree."""
+
+
+class _Restore(SafetensorsRestore):
+    """What `ocp.Checkpointer(SafetensorsLayout()).restore(path)` asks for."""
+
+
+_orbax.register_args(SafetensorsLayout, _Save, _Restore)
 
 
 async def _write(
