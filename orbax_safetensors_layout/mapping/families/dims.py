@@ -55,6 +55,16 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
 }
 
+# Who ties in a model with vision, by the outer `model_type` (transformers 5.23.0): the outer
+# `tie_word_embeddings`, which is true by default in these classes and false in all others ...
+_TIED_BY_DEFAULT = frozenset(
+    "gemma3 got_ocr2 internvl janus kimi_k25 lighton_ocr mistral3 ovis2 paligemma".split()
+)
+# ... or, in these, either that or the text model's.
+_TIED_BY_EITHER = frozenset(
+    "llava llava_next_video llava_onevision qwen2_5_vl qwen2_vl video_llama_3".split()
+)
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -87,7 +97,7 @@ class Dims:
         head_dim: Elements of a head.
         hidden: Elements of a token's state.
         vocab: Rows of the embedding.
-        tied: Whether the output kernel is the embedding.
+        tied: Whether the output kernel is the embedding where the files have none.
         query_scalar: Attention logits are divided by the square root of it.
         rope: The `rope_type` of the configuration; `default` where it has none.
         experts: Routed experts of a layer; 0 in a dense model.
@@ -95,6 +105,7 @@ class Dims:
         shared_experts: Whether layers have experts that all tokens take.
         extra: Layers after the last, for multi-token prediction.
         latent: DeepSeek's attention, else None.
+        biased: The projections that have a bias.
         quantized: How weights are stored, where they are quantised.
         multimodal: Whether the checkpoint holds a vision model too.
     """
@@ -114,6 +125,7 @@ class Dims:
     shared_experts: bool
     extra: int
     latent: Latent | None
+    biased: frozenset[str]
     quantized: Quantization | None
     multimodal: bool
 
@@ -197,9 +209,8 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     """
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
-        outer = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
         quantization = config.get("quantization_config") or inner.get("quantization_config")
-        read = _Reader(family, {**outer, **inner, "quantization_config": quantization})
+        read = _Reader(family, {**inner, "quantization_config": quantization})
     else:
         read = _Reader(family, config)
     layers, hidden = read.need("num_hidden_layers"), read.need("hidden_size")
@@ -216,7 +227,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         head_dim=head_dim,
         hidden=hidden,
         vocab=read.need("vocab_size"),
-        tied=bool(read.get("tie_word_embeddings", False)),
+        tied=_tied(family, config, read),
         query_scalar=read.get("query_pre_attn_scalar", head_dim),
         rope=str(rope.get("rope_type") or rope.get("type") or "default"),
         experts=read.need(*_EXPERTS) if sparse else 0,
@@ -224,9 +235,33 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         shared_experts=family == "deepseek_v3" and read.get("n_shared_experts", 1) > 0,
         extra=read.get("num_nextn_predict_layers", 0) if family == "deepseek_v3" else 0,
         latent=latent,
+        biased=_biased(family, read),
         quantized=quantization_of(family, read.get("quantization_config")),
         multimodal=isinstance(inner, Mapping),
     )
+
+
+def _tied(family: str, config: Mapping[str, Any], read: _Reader) -> bool:
+    """Whether the output kernel is the embedding where the files have none."""
+    inner = bool(read.get("tie_word_embeddings", False))
+    if not isinstance(config.get("text_config"), Mapping):
+        return inner
+    kind = config.get("model_type") or family
+    outer = bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
+    return outer or (inner and kind in _TIED_BY_EITHER)
+
+
+def _biased(family: str, read: _Reader) -> frozenset[str]:
+    """The projections with a bias, as the families' classes in transformers 5.23.0 have them."""
+    attention = {"q_proj", "k_proj", "v_proj"}
+    if family == "qwen2":
+        return frozenset(attention)
+    found: set[str] = set()
+    if family not in ("mistral", "mixtral") and read.get("attention_bias", family == "gpt_oss"):
+        found |= attention | {"o_proj"}
+    if family == "llama" and read.get("mlp_bias", False):
+        found |= {"gate_proj", "up_proj", "down_proj"}
+    return frozenset(found)
 
 
 def _latent(read: _Reader) -> Latent:

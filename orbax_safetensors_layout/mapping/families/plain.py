@@ -86,7 +86,7 @@ def tree(dims: Dims) -> Tree:
 
 def _groups(dims: Dims) -> tuple[Group, ...]:
     shared = (*_norms(dims), *_attention(dims))
-    dense, sparse = (*shared, *_mlp("mlp")), (*shared, *_experts(dims))
+    dense, sparse = (*shared, *_mlp(dims, "mlp")), (*shared, *_experts(dims))
     if dims.dense and dims.sparse:
         return (
             Group("dense_layers.", "layers.{n}.", dims.dense, dense),
@@ -119,6 +119,7 @@ def _attention(dims: Dims) -> tuple[Leaf, ...]:
     leaves += [
         Leaf(f"self_attn.{x}_proj.bias", f"self_attn.{x}_proj.bias", step)
         for x, step in biases.items()
+        if f"{x}_proj" in dims.biased
     ]
     if dims.family == "gpt_oss":
         leaves.append(Leaf("self_attn.sinks", "self_attn.sinks", SAME))
@@ -149,9 +150,10 @@ def _latent(dims: Dims) -> tuple[Leaf, ...]:
     )
 
 
-def _mlp(before: str) -> tuple[Leaf, ...]:
+def _mlp(dims: Dims, before: str) -> tuple[Leaf, ...]:
     kernels = (Leaf(f"{before}.{name}.kernel", f"{before}.{name}.weight", LINEAR) for name in _MLP)
-    biases = (Leaf(f"{before}.{name}.bias", f"{before}.{name}.bias", SAME) for name in _MLP)
+    biased = (name for name in _MLP if name in dims.biased)
+    biases = (Leaf(f"{before}.{name}.bias", f"{before}.{name}.bias", SAME) for name in biased)
     return (*kernels, *biases)
 
 
@@ -164,6 +166,6 @@ def _experts(dims: Dims) -> tuple[Leaf, ...]:
         case "deepseek_v3":
             bias = "e_score_correction_bias"
             routed = (*_EXPERTS, Leaf(f"mlp.router.{bias}", f"mlp.gate.{bias}", SAME))
-            return (*routed, *_mlp("mlp.shared_experts")) if dims.shared_experts else routed
+            return (*routed, *_mlp(dims, "mlp.shared_experts")) if dims.shared_experts else routed
         case _:
             return _EXPERTS
