@@ -58,11 +58,21 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # Who ties in a model with vision, by the outer `model_type` (transformers 5.23.0): the outer
 # `tie_word_embeddings`, which is true by default in these classes and false in all others ...
 _TIED_BY_DEFAULT = frozenset(
-    "gemma3 got_ocr2 internvl janus kimi_k25 lighton_ocr mistral3 ovis2 paligemma".split()
+    [
+        "gemma3",
+        "got_ocr2",
+        "internvl",
+        "janus",
+        "kimi_k25",
+        "lighton_ocr",
+        "mistral3",
+        "ovis2",
+        "paligemma",
+    ]
 )
 # ... or, in these, either that or the text model's.
 _TIED_BY_EITHER = frozenset(
-    "llava llava_next_video llava_onevision qwen2_5_vl qwen2_vl video_llama_3".split()
+    ["llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "video_llama_3"]
 )
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
