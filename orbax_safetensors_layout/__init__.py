@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         SafetensorsCheckpointHandler,
         SafetensorsRestore,
         SafetensorsSave,
-        handler_registry,
     )
+    from orbax_safetensors_layout.adapters.v0_registry import handler_registry
     from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, context
     from orbax_safetensors_layout.consolidate import consolidate
     from orbax_safetensors_layout.convert import Converted, convert
@@ -79,12 +79,8 @@ _NAMES_BY_MODULE = {
     "adapters.install": ("install", "uninstall"),
     "adapters.layout": ("SafetensorsLayout",),
     "adapters.settings": ("using",),
-    "adapters.v0": (
-        "SafetensorsCheckpointHandler",
-        "SafetensorsRestore",
-        "SafetensorsSave",
-        "handler_registry",
-    ),
+    "adapters.v0": ("SafetensorsCheckpointHandler", "SafetensorsRestore", "SafetensorsSave"),
+    "adapters.v0_registry": ("handler_registry",),
     "adapters.v1": ("SafetensorsHandler", "context"),
     "consolidate": ("consolidate",),
     "convert": ("Converted", "convert"),

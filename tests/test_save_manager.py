@@ -289,21 +289,9 @@ def test_a_step_that_was_deleted_is_saved_again(tmp_path, is_async):
         same(manager.restore(0), state(1))
 
 
-def test_steps_of_others_and_ours_side_by_side(tmp_path):
-    """A run that starts with Orbax's own format, and goes on in ours."""
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(0, args=ocp.args.StandardSave(state(0)))
+def test_a_direct_load_of_a_step(tmp_path):
     with manager_of(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(state(1)))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [0, 1]
-        same(manager.restore(1), state(1))
-    with ocp.CheckpointManager(tmp_path) as manager:
-        restored = manager.restore(0, args=ocp.args.StandardRestore(state()))
-        assert_same_bits(restored["w"], VALUES)
-    told = pytest.raises(osl.CheckpointNotFoundError, match=r"Orbax saved it.*osl\.convert")
-    with manager_of(tmp_path) as manager, told:
-        manager.restore(0)
     with pytest.raises(osl.CheckpointNotFoundError, match="give the folder of an item"):
         osl.load(tmp_path / "1")
     same(osl.load(tmp_path / "1" / "default"), state(1))

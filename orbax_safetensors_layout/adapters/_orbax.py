@@ -7,11 +7,12 @@ orbax whose name begins with an underscore.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint import checkpoint_args
+from orbax.checkpoint._src.handlers import composite_checkpoint_handler
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 from orbax.checkpoint.experimental.v1._src.handlers import registration, resolution
@@ -49,6 +50,7 @@ __all__ = [
     "Hooks",
     "NoEntryError",
     "PartialSave",
+    "add_args",
     "get_context",
     "get_hooks",
     "handlers_used",
@@ -144,3 +146,24 @@ def register_args(handler: type, save_args: type, restore_args: type) -> None:
     """
     checkpoint_args._SAVE_ARG_TO_HANDLER[save_args] = handler
     checkpoint_args._RESTORE_ARG_TO_HANDLER[restore_args] = handler
+
+
+def add_args(kind: type, args: Sequence[type]) -> None:
+    """Lets handlers of a kind, also where they are given as such, take all these arguments.
+
+    For `item_handlers=` Orbax registers one class of arguments for saving and one for restoring,
+    and refuses others, whatever the handler could do with them; there is no public way to tell.
+
+    Args:
+        kind: The handler's class, or a base of it.
+        args: Classes of arguments.
+    """
+    register = composite_checkpoint_handler._add_to_handler_registry_from_global_registry
+
+    def register_all(registry: Any, handler: Any, item_name: str) -> None:
+        register(registry, handler, item_name)
+        for one in args if isinstance(handler, kind) else ():
+            if not registry.has(item_name, one):
+                registry.add(item_name, one, handler)
+
+    composite_checkpoint_handler._add_to_handler_registry_from_global_registry = register_all

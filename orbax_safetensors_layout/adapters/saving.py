@@ -22,7 +22,7 @@ _PathLike = str | os.PathLike[str]
 _HINT = (
     "This folder holds safetensors files, not a checkpoint in Orbax's own format: restore it with"
     " orbax_safetensors_layout (v0: handler_registry=osl.handler_registry(...), v1:"
-    " osl.context(...) or osl.install())"
+    " osl.context(...) or osl.install()), or make Orbax's own of it with osl.convert(...)"
 )
 # Orbax v1 takes a folder for a pytree by this file's presence. What is in it, only Orbax's own
 # handlers read; theirs is then the error "ValueError: '<the hint>' is not a valid KeyType".

@@ -5,6 +5,9 @@ An existing pipeline writes safetensors, and restores them, with one line change
     manager = ocp.CheckpointManager(root, handler_registry=osl.handler_registry("default"))
     manager.save(step, args=ocp.args.StandardSave(state))
 
+Steps that it saved before, in Orbax's own format, are restored as well. `item_handlers=` takes a
+`SafetensorsCheckpointHandler` as it takes Orbax's handlers.
+
 A folder of published weights is restored as it stands, with nothing added to it:
 
     checkpointer = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
@@ -38,7 +41,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
-from orbax_safetensors_layout.adapters import _orbax, settings, v0_metadata
+from orbax_safetensors_layout.adapters import _orbax, orbax_item, settings, v0_metadata
 from orbax_safetensors_layout.adapters.contents import Contents
 from orbax_safetensors_layout.adapters.restore_args import abstract_tree
 from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
@@ -60,6 +63,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         read: How to read, where no `using(read=...)` block says otherwise. Its `strict` does not
             count: in v0, `partial_restore` of the restore arguments decides that.
         write: How to write, where no `using(write=...)` block says otherwise.
+
+    Attributes:
+        last_step: Folder in which an item was saved last, under Orbax's temporary name of a step.
 
     Example:
         >>> import tempfile, jax, numpy as np, orbax.checkpoint as ocp
@@ -84,6 +90,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         self._mapping = mapping
         self._read = read
         self._write = write
+        self.last_step = ""
 
     @classmethod
     def typestr(cls) -> str:
@@ -106,10 +113,11 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             ValueError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that can not be saved.
         """
+        self.last_step = os.path.dirname(os.fspath(directory))
         try:
             save = self._begin(directory, args)
         except BaseException:
-            await asyncio.to_thread(_settle)
+            await asyncio.to_thread(settle)
             raise
         commit = _commit(save, directory)
         if not save.is_captured:
@@ -144,7 +152,8 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         """Restores the tree that the arguments ask for.
 
         Args:
-            directory: The folder that holds the `.safetensors` files.
+            directory: The folder that holds the `.safetensors` files; or an item in Orbax's own
+                format, as a run's earlier steps may be, which Orbax's own handlers restore.
             args: `SafetensorsRestore`, `StandardRestore`, `PyTreeRestore`, or None. Without a tree
                 everything is loaded: what this package saved as it was saved, a checkpoint of
                 others as a flat dict of numpy arrays.
@@ -155,6 +164,8 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             MismatchError: Checkpoint and tree disagree.
             StorageError: A read failed.
         """
+        if orbax_item.is_orbax_item(directory):
+            return orbax_item.restore(directory, args)
         return load_item(
             directory,
             abstract_tree(args),
@@ -172,6 +183,8 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             restore. Of a checkpoint that others wrote, it is a flat dict of tensors, and the files'
             `__metadata__` are the custom metadata.
         """
+        if orbax_item.is_orbax_item(directory):
+            return orbax_item.metadata(directory)
         return v0_metadata.describe(directory, Contents.read(directory, self._mapping_of(None)))
 
 
@@ -184,7 +197,7 @@ def _commit(save: ItemSave, directory: os.PathLike[str]) -> future.Future:
     return future.CommitFutureAwaitingContractedSignals(write(), name="safetensors_save")
 
 
-def _settle() -> None:
+def settle() -> None:
     """Waits for the folders that Orbax is making for a save that has failed already.
 
     If the program ends, or closes the checkpointer, in between, a thread of Orbax waits for them
@@ -257,7 +270,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     partial_restore: bool = False
 
 
-_ARGS = (
+SAVE_AND_RESTORE = (
     SafetensorsSave,
     ocp.args.StandardSave,
     ocp.args.PyTreeSave,
@@ -265,44 +278,6 @@ _ARGS = (
     ocp.args.StandardRestore,
     ocp.args.PyTreeRestore,
 )
+"""Arguments that the handler takes."""
 
-
-def handler_registry(
-    *item_names: str,
-    mapping: LeafMapping | None = None,
-    read: ReadOptions | None = None,
-    write: WriteOptions | None = None,
-) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
-    """A registry that gives these items of a `CheckpointManager` to the safetensors handler.
-
-    A pipeline's `StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` calls work
-    unchanged with it, and so do `restore(step)` without arguments and `item_metadata(step)`. Other
-    items keep Orbax's handlers.
-
-    Args:
-        *item_names: The items; `"default"` is the one of a manager without named items.
-        mapping: What leaves are made of; see `SafetensorsCheckpointHandler`.
-        read: How to read.
-        write: How to write.
-
-    Example:
-        >>> import tempfile, numpy as np, orbax.checkpoint as ocp
-        >>> registry = handler_registry("default")
-        >>> manager = ocp.CheckpointManager(tempfile.mkdtemp(), handler_registry=registry)
-        >>> state = {"weight": np.arange(4.0, dtype=np.float32)}
-        >>> manager.save(7, args=ocp.args.StandardSave(state))
-        True
-        >>> manager.wait_until_finished()
-        >>> manager.restore(manager.latest_step())
-        {'weight': array([0., 1., 2., 3.], dtype=float32)}
-    """
-    if not item_names:
-        raise ValueError(
-            'handler_registry needs the items\' names; one without names is "default".'
-        )
-    handler = SafetensorsCheckpointHandler(mapping=mapping, read=read, write=write)
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for name in item_names:
-        for args in _ARGS:
-            registry.add(name, args, handler)
-    return registry
+_orbax.add_args(SafetensorsCheckpointHandler, SAVE_AND_RESTORE)

@@ -1,0 +1,302 @@
+"""Runs of Orbax v0 that hold steps in Orbax's own format, and go on with our handler."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoints import assert_same_bits
+from jax.sharding import PartitionSpec as P
+from multiprocess import run_processes
+from saving import opened
+from states import place, same
+
+import orbax_safetensors_layout as osl
+
+# Orbax's, of `PyTreeRestore` without shardings, with any handler.
+SHARDINGS_ARE_READ = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+PAIRS = {
+    "standard": (ocp.StandardCheckpointHandler, ocp.args.StandardSave, ocp.args.StandardRestore),
+    "pytree": (ocp.PyTreeCheckpointHandler, ocp.args.PyTreeSave, ocp.args.PyTreeRestore),
+}
+CHANGES = {
+    "registry": lambda: {"handler_registry": osl.handler_registry("default")},
+    "handler": lambda: {"item_handlers": osl.SafetensorsCheckpointHandler()},
+    "layout": lambda: {"item_handlers": osl.SafetensorsLayout()},
+}
+NAMED = {
+    "registry": lambda: {"handler_registry": osl.handler_registry("state")},
+    "handlers": lambda: {
+        "item_handlers": {
+            "state": osl.SafetensorsLayout(),
+            "config": ocp.JsonCheckpointHandler(),
+        }
+    },
+    "names": lambda: {
+        "item_names": ("state", "config"),
+        "item_handlers": {"state": osl.SafetensorsCheckpointHandler()},
+    },
+}
+
+
+def state(step=0):
+    return {
+        "w": place(VALUES + step, P("x", "y")),
+        "host": np.arange(3, dtype=np.int16) + step,
+        "key": jax.random.key(step),
+        "layers": [{"b": place(VALUES[0] - step, P("x"))}],
+        "step": step,
+        "rate": 0.5,
+    }
+
+
+def abstract(tree):
+    return jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
+        tree,
+    )
+
+
+def holds_safetensors(root, step, item="default"):
+    return osl.is_safetensors_checkpoint(root / str(step) / item)
+
+
+@pytest.mark.parametrize(
+    ("pair", "use_ocdbt", "change"),
+    [
+        ("standard", True, "registry"),
+        ("standard", False, "handler"),
+        ("standard", True, "layout"),
+        ("pytree", True, "handler"),
+        ("pytree", False, "registry"),
+    ],
+)
+@SHARDINGS_ARE_READ
+def test_one_line_is_changed(tmp_path, pair, use_ocdbt, change):
+    handler, save, restore = PAIRS[pair]
+    options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    orbaxs = handler(use_ocdbt=use_ocdbt)
+    with ocp.CheckpointManager(tmp_path, options=options, item_handlers=orbaxs) as manager:
+        for step in range(3):
+            manager.save(step, args=save(state(step)))
+        manager.wait_until_finished()
+        orbaxs_metadata = manager.item_metadata(2)
+
+    changed = CHANGES[change]()
+    with ocp.CheckpointManager(tmp_path, options=options, **changed) as manager:
+        assert manager.latest_step() == 2
+        assert jax.tree.structure(manager.item_metadata(2).tree) == jax.tree.structure(
+            orbaxs_metadata.tree
+        )
+        same(manager.restore(2), state(2))
+        same(manager.restore(2, args=restore()), state(2))
+        same(manager.restore(None, args=restore(state())), state(2))
+        same(manager.restore(2, args=restore(abstract(state()))), state(2))
+        same(manager.restore(2, args=osl.SafetensorsRestore(abstract(state()))), state(2))
+
+        manager.save(3, args=save(state(3)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3]
+        assert [holds_safetensors(tmp_path, step) for step in (1, 2, 3)] == [False, False, True]
+        for step in (1, 2, 3):
+            same(manager.restore(step, args=restore(abstract(state()))), state(step))
+            same(manager.restore(step), state(step))
+        manager.save(4, args=save(state(4)))
+        manager.save(5, args=save(state(5)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3, 4, 5]
+    assert_same_bits(opened(tmp_path / "5" / "default")["w"], VALUES + 5)
+    with ocp.CheckpointManager(tmp_path, options=options, **CHANGES[change]()) as manager:
+        same(manager.restore(manager.latest_step()), state(5))
+
+
+def test_restore_args_on_a_step_of_orbax(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(state(1)))
+    everywhere = place(VALUES, P()).sharding
+    moved = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=everywhere)}
+    with ocp.CheckpointManager(tmp_path, **CHANGES["registry"]()) as manager:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(moved)
+        for args in (
+            osl.SafetensorsRestore(moved, partial_restore=True),
+            osl.SafetensorsRestore(moved, restore_args, partial_restore=True),
+            ocp.args.PyTreeRestore(moved, restore_args=restore_args, partial_restore=True),
+        ):
+            same(manager.restore(0, args=args), {"w": place(VALUES + 1, P())})
+
+
+@pytest.mark.parametrize("change", NAMED)
+def test_named_items_beside_a_json_item(tmp_path, change):
+    def items(step):
+        return ocp.args.Composite(
+            state=ocp.args.StandardSave(state(step)), config=ocp.args.JsonSave({"lr": step})
+        )
+
+    wanted = ocp.args.Composite(
+        state=ocp.args.StandardRestore(abstract(state())), config=ocp.args.JsonRestore()
+    )
+    with ocp.CheckpointManager(tmp_path, item_names=("state", "config")) as manager:
+        manager.save(0, args=items(0))
+    with ocp.CheckpointManager(tmp_path, **NAMED[change]()) as manager:
+        assert manager.latest_step() == 0
+        assert set(manager.item_metadata(0).state.tree) == {*state()}
+        same(manager.restore(0, args=wanted).state, state(0))
+        manager.save(1, args=items(1))
+        manager.wait_until_finished()
+        for step in (0, 1):
+            restored = manager.restore(step, args=wanted)
+            same(restored.state, state(step))
+            assert restored.config == {"lr": step}
+            same(manager.restore(step, args=ocp.args.Composite(state=None)).state, state(step))
+    assert not holds_safetensors(tmp_path, 0, "state")
+    assert holds_safetensors(tmp_path, 1, "state")
+
+
+def test_args_of_ours_under_item_names(tmp_path):
+    with ocp.CheckpointManager(tmp_path, item_names=("state",)) as manager:
+        manager.save(0, args=ocp.args.Composite(state=osl.SafetensorsSave(state(0))))
+        manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(state(1))))
+        manager.wait_until_finished()
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract(state())))
+        for step in (0, 1):
+            assert holds_safetensors(tmp_path, step, "state")
+            same(manager.restore(step, args=args).state, state(step))
+
+
+def test_a_checkpointer_reads_both(tmp_path):
+    with ocp.StandardCheckpointer() as orbaxs:
+        orbaxs.save(tmp_path / "a", state(1))
+    with ocp.Checkpointer(osl.SafetensorsLayout()) as checkpointer:
+        same(checkpointer.restore(tmp_path / "a"), state(1))
+        assert set(checkpointer.metadata(tmp_path / "a").item_metadata.tree) == {*state()}
+        checkpointer.save(tmp_path / "a", state(2), force=True)
+        same(checkpointer.restore(tmp_path / "a"), state(2))
+
+
+def test_without_the_registry_orbax_says_what_the_steps_need(tmp_path):
+    with ocp.CheckpointManager(tmp_path, **CHANGES["registry"]()) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": VALUES}))
+    told = r"safetensors files.*handler_registry=osl\.handler_registry.*osl\.convert"
+    wanted = {"w": VALUES}
+    for args in (
+        ocp.args.StandardRestore(wanted),
+        ocp.args.StandardRestore(),
+        ocp.args.PyTreeRestore(wanted),
+        ocp.args.PyTreeRestore(
+            wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
+        ),
+        ocp.args.PyTreeRestore({"w": VALUES}, partial_restore=True),
+    ):
+        with ocp.CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match=told):
+            manager.restore(0, args=args)
+    for handler in (ocp.StandardCheckpointHandler(), ocp.PyTreeCheckpointHandler()):
+        with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+            with pytest.raises(ValueError, match=told):
+                manager.restore(0)
+            with pytest.raises(ValueError, match=told):
+                manager.item_metadata(0)
+
+
+@pytest.mark.parametrize("save", [ocp.args.StandardSave, ocp.args.PyTreeSave])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_registered_item_that_can_not_be_used_is_an_error(tmp_path, save, asynchronous):
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=asynchronous)
+
+    def manager_of(name, *more):
+        registry = osl.handler_registry(name, *more)
+        root = tmp_path / name
+        return ocp.CheckpointManager(root, options=options, handler_registry=registry)
+
+    told = r'item "default" is not registered.*"state".*handler_registry\("default"\)'
+    with manager_of("state", "more") as manager:
+        with pytest.raises(osl.SafetensorsLayoutError, match=told):
+            manager.save(0, args=save({"w": VALUES}))
+        assert manager.all_steps() == []
+    told = r'item "state" is not registered.*"default".*handler_registry\("state"\)'
+    with manager_of("default") as manager:
+        args = ocp.args.Composite(state=save({"w": VALUES}), config=ocp.args.JsonSave({}))
+        with pytest.raises(osl.SafetensorsLayoutError, match=told):
+            manager.save(0, args=args)
+        assert manager.all_steps() == []
+
+
+def test_a_step_without_the_registered_item_is_a_warning(tmp_path):
+    def items(**trees):
+        return ocp.args.Composite(**{k: ocp.args.StandardSave(v) for k, v in trees.items()})
+
+    registry = osl.handler_registry("state")
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+        manager.save(0, args=items(a={"w": VALUES}, state={"w": VALUES}, z={"w": VALUES}))
+        manager.wait_until_finished()
+        with pytest.warns(UserWarning, match=r'item "a" is not registered.*Orbax\'s own format'):
+            manager.save(1, args=items(a={"w": VALUES}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1]
+        for step in (0, 1):
+            args = ocp.args.Composite(a=ocp.args.StandardRestore({"w": VALUES}))
+            assert_same_bits(manager.restore(step, args=args).a["w"], VALUES)
+        assert_same_bits(manager.restore(0).z["w"], VALUES)
+    assert holds_safetensors(tmp_path, 0, "state")
+    assert not holds_safetensors(tmp_path, 0, "a")
+    with ocp.CheckpointManager(tmp_path) as manager:  # what Orbax saved needs nothing of ours
+        args = ocp.args.Composite(a=ocp.args.StandardRestore({"w": VALUES}))
+        assert_same_bits(manager.restore(1, args=args).a["w"], VALUES)
+
+
+TWO_PROCESSES = """
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    import orbax_safetensors_layout as osl
+
+    def main(root, use_ocdbt):
+        values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+        placed = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y")), P("y", "x"))
+
+        def state(step):
+            w = jax.make_array_from_callback((8, 8), placed, lambda at: values[at] + step)
+            return {"w": w, "step": step}
+
+        abstract = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=placed), "step": 0}
+
+        def right(restored, step):
+            w = restored["w"]
+            return w.sharding == placed and restored["step"] == step and all(
+                np.array_equal(s.data, values[s.index] + step) for s in w.addressable_shards
+            )
+
+        options = ocp.CheckpointManagerOptions(max_to_keep=3)
+        orbaxs = ocp.StandardCheckpointHandler(use_ocdbt=use_ocdbt)
+        with ocp.CheckpointManager(root, options=options, item_handlers=orbaxs) as manager:
+            for step in range(3):
+                manager.save(step, args=ocp.args.StandardSave(state(step)))
+        registry = osl.handler_registry("default")
+        found = []
+        with ocp.CheckpointManager(root, options=options, handler_registry=registry) as manager:
+            assert manager.latest_step() == 2
+            assert manager.item_metadata(2)["w"].shape == (8, 8)
+            found.append(right(manager.restore(2), 2))
+            manager.save(3, args=ocp.args.StandardSave(state(3)))
+            manager.wait_until_finished()
+            assert list(manager.all_steps()) == [1, 2, 3]
+            for step in (1, 2, 3):
+                args = ocp.args.StandardRestore(abstract)
+                found.append(right(manager.restore(step, args=args), step))
+        return found
+"""
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False], ids=["ocdbt", "files"])
+def test_two_processes(tmp_path, use_ocdbt):
+    found = run_processes(
+        TWO_PROCESSES, processes=2, devices=2, root=str(tmp_path), use_ocdbt=use_ocdbt
+    )
+    assert found == [[True] * 4] * 2
+    assert_same_bits(opened(tmp_path / "3" / "default")["w"], VALUES + 3)
