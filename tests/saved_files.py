@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import safetensors
+from format_helpers import entry, file_bytes
 
 PACKED_BITS = {
     np.dtype(ml_dtypes.float4_e2m1fn): 4,
@@ -75,6 +76,20 @@ def packed(array: np.ndarray, bits: int) -> bytes:
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     each = np.unpackbits(flat[:, None], axis=1, bitorder="little")[:, :bits]
     return np.packbits(each.reshape(-1), bitorder="little").tobytes()
+
+
+def write_packed(folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    """Writes tensors of any dtype: also of those that `safetensors.numpy` can not write."""
+    entries, data = {}, b""
+    for name, array in tensors.items():
+        bits = PACKED_BITS.get(array.dtype)
+        some = array.tobytes() if bits is None else packed(array, bits)
+        code = CODES[array.dtype.name]
+        entries[name] = entry(code, array.shape, len(data), len(data) + len(some))
+        data += some
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(file_bytes(entries, data))
+    return folder
 
 
 def assert_saved(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:

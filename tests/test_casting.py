@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, save
+from saved_files import PACKED_BITS, write_packed
 
 import orbax_safetensors_layout as osl
 
@@ -110,3 +111,50 @@ def test_64_bit_arrays_with_x64(tmp_path):
         assert_same_bits(load_as(tmp_path, value, np.float64), value)
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+SMALL = [
+    *(np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3fnuz)),
+    *(np.dtype(ml_dtypes.float8_e5m2), np.dtype(ml_dtypes.float8_e5m2fnuz)),
+    *(np.dtype(ml_dtypes.float8_e8m0fnu), *PACKED_BITS),
+]
+
+
+@pytest.mark.parametrize("target", SMALL, ids=str)
+@pytest.mark.parametrize("source", SMALL, ids=str)
+def test_every_small_float_becomes_every_other(tmp_path, source, target):
+    """Also where ml_dtypes has no cast; saving with another dtype does the same."""
+    value = np.resize(np.array([0.5, 1, 2, 4], np.float32), 8).astype(source)
+    expected = value.astype(np.float32).astype(target)
+    write_packed(tmp_path / "files", {"t": value})
+    found = osl.load(tmp_path / "files", {"t": np.empty(8, target)})["t"]
+    assert_same_bits(found, expected)
+    expr = osl.tensor("t")
+    if source not in PACKED_BITS:  # those are not rearranged
+        expr, expected = expr.slice(0, None, None, -1), expected[::-1]
+    rules = osl.Mapping([osl.rule("t", expr.cast(target))])
+    assert_same_bits(osl.load(tmp_path / "files", mapping=rules)["t"], expected)
+    if target not in PACKED_BITS:  # those are no dtypes of WriteOptions
+        options = osl.WriteOptions(dtype=target, fsync=False)
+        osl.save(tmp_path / "other", {"t": value}, options=options)
+        assert_same_bits(osl.load(tmp_path / "other")["t"], found)
+
+
+@pytest.mark.parametrize("dtype", SMALL, ids=str)
+def test_every_small_float_is_saved_and_decoded_through_a_mapping(tmp_path, dtype):
+    value = np.tile(np.array([[0.5, 1], [2, 4]], np.float32), (2, 2)).astype(dtype)
+    write_packed(tmp_path / "files", {"t": value, "s": np.ones((1, 1), np.float32)})
+    if dtype in PACKED_BITS:
+        expr, turned = osl.tensor("t"), value  # those are not rearranged
+    else:
+        expr, turned = osl.tensor("t").transpose(), value.T
+    rules = osl.Mapping([osl.rule("t", expr)], strict=False)
+    tree = osl.load(tmp_path / "files", mapping=rules)
+    assert_same_bits(tree["t"], turned)
+    osl.save(tmp_path / "out", tree, mapping=rules)
+    assert_same_bits(osl.load(tmp_path / "out")["t"], value)
+    decoded = osl.dequantize_block(osl.tensor("t"), osl.tensor("s"), dtype="float32")
+    called = osl.opaque(np.copy, osl.tensor("t"), shape=(4, 4), dtype=dtype)
+    for expr, expected in ((decoded, value.astype(np.float32)), (called, value)):
+        rules = osl.Mapping([osl.rule("t", expr)], strict=False)
+        assert_same_bits(osl.load(tmp_path / "files", mapping=rules)["t"], expected)

@@ -255,9 +255,9 @@ def test_values_are_only_undone_exactly():
 
     x = np.float32([1, 1e-30, -3.3, 7])
     for expr, loaded in (
-        (tensor("f").scale(0.5), x * np.float32(0.5)),
-        (tensor("f").scale(-4), x * -4),
-        (tensor("f").add(0), x),
+        (tensor("f").scale(-1), -x),
+        (tensor("f").scale(0.5, lossy_inverse=True), x * np.float32(0.5)),
+        (tensor("f").add(0, lossy_inverse=True), x),
         (tensor("f").scale(3, lossy_inverse=True).cast("float64"), x.astype(np.float64) * 3),
     ):
         (made,) = save(expr).expressions.values()
@@ -266,9 +266,12 @@ def test_values_are_only_undone_exactly():
         save(tensor("f").scale(0.3))
     assert str(caught.value) == (
         "The mapping can not save: 1 problem.\n"
-        "  - rule('x', tensor('f').scale(0.3)): scale(0.3) does not invert exactly. A factor that"
-        " is a power of two does; or accept the rounding with lossy_inverse=True."
+        "  - rule('x', tensor('f').scale(0.3)): scale(0.3) does not invert exactly. A power of"
+        " two does, in a wider dtype than the file's; or accept the rounding with"
+        " lossy_inverse=True."
     )
+    with pytest.raises(MappingError, match=r"leaf 'x' can not be saved: scale\(0.5\) of float32"):
+        save(tensor("f").scale(0.5))  # of the smallest values
     with pytest.raises(MappingError, match=r"leaf 'x' can not be saved: add\(1\) does not invert"):
         save(tensor("f").add(1))
     with pytest.raises(MappingError, match=r"scale\(0\) does not invert"):

@@ -1,16 +1,18 @@
 """Saves through a mapping: Hugging Face to JAX and back is bit-exact, from any sharding."""
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoints import assert_same_bits
+from checkpoints import assert_same_bits, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
 from multiprocess import run_processes
+from saved_files import CODES, PACKED_BITS, write_packed
 from test_load_mapped import BF16, HEAD_DIM, SPECS, path, sharded, tensors
 
 import orbax_safetensors_layout as osl
@@ -30,7 +32,7 @@ def mapping():
             osl.rule("layers.{i}.gate", osl.tensor(layer + "gate_up.weight").slice(1, 0, None, 2)),
             osl.rule("layers.{i}.up", osl.tensor(layer + "gate_up.weight").slice(1, 1, None, 2)),
             osl.rule("layers.{i}.norm", osl.tensor(layer + "norm.weight").cast("float32")),
-            osl.rule("norm", osl.tensor("model.norm.weight").scale(4.0)),
+            osl.rule("norm", osl.tensor("model.norm.weight").scale(4.0, lossy_inverse=True)),
             osl.rule("tied", None, tied_to="norm"),
         ]
     )
@@ -170,6 +172,101 @@ def test_like_a_checkpoint(tmp_path):
     model["w"] = model["w"][:3]
     with pytest.raises(osl.MappingError, match=r"leaf 'w' has shape \[3, 4\]"):
         osl.save(tmp_path / "out", model, mapping=rules.like(folder))
+
+
+STORED = [
+    np.dtype(getattr(ml_dtypes, n, None) or n)
+    for n in CODES
+    if n not in ("int4", "uint4", "complex64")
+]
+
+
+def any_values(rng, dtype, shape):
+    """Any bit patterns: NaN, infinities and subnormals too."""
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(dtype)
+    bits = PACKED_BITS.get(dtype, 8)
+    data = rng.integers(0, 1 << bits, (*shape, dtype.itemsize), np.uint8)
+    if rng.random() < 0.5 and dtype.itemsize > 1:
+        data = rng.integers(-4, 4, shape).astype(dtype)  # that integers hold
+    return data.view(dtype).reshape(shape)
+
+
+def any_operation(rng, expr):
+    kind = rng.integers(3)
+    if kind == 0:
+        wide = [np.float32, np.float64, STORED[rng.integers(len(STORED))]]
+        return expr.cast(wide[rng.integers(3)])
+    if kind == 1:
+        return expr.scale(float(rng.choice([0.0625, 0.5, 2.0, 16.0, -1.0, -4.0])))
+    return expr.add(int(rng.choice([0, 1, 3])))
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.soak)])
+def test_what_is_loaded_is_saved_with_the_same_bits_or_refused(tmp_path, count):
+    rng = np.random.default_rng(count)
+    told = dict.fromkeys(["saved", "refused", "not loaded"], 0)
+    for number in range(count):
+        dtype = STORED[rng.integers(len(STORED))]
+        value = any_values(rng, dtype, (2, 8))
+        expr = osl.tensor("t")
+        for _ in range(rng.integers(1, 4)):
+            expr = any_operation(rng, expr)
+        write_packed(tmp_path / f"{number}", {"t": value})
+        try:
+            rules = osl.Mapping([osl.rule("leaf", expr)]).like(tmp_path / f"{number}")
+            tree = osl.load(tmp_path / f"{number}", mapping=rules)
+        except (osl.MappingError, osl.DtypeMismatchError):
+            told["not loaded"] += 1  # no numeric meaning, or a value that an integer can not hold
+            continue
+        target = tmp_path / f"{number}-out"
+        try:
+            osl.save(target, tree, mapping=rules, options=osl.WriteOptions(fsync=False))
+        except osl.MappingError:
+            assert not target.exists()
+            told["refused"] += 1
+            continue
+        found = osl.load(target)["t"]
+        nan = (found != found) & (value != value)  # of which there may be several
+        assert_same_bits(np.where(nan, value, found), value)
+        told["saved"] += 1
+    print(told)
+    assert all(told.values())
+
+
+def test_what_is_lost_is_told(tmp_path):
+    value = np.array([2**-9, 1.0], ml_dtypes.float8_e4m3fn)
+    save(tmp_path / "files", {"t": value})
+    rules = osl.Mapping([osl.rule("leaf", osl.tensor("t").scale(0.0625))]).like(tmp_path / "files")
+    tree = osl.load(tmp_path / "files", mapping=rules)
+    with pytest.raises(osl.MappingError, match="does not keep every value") as caught:
+        osl.save(tmp_path / "out", tree, mapping=rules)
+    assert "leaf 'leaf'" in str(caught.value)
+    assert "is loaded as" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    exact = osl.tensor("t").cast("float32").scale(0.0625)
+    for number, expr in enumerate((exact, osl.tensor("t").cast("bfloat16"))):
+        rules = osl.Mapping([osl.rule("leaf", expr)]).like(tmp_path / "files")
+        tree = osl.load(tmp_path / "files", mapping=rules)
+        osl.save(tmp_path / f"{number}", tree, mapping=rules)
+        assert_same_bits(osl.load(tmp_path / f"{number}")["t"], value)
+
+
+def test_a_cast_that_narrows_is_saved_where_that_is_accepted(tmp_path):
+    value = np.array([0.1, 1.0], np.float32)
+    save(tmp_path / "files", {"t": value})
+    for accepted in (False, True):
+        expr = osl.tensor("t").cast("bfloat16", lossy_inverse=accepted)
+        rules = osl.Mapping([osl.rule("leaf", expr)]).like(tmp_path / "files")
+        tree = osl.load(tmp_path / "files", mapping=rules)
+        if accepted:
+            osl.save(tmp_path / "out", tree, mapping=rules)
+            expected = value.astype(BF16).astype(np.float32)
+            assert_same_bits(osl.load(tmp_path / "out")["t"], expected)
+            continue
+        with pytest.raises(osl.MappingError, match="lossy_inverse=True"):
+            osl.save(tmp_path / "out", tree, mapping=rules)
+        assert not (tmp_path / "out").exists()
 
 
 DTYPED = """

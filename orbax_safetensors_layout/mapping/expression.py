@@ -93,20 +93,24 @@ class Expr(abc.ABC):
             raise MappingError(f"repeat: {n} is less than once")
         return Apply(self, ops.Repeat(axis, n))
 
-    def cast(self, dtype: Any) -> Expr:
+    def cast(self, dtype: Any, *, lossy_inverse: bool = False) -> Expr:
         """Another dtype, by numpy's rounding; an integer dtype has to hold every value.
 
-        Saving casts back.
+        Args:
+            dtype: The dtype.
+            lossy_inverse: Saving casts back, which is exact where the dtype holds every value of
+                the file's and else refused, unless this accepts that loading has rounded.
         """
-        return Apply(self, ops.Value(Cast(as_dtype(dtype))))
+        return Apply(self, ops.Value(Cast(as_dtype(dtype), lossy_inverse)))
 
     def scale(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element times `c`, in the tensor's own dtype, to which `c` is rounded first.
 
         Args:
             c: The factor.
-            lossy_inverse: Saving divides, which is exact for powers of two and else refused,
-                unless this accepts the rounding.
+            lossy_inverse: Saving divides, which is refused where that does not give back every
+                value, unless this accepts it. It does for powers of two in a dtype that holds
+                every product: after a cast to a wider one.
         """
         return Apply(self, ops.Value(Scale(_number(c), lossy_inverse)))
 

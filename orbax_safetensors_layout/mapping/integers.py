@@ -38,7 +38,16 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
         >>> to_whole(np.array([1.0, 2.5, 300.0]), np.dtype("int8"))[1]
         array([  2.5, 300. ])
     """
-    low, high = (0, 1) if dtype.kind == "b" else _range(dtype)
+    result, kept = whole_or_lost(values, dtype)
+    return result, values[~kept]
+
+
+def whole_or_lost(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Values as an integer dtype, or as truth values, and for each whether it is held.
+
+    Of those that are not, the result means nothing.
+    """
+    low, high = (0, 1) if dtype.kind == "b" else whole_range(dtype)
     kept = np.ones(values.shape, np.bool_)
     if not is_whole(values.dtype):
         values = values.astype(np.float64)  # holds every float of 32 bits and fewer
@@ -53,14 +62,13 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
             kept &= values >= low
         if high < bounds.max:
             kept &= values <= high
-    if not kept.all():
-        return values, values[~kept]
-    if dtype.name in NARROW_INTEGERS:
-        values = values.astype(np.int8)  # numpy has no cast from all floats
-    return values.astype(dtype), values.reshape(-1)[:0]
+    with np.errstate(invalid="ignore"):
+        if dtype.name in NARROW_INTEGERS:
+            values = values.astype(np.int8)  # numpy has no cast from all floats
+        return values.astype(dtype), kept
 
 
-def _range(dtype: np.dtype[Any]) -> tuple[int, int]:
+def whole_range(dtype: np.dtype[Any]) -> tuple[int, int]:
     """The least and the greatest integer of an integer dtype."""
     narrow: Any = ml_dtypes.iinfo  # untyped
     bounds = narrow(dtype) if dtype.name in NARROW_INTEGERS else np.iinfo(dtype)

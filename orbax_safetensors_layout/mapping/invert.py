@@ -10,6 +10,7 @@ from typing import NamedTuple
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.bound import Bound, Constant, Source
 from orbax_safetensors_layout.mapping.builders import concatenated, interleaved, reshaped, sliced
+from orbax_safetensors_layout.mapping.exactness import check_exact
 from orbax_safetensors_layout.mapping.facts import Fact
 from orbax_safetensors_layout.mapping.patches import (
     Factor,
@@ -49,6 +50,7 @@ def invert(expressions: Mapping[str, Bound], leaves: Mapping[str, Fact]) -> dict
         shape, dtype = leaves[leaf]
         try:
             if 0 not in shape:
+                check_exact(expression, dtype)
                 for source, patch in trace(expression, Patch.whole(Source(shape, dtype, leaf))):
                     parts.setdefault(source.name, []).append(Part(leaf, patch))
         except MappingError as error:

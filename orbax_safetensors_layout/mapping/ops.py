@@ -24,7 +24,7 @@ from orbax_safetensors_layout.mapping.builders import (
 from orbax_safetensors_layout.mapping.extents import Extent, product, quotient
 from orbax_safetensors_layout.mapping.inference import LIKE
 from orbax_safetensors_layout.mapping.shaping import inverse_permutation
-from orbax_safetensors_layout.mapping.values import ValueOp
+from orbax_safetensors_layout.mapping.values import ValueOp, rounded
 
 Extents = tuple[Extent, ...]
 
@@ -289,8 +289,7 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
         MappingError: The dtype can not hold it.
     """
     try:
-        with np.errstate(all="ignore"):
-            held = np.asarray(value).astype(dtype)
+        held = rounded(np.asarray(value), dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise MappingError(f"{value!r} is no {dtype.name}") from error
     if dtype.kind in "iub" and held != value:

@@ -208,9 +208,18 @@ def apply_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
             expected=f"elements 0 to {elements.size}",
             found=f"elements {low} to {high + 1}",
         )
-    strides = tuple(stride * elements.itemsize for stride in view.strides)
-    return np.lib.stride_tricks.as_strided(
-        elements[view.offset :], view.shape, strides, writeable=False
+    found = strided(elements, view)
+    found.flags.writeable = False
+    return found
+
+
+def strided(elements: np.ndarray, view: AffineView) -> np.ndarray:
+    """The elements of a view within a flat, contiguous array, without a copy."""
+    # Not `as_strided`: the type string of float8_e5m2 is none that numpy knows.
+    size = elements.itemsize
+    strides = tuple(stride * size for stride in view.strides)
+    return np.ndarray(
+        view.shape, elements.dtype, elements.view(np.uint8).data, view.offset * size, strides
     )
 
 

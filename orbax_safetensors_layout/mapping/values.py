@@ -36,6 +36,25 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     return known.newbyteorder("=")
 
 
+def rounded(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """`values.astype(dtype)`; see `assign`."""
+    result = np.empty_like(values, dtype)
+    assign(result, values)
+    return result
+
+
+def assign(target: np.ndarray, values: np.ndarray) -> None:
+    """`target[...] = values`, also between small dtypes of which ml_dtypes has no cast.
+
+    Those go through float32, which holds every value of both.
+    """
+    with np.errstate(all="ignore"):
+        try:
+            target[...] = values
+        except TypeError:
+            target[...] = values.astype(np.float32)
+
+
 def is_number(dtype: np.dtype[Any]) -> bool:
     """Whether a dtype holds numbers or truth values."""
     return dtype.kind in "biufc" or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
@@ -47,12 +66,14 @@ class Cast:
 
     Attributes:
         dtype: The dtype of the result.
+        lossy_inverse: Whether saving may cast back although loading has rounded.
     """
 
     dtype: np.dtype[Any]
+    lossy_inverse: bool = False
 
     def __str__(self) -> str:
-        return f"cast({self.dtype.name!r})"
+        return f"cast({self.dtype.name!r}{_lossy(self.lossy_inverse)})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype of the result for an operand's.
@@ -81,8 +102,7 @@ class Cast:
                 expected=self.dtype,
                 found=f"for instance {lost[0]}",
             )
-        with np.errstate(all="ignore"):
-            return values.astype(self.dtype)
+        return rounded(values, self.dtype)
 
     def inverse(self, dtype: np.dtype[Any]) -> Cast:
         """Back to the operand's dtype."""
@@ -105,8 +125,7 @@ class _Arithmetic:
     function: ClassVar[np.ufunc]
 
     def __str__(self) -> str:
-        lossy = ", lossy_inverse=True" if self.lossy_inverse else ""
-        return f"{self.name}({self.constant!r}{lossy})"
+        return f"{self.name}({self.constant!r}{_lossy(self.lossy_inverse)})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype of the result for an operand's; the same.
@@ -128,8 +147,7 @@ class _Arithmetic:
         if dtype.kind == "b" or not is_number(dtype):
             raise MappingError(f"{self} of {dtype.name} has no numeric meaning")
         if not is_integer(dtype):
-            with np.errstate(all="ignore"):
-                return np.asarray(self.constant).astype(dtype)
+            return rounded(np.asarray(self.constant), dtype)
         result, lost = to_whole(np.asarray(self.constant), dtype)
         if lost.size:
             raise MappingError(
@@ -150,7 +168,7 @@ class Scale(_Arithmetic):
     function = np.multiply
 
     def inverse(self, dtype: np.dtype[Any]) -> Scale:
-        """Division, where it is exact: by a power of two.
+        """Division, by a power of two; `exactness.py` says whether every product comes back.
 
         Raises:
             MappingError: It would round.
@@ -158,7 +176,7 @@ class Scale(_Arithmetic):
         exact = self.constant != 0 and abs(math.frexp(self.constant)[0]) == 0.5
         if self.constant and not is_integer(dtype) and (exact or self.lossy_inverse):
             return Scale(1 / self.constant)
-        hint = "A factor that is a power of two does; or accept the rounding with"
+        hint = "A power of two does, in a wider dtype than the file's; or accept the rounding with"
         self._refuse(f"{hint} lossy_inverse=True." if self.constant else None)
 
 
@@ -203,6 +221,10 @@ def undone(op: ValueOp, operand: np.dtype[Any], values: np.dtype[Any]) -> tuple[
     if isinstance(op, Cast) or values.itemsize >= done_in.itemsize:
         return (back,)
     return Cast(done_in), back
+
+
+def _lossy(accepted: bool) -> str:
+    return ", lossy_inverse=True" if accepted else ""
 
 
 def apply_ops(

@@ -8,7 +8,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.mapping.integers import is_whole, to_whole
-from orbax_safetensors_layout.mapping.values import is_number
+from orbax_safetensors_layout.mapping.values import is_number, rounded
 from orbax_safetensors_layout.transfer.buffers import allocate
 
 _CHUNK_ELEMENTS = 1 << 20  # bounds what a cast holds besides its result
@@ -96,16 +96,15 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
 
 
 def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):
-        if is_whole(dtype):
-            result, lost = to_whole(value, dtype)
-            _refuse(lost, dtype, subject, exact or not is_whole(value.dtype))
-            return result
-        result = value.astype(dtype)
-        if exact:
-            back = result.astype(value.dtype)
-            kept = (back == value) | ((back != back) & (value != value))
-            _refuse(value[~kept], dtype, subject, exact)
+    if is_whole(dtype):
+        result, lost = to_whole(value, dtype)
+        _refuse(lost, dtype, subject, exact or not is_whole(value.dtype))
+        return result
+    result = rounded(value, dtype)
+    if exact:
+        back = rounded(result, value.dtype)
+        kept = (back == value) | ((back != back) & (value != value))
+        _refuse(value[~kept], dtype, subject, exact)
     return result
 
 

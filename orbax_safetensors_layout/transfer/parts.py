@@ -18,6 +18,7 @@ import numpy as np
 
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.geometry.packing import pack_bits
+from orbax_safetensors_layout.mapping.values import assign
 from orbax_safetensors_layout.plan.writes import LeafWrite, Part
 from orbax_safetensors_layout.storage.base import Source
 from orbax_safetensors_layout.transfer.buffers import Bytes
@@ -146,8 +147,7 @@ class PartBytes:
             return scratch[: data.size]
         out = scratch[: stop - start]
         if self._cast is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                _copy_rows(members, self.part, rows, first, last, out.view(self._cast))
+            _copy_rows(members, self.part, rows, first, last, out.view(self._cast))
         else:
             width = members[0].itemsize
             if rows.axis < len(self.part.tile.box.shape) - 1:
@@ -200,7 +200,7 @@ def _copy_rows(
         out: Where they go, flat, of the members' element size.
     """
     if rows.axis < 0:
-        out[:] = members[0].reshape(1)
+        assign(out, members[0].reshape(1))
         return
     grid, axis = part.tile.grid, rows.axis
     member = members[0].shape
@@ -228,5 +228,6 @@ def _copy_rows(
             number = 0
             for cell, n in zip((*cells, *inner_cell), grid, strict=True):
                 number = number * n + cell
-            target[(slice(row - first, row - first + count), *place)] = members[number][source]
+            region = target[(slice(row - first, row - first + count), *place)]
+            assign(region, members[number][source])
         row += count

@@ -17,6 +17,7 @@ from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
+from orbax_safetensors_layout.mapping.pieces import strided
 from orbax_safetensors_layout.mapping.values import apply_ops
 from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
@@ -60,7 +61,7 @@ class _Tensor:
         if part.ops:
             values = apply_ops(values, part.ops)
         values = values.reshape(part.view.shape)
-        _writable_view(self._elements, part.view)[...] = values
+        strided(self._elements, part.view)[...] = values
 
     def write(self) -> None:
         """Writes it, complete; the last of a file completes that."""
@@ -71,11 +72,6 @@ class _Tensor:
         self._file.writer.write_at(self.entry.start, [data])
         self._elements = None
         self._files.written(self._file.plan.name)
-
-
-def _writable_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
-    strides = tuple(stride * elements.itemsize for stride in view.strides)
-    return np.lib.stride_tricks.as_strided(elements[view.offset :], view.shape, strides)
 
 
 def scatter(
