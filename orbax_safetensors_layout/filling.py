@@ -14,6 +14,7 @@ from orbax_safetensors_layout.origins import ComposedBox, Plain
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.transfer.buffers import allocate
 from orbax_safetensors_layout.transfer.casting import cast
+from orbax_safetensors_layout.transfer.decoding import check_booleans
 from orbax_safetensors_layout.wants import Fidelity, PlannedLeaf, WantedLeaf, subject_of
 
 Wait = Callable[[], object]
@@ -80,9 +81,13 @@ class Filling:
         leaf, plan = self._leaves[made.leaf]
         if made.box is not None:
             return values
+        self._check(leaf, values)
         if plan.ops:
             values = apply_ops(values, plan.ops)
         return _cast(leaf, values)
+
+    def _check(self, leaf: WantedLeaf, values: np.ndarray) -> None:
+        check_booleans([values], file=leaf.origin.file, name=leaf.name)
 
     def deliver(
         self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
@@ -105,7 +110,9 @@ class Filling:
         in_order = iter(range(len(arrays)))
 
         def read(piece: AffinePiece) -> np.ndarray:
-            return arrays.pop(next(in_order))
+            values = arrays.pop(next(in_order))
+            self._check(leaf, values)
+            return values
 
         shape, dtype = box.box.shape, leaf.origin.dtype
         out = allocate(box.box.size * dtype.itemsize).view(dtype).reshape(shape)
@@ -161,7 +168,5 @@ def origin_of(leaf: WantedLeaf) -> object:
 def _cast(leaf: WantedLeaf, values: np.ndarray) -> np.ndarray:
     if values.dtype == leaf.dtype:
         return values
-    if leaf.cast is Fidelity.RAW:
-        return values.view(leaf.dtype)
     exact = leaf.cast is Fidelity.EXACT
     return cast(values, leaf.dtype, exact=exact, subject=subject_of(leaf))

@@ -146,7 +146,7 @@ def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: s
     elements = math.prod(entry.shape)
     return TensorFacts(
         entry.name,
-        entry.dtype.code,
+        entry.dtype.label,
         entry.shape,
         entry.nbytes,
         elements if parameters is None else parameters,

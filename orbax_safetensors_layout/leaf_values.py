@@ -12,6 +12,7 @@ from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.plan.shards import sharding_of
 from orbax_safetensors_layout.transfer.assemble import Assembler
 from orbax_safetensors_layout.transfer.casting import python_scalar
+from orbax_safetensors_layout.transfer.decoding import check_booleans
 from orbax_safetensors_layout.wants import WantedLeaf, subject_of
 
 Wait = Callable[[], object]
@@ -44,6 +45,7 @@ class LeafValues:
             What waits until the values are on their devices.
         """
         shape, placement = leaf.origin.shape, leaf.want.placement
+        check_booleans(parts, file=leaf.origin.file, name=leaf.name)
         if placement is None:
             self._values[leaf.number] = _host_value(leaf, parts[0])
             return None

@@ -33,6 +33,7 @@ from orbax_safetensors_layout.sharing import (
     steps_of,
 )
 from orbax_safetensors_layout.transfer.coordination import Group
+from orbax_safetensors_layout.transfer.decoding import check_booleans
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
 from orbax_safetensors_layout.transfer.progress import consecutive, progress_callback
 from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
@@ -117,12 +118,12 @@ def load(
         _explicit_transfer(),
     ):
         recorded = Recorded(catalog)
-        tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
+        tree = _wanted_tree(catalog, recorded, abstract, only, mapping, devices=True)
         if tree is None:
             group.meet(PLANNING, agree=agreement((), ()))
             values, stats = _read_host(catalog, only, options)
         else:
-            values, stats = _read_tree(catalog, recorded, tree, mapping, options, group)
+            values, stats = _read_tree(catalog, tree, mapping, options, group)
     _record(stats)
     return values
 
@@ -187,13 +188,12 @@ def plan_load(
     options = given_or_default(options, ReadOptions)
     with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
         recorded = Recorded(catalog)
-        tree = _wanted_tree(catalog, recorded, abstract, only, mapping)
+        tree = _wanted_tree(catalog, recorded, abstract, only, mapping, devices=False)
         if tree is None:
             return _plans(catalog, [host_leaves(catalog, only)], options, adopt=True)[0]
         shards = ProcessShards(process_index, process_count)
         leaves = wanted_leaves(
             catalog,
-            recorded,
             tree,
             shards,
             mapping=mapping,
@@ -224,6 +224,8 @@ class _HostArrays:
         self.values: dict[int, np.ndarray] = {}
 
     def deliver(self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        leaf = self._leaves[number]
+        check_booleans(parts, file=leaf.file, name=leaf.name)
         (self.values[number],) = parts
 
     def convert(self, number: int, values: np.ndarray) -> np.ndarray:
@@ -236,6 +238,8 @@ def _wanted_tree(
     abstract: Any,
     only: str | Sequence[str] | None,
     mapping: Mapping | None,
+    *,
+    devices: bool,
 ) -> WantedTree | None:
     """What is wanted; None for a flat dict of tensors on the host."""
     if abstract is None and mapping is not None and only is None:
@@ -249,12 +253,11 @@ def _wanted_tree(
             " leave out of the tree the leaves that are not wanted, or put `...` in their place."
         )
     tree = WantedTree.parse(abstract)
-    return tree if mapping is not None else recorded.settle(tree)
+    return tree if mapping is not None else recorded.settle(tree, devices=devices)
 
 
 def _read_tree(
     catalog: Catalog,
-    recorded: Recorded,
     tree: WantedTree,
     mapping: Mapping | None,
     options: ReadOptions,
@@ -264,7 +267,6 @@ def _read_tree(
     shards = ProcessShards()
     leaves = wanted_leaves(
         catalog,
-        recorded,
         tree,
         shards,
         mapping=mapping,

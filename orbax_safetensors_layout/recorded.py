@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,11 @@ from absl import logging
 from jax.sharding import Sharding
 
 from orbax_safetensors_layout import placements
-from orbax_safetensors_layout.errors import DtypeMismatchError, ShapeMismatchError
+from orbax_safetensors_layout.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+)
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.manifest import (
     Leaf,
@@ -23,9 +28,14 @@ from orbax_safetensors_layout.format.manifest import (
     leaf_names,
     leaves,
 )
-from orbax_safetensors_layout.plan.shards import sharding_of
+from orbax_safetensors_layout.mapping.integers import is_whole
+from orbax_safetensors_layout.plan.shards import is_abstract, sharding_of
 from orbax_safetensors_layout.structure import rebuild
+from orbax_safetensors_layout.transfer.casting import Subject, cast, check_castable
 from orbax_safetensors_layout.tree import Want, WantedTree
+from orbax_safetensors_layout.wants import check_placeable, jax_dtype, raise_all
+
+Value = bool | int | float | str
 
 
 class Recorded:
@@ -65,13 +75,21 @@ class Recorded:
         values = [leaf.value if isinstance(leaf, ValueLeaf) else None for leaf in found]
         return WantedTree(values, wants, set(), functools.partial(_rebuild, node))
 
-    def settle(self, tree: WantedTree) -> WantedTree:
+    def settle(self, tree: WantedTree, *, devices: bool) -> WantedTree:
         """A tree that the caller wants, with what the checkpoint recorded in place of defaults.
 
         Leaves whose value stands in the manifest become that value; arrays that the tree does not
         place go where they were saved from, if there are such devices.
+
+        Args:
+            tree: The tree.
+            devices: Refuse shardings without devices.
+
+        Raises:
+            MismatchError: Recorded values are not what is wanted; names all.
         """
         given, wants = list(tree.leaves), list(tree.wants)
+        problems: list[MismatchError] = []
         for number, want in enumerate(tree.wants):
             if want is None:
                 continue
@@ -79,11 +97,18 @@ class Recorded:
             if name is None:
                 leaf = self._leaves.get(want.name) or self._leaves.get(want.unboxed or want.name)
                 if isinstance(leaf, ValueLeaf):
-                    given[number], wants[number] = _as_wanted(leaf.value, want), None
+                    try:
+                        check_placeable(want, devices)
+                        given[number], wants[number] = _as_wanted(leaf.value, want), None
+                    except MismatchError as problem:
+                        problem.file, problem.tensor = self._catalog.path, want.name
+                        problems.append(problem)
                 continue
             leaf = self._leaves.get(name)
             if isinstance(leaf, TensorLeaf):
                 wants[number] = self._settled(want, leaf)
+        if problems:
+            raise_all(problems)
         return tree._replace(leaves=given, wants=wants)
 
     def _settled(self, want: Want, leaf: TensorLeaf) -> Want:
@@ -106,18 +131,6 @@ class Recorded:
             )
         return want._replace(key_impl=leaf.key_impl, dtype=None) if want.takes_keys else want
 
-    def dtype(self, name: str) -> np.dtype | None:
-        """The dtype of a tensor's values, where the file's is another."""
-        leaf = self._leaves.get(name)
-        return (
-            None if not isinstance(leaf, TensorLeaf) or leaf.dtype is None else np.dtype(leaf.dtype)
-        )
-
-    def is_raw(self, name: str, dtype: np.dtype) -> bool:
-        """Whether a tensor of bytes holds elements of `dtype`, one a byte, as they are."""
-        leaf = self._leaves.get(name)
-        return isinstance(leaf, TensorLeaf) and leaf.dtype == dtype.name
-
     def _name(self, want: Want) -> str | None:
         for name in (want.name, want.unboxed):
             if name is not None and name in self._catalog:
@@ -127,8 +140,7 @@ class Recorded:
     def _want(self, leaf: TensorLeaf) -> Want:
         placement = None if leaf.kind in ("numpy", "numpy_scalar") else self._placement(leaf)
         scalar = np.generic if leaf.kind == "numpy_scalar" else None
-        dtype = None if leaf.dtype is None else np.dtype(leaf.dtype)
-        return Want(leaf.tensor, None, None, dtype, placement, scalar, True, leaf.key_impl)
+        return Want(leaf.tensor, None, None, None, placement, scalar, True, leaf.key_impl)
 
     def _placement(self, leaf: TensorLeaf) -> Sharding | None:
         if leaf.sharding is None or self.manifest is None:
@@ -150,7 +162,7 @@ def _rebuild(node: Node, values: Sequence[Any]) -> Any:
     return rebuild(node, lambda _: next(filled))
 
 
-def _as_wanted(value: Any, want: Want) -> Any:
+def _as_wanted(value: Value, want: Want) -> Any:
     """A recorded number or string in place of the leaf that is wanted.
 
     Raises:
@@ -158,34 +170,66 @@ def _as_wanted(value: Any, want: Want) -> Any:
         DtypeMismatchError: The wanted type can not hold the value.
     """
     if want.scalar is not None and want.scalar is not np.generic:
-        if isinstance(value, str) is not (want.scalar is str) or want.scalar(value) != value:
-            raise _not_a(value, want, want.scalar.__name__)
-        return want.scalar(value)
+        return _as_python(value, want.scalar)
     if want.shape is None and want.dtype is None and want.placement is None:
         return value
     if want.shape not in (None, ()):
         raise ShapeMismatchError(
             "Shape mismatch",
-            tensor=want.name,
             expected=f"{want.shape} (the abstract tree)",
             found=f"{value!r}, a single value",
         )
-    if isinstance(value, str):
-        raise _not_a(value, want, "a number")
-    array = np.asarray(value)
-    result = array if want.dtype is None else array.astype(want.dtype)
-    exact = not jax.numpy.issubdtype(result.dtype, np.inexact)
-    if array.dtype.kind == "O" or (exact and result != array):
-        raise _not_a(value, want, str(want.dtype))
+    array = _as_array(value, want.dtype)
+    wanted = want.dtype or array.dtype
+    dtype = wanted if want.placement is None else jax_dtype(wanted, want.placement)
+    check_castable(array.dtype, dtype)
+    # As of arrays: 64 bits that were asked for and that JAX can not hold must survive.
+    exact = want.dtype is not None and dtype != wanted
+    result = cast(array, dtype, exact=exact, subject=Subject(want.name, None, array.dtype))
     if want.placement is None:
         return result if want.scalar is None else result[()]
+    if is_abstract(sharding_of(want.placement)):
+        return value  # of a plan, which makes no arrays
     return jax.make_array_from_callback((), sharding_of(want.placement), lambda _: result)
 
 
-def _not_a(value: Any, want: Want, wanted: str) -> DtypeMismatchError:
+def _as_python(value: Value, kind: type) -> Value:
+    """A recorded value as a Python scalar of another type.
+
+    Raises:
+        DtypeMismatchError: The type can not hold it.
+    """
+    try:
+        made: Value = kind(value)
+        kept = made == value or (kind is float and made != made and value != value)
+    except (ValueError, OverflowError):  # NaN, infinite, too large
+        kept = False
+    if not kept or isinstance(value, str) is not (kind is str):
+        raise _not_a(value, kind.__name__)
+    return made
+
+
+def _as_array(value: Value, dtype: np.dtype | None) -> np.ndarray:
+    """A recorded number as an array that can be cast to a dtype.
+
+    Raises:
+        DtypeMismatchError: It is a string, or an integer that no dtype holds.
+    """
+    if isinstance(value, str):
+        raise _not_a(value, "a number")
+    array = np.asarray(value)
+    if array.dtype != object:
+        return array
+    if dtype is not None and not is_whole(dtype):
+        with contextlib.suppress(OverflowError):
+            if float(value) == value:
+                return np.asarray(float(value))
+    raise _not_a(value, "an integer of 64 bits" if dtype is None else str(dtype))
+
+
+def _not_a(value: Value, wanted: str) -> DtypeMismatchError:
     return DtypeMismatchError(
         "the recorded value is not what is wanted",
-        tensor=want.name,
         expected=wanted,
         found=f"{value!r} ({type(value).__name__})",
     )

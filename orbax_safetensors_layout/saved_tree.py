@@ -18,7 +18,13 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     UnsupportedDtypeError,
 )
-from orbax_safetensors_layout.format.dtypes import DTYPES, DType, dtype_from_numpy
+from orbax_safetensors_layout.format.dtypes import (
+    DTYPES,
+    NARROW_INTEGERS,
+    ONE_A_BYTE,
+    DType,
+    dtype_from_numpy,
+)
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.format.nodes import (
     Container,
@@ -30,7 +36,6 @@ from orbax_safetensors_layout.format.nodes import (
     leaf_names,
 )
 from orbax_safetensors_layout.format.shardings import ShardingRecord
-from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.mapping.rules import check_mapping
@@ -263,10 +268,10 @@ class _Parser:
 
 def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
     if dtype.name in NARROW_INTEGERS:  # the format has no code for them
-        return DTYPES["U8" if dtype.name.startswith("u") else "I8"], dtype.name
+        return DTYPES[ONE_A_BYTE[dtype.name].code], dtype.name
     stored = dtype_from_numpy(dtype)
     if stored.packed and not pack:
-        return DTYPES["U8"], dtype.name
+        return DTYPES[ONE_A_BYTE[dtype.name].code], dtype.name
     return stored, None
 
 

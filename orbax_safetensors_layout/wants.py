@@ -29,7 +29,6 @@ from orbax_safetensors_layout.plan.shards import (
     sharding_of,
 )
 from orbax_safetensors_layout.plan.sources import sources_of
-from orbax_safetensors_layout.recorded import Recorded
 from orbax_safetensors_layout.transfer.assemble import jax_holds
 from orbax_safetensors_layout.transfer.casting import Subject, check_castable
 from orbax_safetensors_layout.tree import Want, WantedTree
@@ -42,7 +41,6 @@ class Fidelity(enum.Enum):
 
     ROUND = "round"  # the caller asked for it
     EXACT = "exact"  # JAX imposes it: every value must survive
-    RAW = "raw"  # the file has the bits, one element a byte
 
 
 class _Fit(NamedTuple):
@@ -142,7 +140,6 @@ def _on_cpu(placement: Placement) -> bool:
 
 def wanted_leaves(
     catalog: Catalog,
-    recorded: Recorded,
     tree: WantedTree,
     shards: ProcessShards,
     *,
@@ -154,7 +151,6 @@ def wanted_leaves(
 
     Args:
         catalog: The checkpoint.
-        recorded: What was recorded about its leaves.
         tree: What is wanted.
         shards: Whose shards.
         mapping: What leaves are made of; None: each is the tensor of its name.
@@ -175,24 +171,16 @@ def wanted_leaves(
     fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
     for want, name, origin in zip(wants, names, origins, strict=True):
         shape, stored = origin.shape, origin.dtype
-        wanted = want.dtype or recorded.dtype(name) or stored
-        is_raw = stored == np.uint8 and wanted != stored and recorded.is_raw(name, wanted)
-        key = (shape, stored, want.shape, wanted, want.placement, is_raw)
+        wanted = want.dtype or stored
+        key = (shape, stored, want.shape, wanted, want.placement)
         fit = fits.get(key)
         if fit is None:
             try:
                 _check_shape(want, origin)
-                _check_placeable(want, devices)
-                dtype = wanted if want.placement is None else _jax_dtype(wanted, want.placement)
-                if not is_raw:
-                    check_castable(stored, dtype)
-                cast = (
-                    Fidelity.RAW
-                    if is_raw
-                    else Fidelity.ROUND
-                    if dtype == wanted
-                    else Fidelity.EXACT
-                )
+                check_placeable(want, devices)
+                dtype = wanted if want.placement is None else jax_dtype(wanted, want.placement)
+                check_castable(stored, dtype)
+                cast = Fidelity.ROUND if dtype == wanted else Fidelity.EXACT
                 fit = fits[key] = _Fit(dtype, cast, _local_boxes(want, shape, shards))
             except MismatchError as problem:
                 problem.file, problem.tensor = origin.file, want.name
@@ -200,7 +188,7 @@ def wanted_leaves(
                 continue
         leaves.append(WantedLeaf(len(leaves), want, name, origin, *fit))
     if problems:
-        _raise_all(problems)
+        raise_all(problems)
     return leaves
 
 
@@ -260,7 +248,7 @@ def _check_shape(want: Want, origin: Origin) -> None:
     _check_holdable(shape, origin.dtype)
 
 
-def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
+def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
     """What JAX makes of a dtype: the same, or 32 bits of 64 where x64 is off."""
     canonical: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
     sharding = sharding_of(placement)
@@ -275,7 +263,12 @@ def _jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
     return canonical
 
 
-def _check_placeable(want: Want, devices: bool) -> None:
+def check_placeable(want: Want, devices: bool) -> None:
+    """Refuses a sharding without devices, where there have to be some.
+
+    Raises:
+        MismatchError: The sharding is over an abstract mesh.
+    """
     if devices and want.placement is not None and is_abstract(sharding_of(want.placement)):
         raise MismatchError(
             "the sharding names no devices",
@@ -332,7 +325,7 @@ def _with_prefixes(name: str) -> list[str]:
     return list(itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}"))
 
 
-def _raise_all(problems: list[MismatchError]) -> None:
+def raise_all(problems: list[MismatchError]) -> None:
     """One error for all problems; of their common class where they have one."""
     kinds = {type(problem) for problem in problems}
     kind = kinds.pop() if len(kinds) == 1 else MismatchError

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
-import numpy as np
 
 from orbax_safetensors_layout import placements, prng
 from orbax_safetensors_layout.format.catalog import Catalog
@@ -139,7 +138,7 @@ class Contents:
     def _array(self, leaf: TensorLeaf) -> StoredArray:
         entry, manifest = self.tensors[leaf.tensor], self.manifest
         shape: tuple[int, ...] = entry.shape
-        dtype: Any = entry.dtype.numpy if leaf.dtype is None else np.dtype(leaf.dtype)
+        dtype: Any = entry.dtype.numpy
         if leaf.key_impl is not None:
             wrap = functools.partial(prng.wrap, name=leaf.key_impl)
             keys = jax.eval_shape(wrap, _struct(shape, dtype))

@@ -19,7 +19,6 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     MismatchError,
     SafetensorsLayoutError,
-    UnsupportedDtypeError,
 )
 from orbax_safetensors_layout.format.manifest import Manifest
 from orbax_safetensors_layout.format.nodes import TensorKind
@@ -33,7 +32,6 @@ from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
 from orbax_safetensors_layout.plan.sharding_rules import Misfit, ShardingRule, ShardingRules
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.saved_tree import SavedTree
-from orbax_safetensors_layout.wants import Fidelity
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
@@ -48,7 +46,6 @@ class TargetArray:
         dtype: Dtype of its values.
         kind: What it is to be when it is restored.
         made_of: The source's array that it is, by name, or an expression over several.
-        cast: What a cast of the source's values has to keep.
         key_impl: Name of the implementation of typed PRNG keys.
     """
 
@@ -57,24 +54,11 @@ class TargetArray:
     dtype: np.dtype
     kind: TensorKind
     made_of: str | Bound
-    cast: Fidelity = Fidelity.ROUND
     key_impl: str | None = None
 
     def leaf(self, dtype: np.dtype) -> Leaf:
-        """The array as a leaf whose values have some dtype.
-
-        Raises:
-            UnsupportedDtypeError: The source has it as bytes, and another dtype is wanted.
-        """
-        if self.cast is Fidelity.RAW and dtype != self.dtype:
-            raise UnsupportedDtypeError(
-                "elements that share bytes are not cast while they are stored one a byte",
-                tensor=self.name,
-                expected=self.dtype,
-                found=dtype,
-                hint="Leave out dtype, or consolidate the checkpoint first.",
-            )
-        return Leaf(self.name, self.shape, dtype, self.made_of, self.cast)
+        """The array as a leaf whose values have some dtype."""
+        return Leaf(self.name, self.shape, dtype, self.made_of)
 
     def stand_in(self, sharding: Any) -> Any:
         """An array without values, for what looks at shapes, dtypes and shardings alone."""
@@ -101,8 +85,7 @@ def plain_tree(tree: Any) -> Any:
 def _plain(leaf: Any) -> Any:
     if not isinstance(leaf, SourceArray):
         return leaf
-    cast = Fidelity.RAW if leaf.is_raw else Fidelity.ROUND
-    return TargetArray(leaf.name, leaf.shape, leaf.dtype, leaf.kind, leaf.name, cast, leaf.key_impl)
+    return TargetArray(leaf.name, leaf.shape, leaf.dtype, leaf.kind, leaf.name, leaf.key_impl)
 
 
 def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, Any]:

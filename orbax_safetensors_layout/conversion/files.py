@@ -14,7 +14,7 @@ import numpy as np
 from orbax_safetensors_layout.conversion.boxes import within
 from orbax_safetensors_layout.conversion.leaves import Leaf, Region
 from orbax_safetensors_layout.conversion.target import FINISHED
-from orbax_safetensors_layout.format.dtypes import DTYPES, DType
+from orbax_safetensors_layout.format.dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType
 from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.layout import (
     FileLayout,
@@ -32,8 +32,6 @@ from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
 from orbax_safetensors_layout.storage.resumable import ResumableFile
 from orbax_safetensors_layout.transfer.gather import row_blocks
-
-_SUB_BYTE = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
 
 
 class _Place(NamedTuple):
@@ -229,11 +227,15 @@ class FilesWriter:
 
 
 def _encoded(values: np.ndarray, dtype: DType) -> np.ndarray:
+    if values.dtype.name in NARROW_INTEGERS:
+        values = values.astype(dtype.numpy)
     flat = values.reshape(-1).view(np.uint8)
     return pack_bits(flat, dtype.bits) if dtype.packed else flat
 
 
 def values_dtype(leaf: LeafWrite) -> np.dtype:
-    """Dtype of the values that are encoded for a file: sub-byte elements are left one a byte."""
-    is_raw = leaf.values in _SUB_BYTE and leaf.tensor.dtype.code == "U8"
-    return leaf.values if is_raw else leaf.tensor.dtype.numpy
+    """Dtype of the values that are encoded for a file."""
+    one_a_byte = ONE_A_BYTE.get(leaf.values.name)
+    if one_a_byte is not None and one_a_byte.code == leaf.tensor.dtype.code:
+        return leaf.values
+    return leaf.tensor.dtype.numpy

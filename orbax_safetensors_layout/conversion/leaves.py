@@ -31,14 +31,12 @@ class Leaf(NamedTuple):
         shape: Its shape.
         dtype: Dtype of the values that the target takes.
         made_of: The array of the source that it is, by name, or an expression over several.
-        cast: What a cast of the source's values has to keep.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     made_of: str | Bound
-    cast: Fidelity = Fidelity.ROUND
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -162,5 +160,5 @@ def _planned_leaf(lease: Lease, number: int, leaf: Leaf, box: Box) -> PlannedLea
     else:
         origin = Mapped(leaf.made_of, lease.entries)
         plan = origin.plan(leaf.name, local, leaf.dtype)
-    wanted = WantedLeaf(number, want, leaf.name, origin, leaf.dtype, leaf.cast, local)
+    wanted = WantedLeaf(number, want, leaf.name, origin, leaf.dtype, Fidelity.ROUND, local)
     return PlannedLeaf(wanted, plan)

@@ -20,7 +20,6 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.structure import rebuild
 from orbax_safetensors_layout.transfer.gather import row_blocks
-from orbax_safetensors_layout.wants import Fidelity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class SourceArray:
         dtype: Dtype of its values.
         kind: What it was before it was saved.
         key_impl: Name of the implementation of typed PRNG keys.
-        is_raw: Whether the source has the values as bytes, one element each.
     """
 
     name: str
@@ -43,7 +41,6 @@ class SourceArray:
     dtype: np.dtype
     kind: TensorKind = "numpy"
     key_impl: str | None = None
-    is_raw: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +50,7 @@ class SourceArray:
     @property
     def leaf(self) -> Leaf:
         """The array as it is, as a leaf of a target."""
-        cast = Fidelity.RAW if self.is_raw else Fidelity.ROUND
-        return Leaf(self.name, self.shape, self.dtype, self.name, cast)
+        return Leaf(self.name, self.shape, self.dtype, self.name)
 
 
 def rerooted(tree: Any, subtree: str | None) -> Any:
@@ -185,11 +181,8 @@ class SafetensorsSource:
 
     def _array(self, leaf: TensorLeaf) -> SourceArray:
         entry = self._entries[leaf.tensor]
-        stored = entry.dtype.numpy
-        dtype = stored if leaf.dtype is None else np.dtype(leaf.dtype)
-        raw = stored == np.uint8 and dtype != stored
         return SourceArray(
-            leaf.tensor, leaf.tensor, entry.shape, dtype, leaf.kind, leaf.key_impl, raw
+            leaf.tensor, leaf.tensor, entry.shape, entry.dtype.numpy, leaf.kind, leaf.key_impl
         )
 
     def identity(self) -> str:

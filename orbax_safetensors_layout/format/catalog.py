@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from orbax_safetensors_layout.errors import InvalidIndexError
+from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
+from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE
 from orbax_safetensors_layout.format.header import Header, TensorEntry
 from orbax_safetensors_layout.format.headers import Headers
 from orbax_safetensors_layout.format.index import MAIN_INDEX
@@ -22,6 +23,8 @@ from orbax_safetensors_layout.format.survey import Survey, listed, read_manifest
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
+
+_BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 
 
 class Catalog:
@@ -56,7 +59,9 @@ class Catalog:
         self._file_of: Mapping[str, str]
         if survey.manifest is not None and survey.manifest.pieces is not None:
             stored = survey.manifest.pieces
-            self.pieces = PieceCatalog(stored, survey.files, self._headers.fetch)
+            self.pieces = PieceCatalog(
+                stored, survey.files, self._headers.fetch, survey.manifest.dtypes()
+            )
             self._file_of = dict.fromkeys(stored.tensors, survey.files[0])
         elif survey.weights is None:
             self._file_of = _file_of(self._headers.fetch(self.files), path)
@@ -140,7 +145,8 @@ class Catalog:
         """The entries of some tensors, in the given order.
 
         Only headers of files that hold one of them are fetched, concurrently, and kept. A tensor
-        that is stored in pieces is described as a whole; `pieces` says where it is.
+        that is stored in pieces is described as a whole; `pieces` says where it is. Where the
+        manifest records that bytes hold sub-byte elements, the dtype is theirs.
 
         Args:
             names: Tensor names.
@@ -148,7 +154,7 @@ class Catalog:
         Raises:
             MissingTensorError: The checkpoint lacks some of them; names them all.
             InvalidIndexError: A file's header lacks a tensor that the index says it holds.
-            FormatError: A header is malformed.
+            FormatError: A header, or the manifest, is malformed.
             StorageError: A read failed.
         """
         wanted = list(dict.fromkeys(names))
@@ -165,6 +171,30 @@ class Catalog:
             if entry is None:
                 raise self._contradiction(wanted, headers)
             found[name] = entry
+        return self._as_recorded(found)
+
+    def _as_recorded(self, found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """The entries, of sub-byte elements that are stored one a byte with their own dtype.
+
+        Raises:
+            InvalidManifestError: The manifest records a dtype that is stored under another code.
+        """
+        if all(entry.dtype.code not in _BYTES for entry in found.values()):
+            return found  # the manifest has nothing to say of other dtypes
+        manifest = self.manifest()
+        recorded = {} if manifest is None else manifest.dtypes()
+        for name in recorded.keys() & found.keys():
+            entry, dtype = found[name], recorded[name]
+            if entry.dtype.code == dtype.code:
+                found[name] = entry._replace(dtype=dtype)
+            elif entry.dtype.code in _BYTES:
+                raise InvalidManifestError(
+                    "the manifest records a dtype that the file's code does not stand for",
+                    file=self._manifest_file,
+                    tensor=name,
+                    expected=f"{dtype.code} for {dtype.numpy}",
+                    found=entry.dtype.code,
+                )
         return found
 
     def all_entries(self) -> dict[str, TensorEntry]:

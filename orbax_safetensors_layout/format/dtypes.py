@@ -23,7 +23,7 @@ class DType(NamedTuple):
         code: The code in the header, for instance `"BF16"`.
         numpy: The numpy dtype that holds one element in memory, little-endian.
         bits: Width of one element in the file. F4 and F6 elements are narrower than the byte that
-            numpy gives them.
+            numpy gives them, except where a manifest records that they are stored one a byte.
     """
 
     code: str
@@ -34,6 +34,21 @@ class DType(NamedTuple):
     def packed(self) -> bool:
         """Whether the file packs elements more tightly than numpy does."""
         return self.bits < 8 * self.numpy.itemsize
+
+    @property
+    def one_a_byte(self) -> bool:
+        """Whether the file stores sub-byte elements one a byte, under the code of that byte."""
+        return ONE_A_BYTE.get(self.numpy.name) == self
+
+    @property
+    def label(self) -> str:
+        """The code of the values' dtype; the file's own code may be that of a byte."""
+        if not self.one_a_byte:
+            return self.code
+        known = _BY_NUMPY.get(self.numpy)
+        if known is not None:
+            return known.code
+        return self.numpy.name.replace("uint", "U").replace("int", "I")
 
 
 _TABLE = (
@@ -65,6 +80,21 @@ DTYPES: Mapping[str, DType] = MappingProxyType({dtype.code: dtype for dtype in _
 """Every dtype of the format, by its code."""
 
 _BY_NUMPY: Mapping[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in _TABLE}
+
+NARROW_INTEGERS = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4"})
+"""Names of the integer dtypes of ml_dtypes, for which the format has no code."""
+
+ONE_A_BYTE: Mapping[str, DType] = MappingProxyType(
+    {
+        **{dtype.numpy.name: DType("U8", dtype.numpy, 8) for dtype in _TABLE if dtype.packed},
+        **{
+            name: DType("U8" if name.startswith("u") else "I8", np.dtype(kind), 8)
+            for name in sorted(NARROW_INTEGERS)
+            if (kind := getattr(ml_dtypes, name, None)) is not None
+        },
+    }
+)
+"""Sub-byte dtypes by name, as elements of a byte each: a manifest says which tensors are so."""
 
 
 def dtype_from_code(

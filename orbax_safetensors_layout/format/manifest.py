@@ -14,6 +14,7 @@ from typing import Literal
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import strict_json
 from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE, DType
 from orbax_safetensors_layout.format.nodes import (
     Container,
     Leaf,
@@ -94,6 +95,15 @@ class Manifest:
     metadata: dict[str, str] = dataclasses.field(default_factory=dict)
     custom: object = None
     pieces: StoredPieces | None = None
+
+    def dtypes(self) -> dict[str, DType]:
+        """Dtypes of the tensors whose sub-byte elements stand one a byte, by name."""
+        found = () if self.tree is None else leaves(self.tree)
+        return {
+            leaf.tensor: ONE_A_BYTE[leaf.dtype]
+            for leaf in found
+            if isinstance(leaf, TensorLeaf) and leaf.dtype is not None
+        }
 
     def to_json(self) -> bytes:
         """The file's bytes: one member a line, and the same bytes for the same manifest.
@@ -226,8 +236,8 @@ def _parse(document: dict[str, object], checks: Checks) -> Manifest:
 
 
 def _check_stored(tree: Node, pieces: StoredPieces, checks: Checks) -> None:
-    tensors = (leaf.tensor for leaf in leaves(tree) if isinstance(leaf, TensorLeaf))
-    missing = [name for name in tensors if name not in pieces.tensors]
+    found = [leaf for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)]
+    missing = [leaf.tensor for leaf in found if leaf.tensor not in pieces.tensors]
     if missing:
         checks.refuse(
             "the tree names tensors that have no pieces",
@@ -235,6 +245,15 @@ def _check_stored(tree: Node, pieces: StoredPieces, checks: Checks) -> None:
             expected="pieces of every tensor of the tree",
             found=f"none of {len(missing)}: {brief(missing)}",
         )
+    for leaf in found:
+        code = pieces.tensors[leaf.tensor].dtype
+        if leaf.dtype is not None and ONE_A_BYTE[leaf.dtype].code != code:
+            checks.refuse(
+                "the tree records a dtype that the pieces' code does not stand for",
+                tensor=leaf.tensor,
+                expected=f"{ONE_A_BYTE[leaf.dtype].code} for {leaf.dtype}",
+                found=code,
+            )
 
 
 def _dump_custom(custom: object) -> dict[str, object]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
 from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE
 from orbax_safetensors_layout.format.nodes import (
     MAX_DEPTH,
     Container,
@@ -218,10 +219,22 @@ class _TreeParser:
         return TensorLeaf(
             tensor,
             cast(TensorKind, kind),
-            None if dtype is None else checks.text(dtype, "dtype of a leaf"),
+            None if dtype is None else self._dtype(dtype, tensor),
             None if sharding is None else checks.size(sharding, "sharding", below=self._shardings),
             None if key_impl is None else checks.text(key_impl, "key_impl of a leaf"),
         )
+
+    def _dtype(self, raw: object, tensor: str) -> str:
+        """A dtype that files store under another code."""
+        name = self._checks.text(raw, "dtype of a leaf")
+        if name not in ONE_A_BYTE:
+            self._checks.refuse(
+                "unknown dtype of a tensor leaf",
+                tensor=tensor,
+                expected=f"one of {', '.join(ONE_A_BYTE)}",
+                found=brief(name),
+            )
+        return name
 
     def _value(self, fields: dict[str, object]) -> ValueLeaf:
         value = self._scalar(fields["value"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from orbax_safetensors_layout.errors import InvalidManifestError
-from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format.dtypes import DTYPES, DType
 from orbax_safetensors_layout.format.header import Header, TensorEntry
 from orbax_safetensors_layout.format.pieces import (
     SAVE_ID,
@@ -46,10 +47,18 @@ class PieceCatalog:
         stored: The boxes and files.
         files: Path of each of `stored.files`.
         fetch: Gives the headers of some of them.
+        dtypes: Dtypes of tensors whose sub-byte elements stand one a byte; others have the files'.
     """
 
-    def __init__(self, stored: StoredPieces, files: Sequence[str], fetch: Fetch) -> None:
+    def __init__(
+        self,
+        stored: StoredPieces,
+        files: Sequence[str],
+        fetch: Fetch,
+        dtypes: Mapping[str, DType] = MappingProxyType({}),
+    ) -> None:
         self.stored = stored
+        self._dtypes = dtypes
         self._files = tuple(files)
         self._fetch = fetch
         self._process = 0
@@ -73,7 +82,7 @@ class PieceCatalog:
     def whole(self, name: str) -> TensorEntry:
         """A tensor as if it stood in one place; its `file` is the first that has a piece of it."""
         tensor = self.stored.tensors[name]
-        dtype = DTYPES[tensor.dtype]
+        dtype = self._dtypes.get(name) or DTYPES[tensor.dtype]
         nbytes = Box.whole(tensor.shape).size * dtype.bits // 8
         file = self._files[self.stored.boxes(name)[0].file]
         return TensorEntry(name, dtype, tensor.shape, file, 0, nbytes)
@@ -160,4 +169,5 @@ class PieceCatalog:
                 found=found,
                 hint=MIXED,
             )
-        return entry
+        dtype = self._dtypes.get(name)
+        return entry if dtype is None else entry._replace(dtype=dtype)

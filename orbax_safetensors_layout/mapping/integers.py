@@ -7,8 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-NARROW_INTEGERS = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4"})
-"""Names of the integer dtypes of ml_dtypes; their kind is "V"."""
+from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS
+
+__all__ = ["NARROW_INTEGERS", "is_integer", "is_whole", "to_whole"]
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:

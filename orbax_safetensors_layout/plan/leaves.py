@@ -111,6 +111,7 @@ class LeafRead(NamedTuple):
         return (
             self.is_computed
             or self.stored.packed
+            or self.stored.one_a_byte
             or self.dtype != self.stored.numpy
             or bool(self.fills)
         )

@@ -191,7 +191,7 @@ def staging_bytes(profile: StorageProfile, *, padded: bool) -> int:
 def held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
     """Host bytes that a tile holds until its arrays are on devices with memory of their own."""
     elements = sum(leaf.local.boxes[number].size for number in layout.tile.members)
-    unpacked = elements if leaf.stored.packed else 0
+    unpacked = elements if leaf.stored.packed or leaf.stored.one_a_byte else 0
     is_cast = leaf.is_computed or leaf.dtype != leaf.stored.numpy
     cast = elements * leaf.dtype.itemsize if is_cast else 0
     return layout.memory_bytes + unpacked + cast

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS
 from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.mapping.integers import NARROW_INTEGERS
 from orbax_safetensors_layout.plan.shards import box_of
 from orbax_safetensors_layout.plan.writes import LeafWrite, Part
 from orbax_safetensors_layout.transfer.parts import SUB_BYTE_FLOATS, Fetch

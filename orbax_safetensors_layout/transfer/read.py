@@ -23,6 +23,7 @@ from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.blocks import Scratch
 from orbax_safetensors_layout.transfer.budget import Budget
 from orbax_safetensors_layout.transfer.buffers import allocate
+from orbax_safetensors_layout.transfer.decoding import one_a_byte
 from orbax_safetensors_layout.transfer.destinations import Destination, Room, destinations_of
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
 from orbax_safetensors_layout.transfer.workers import Then, Workers
@@ -277,6 +278,8 @@ class _Reader:
         for fill in leaf.fills:
             for box, value in zip(boxes, values, strict=True):
                 fill.put(box, value, 0)  # nothing has been read there
+        if dtype.one_a_byte:
+            values = [one_a_byte(leaf, value) for value in values]
         if leaf.is_computed or leaf.dtype != dtype.numpy:
             values = [self._convert(number, value) for value in values]
         for fill in leaf.fills:

@@ -1,0 +1,56 @@
+"""Stored bytes as values, where a file can hold bytes that are no values of its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import FormatError
+from orbax_safetensors_layout.format.dtypes import DTYPES, NARROW_INTEGERS
+from orbax_safetensors_layout.mapping.integers import to_whole
+from orbax_safetensors_layout.plan.leaves import LeafRead
+
+
+def check_booleans(values: Sequence[np.ndarray], *, file: str | None, name: str) -> None:
+    """Refuses truth values whose bytes are neither 0 nor 1: numpy and XLA disagree about them.
+
+    Args:
+        values: Arrays of one dtype.
+        file: The file they come from.
+        name: The tensor's name.
+
+    Raises:
+        FormatError: There are some.
+    """
+    if not values or values[0].dtype != np.bool_:
+        return
+    for value in values:
+        if value.size and (most := value.view(np.uint8).max()) > 1:
+            raise _no_values(file, name, "0 or 1", str(most))
+
+
+def one_a_byte(leaf: LeafRead, value: np.ndarray) -> np.ndarray:
+    """Sub-byte elements, each stored in a byte of its own, as numpy has them.
+
+    Raises:
+        FormatError: A byte is no integer of the dtype. Of floats the low bits count, as for numpy.
+    """
+    stored = leaf.stored
+    if stored.numpy.name not in NARROW_INTEGERS:
+        mask = np.uint8((1 << DTYPES[stored.label].bits) - 1)
+        return np.bitwise_and(value.view(np.uint8), mask).view(stored.numpy)
+    result, lost = to_whole(value.view(DTYPES[stored.code].numpy), stored.numpy)
+    if lost.size:
+        raise _no_values(leaf.file, leaf.name, f"values of {stored.numpy}", str(lost[0]))
+    return result
+
+
+def _no_values(file: str | None, name: str, expected: str, found: str) -> FormatError:
+    return FormatError(
+        "the tensor has bytes that are no values of its dtype",
+        file=file,
+        tensor=name,
+        expected=expected,
+        found=found,
+    )

@@ -1,0 +1,152 @@
+"""Sub-byte elements that files hold one a byte: every way of reading sees what was recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import assert_same_bits
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from saved_files import raw_tensors
+from states import mesh
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.inspection import inspect
+
+FLOATS = ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"]
+INTEGERS = ["int4", "uint4", "int2", "uint2"]
+DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in FLOATS + INTEGERS]
+LAYOUTS = ["hf", "sharded"]
+
+
+def values_of(dtype: np.dtype, size: int) -> np.ndarray:
+    """All values of a dtype, again and again."""
+    if "int" in dtype.name:
+        bounds = ml_dtypes.iinfo(dtype)
+        return np.resize(np.arange(bounds.min, bounds.max + 1, dtype=np.int8), size).astype(dtype)
+    bits = ml_dtypes.finfo(dtype).bits
+    return np.resize(np.arange(1 << bits, dtype=np.uint8), size).view(dtype)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: dtype.name)
+def stored(request, layout, tmp_path) -> tuple[Path, np.ndarray]:
+    """A checkpoint whose `w` has an element a byte, for 63 fill no whole bytes; and its value."""
+    value = values_of(request.param, 63).reshape(7, 9)
+    osl.save(tmp_path / "x", {"w": value}, options=osl.WriteOptions(layout=layout))
+    (raw,) = raw_tensors(tmp_path / "x").values()
+    assert raw.code in ("U8", "I8")
+    return tmp_path / "x", value
+
+
+def test_every_way_of_reading_sees_the_recorded_dtype(stored):
+    path, value = stored
+    assert_same_bits(osl.load(path)["w"], value)
+    assert_same_bits(osl.load(path, only="w")["w"], value)
+    assert_same_bits(osl.load(path, {"w": value})["w"], value)
+    assert osl.metadata(path)["w"].dtype == value.dtype
+    mapping = osl.Mapping([osl.rule("m", osl.tensor("w"))])
+    assert mapping.abstract(path)["m"].dtype == value.dtype
+    assert osl.metadata(path, mapping=mapping)["m"].dtype == value.dtype
+    assert_same_bits(osl.load(path, mapping=mapping)["m"], value)
+    assert osl.plan_load(path, {"w": value}).needed_bytes == value.size
+
+
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float64", "float8_e4m3fn"])
+def test_another_wanted_dtype_converts_the_values(stored, wanted):
+    path, value = stored
+    dtype = np.dtype(getattr(ml_dtypes, wanted, wanted))
+    expected = value.astype(np.float32).astype(dtype)
+    found = osl.load(path, {"w": np.zeros(value.shape, dtype)})["w"]
+    assert_same_bits(found, expected)
+    if wanted != "float64":
+        sharding = NamedSharding(mesh(7), P("x"))
+        struct = jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding)
+        assert_same_bits(np.asarray(osl.load(path, {"w": struct})["w"]), expected)
+    mapping = osl.Mapping([osl.rule("m", osl.tensor("w").transpose(1, 0).cast(dtype))])
+    assert_same_bits(osl.load(path, mapping=mapping)["m"], np.ascontiguousarray(expected.T))
+
+
+def test_a_conversion_and_a_comparison_see_the_values(stored, tmp_path):
+    path, value = stored
+    osl.save(tmp_path / "plain", {"w": value.astype(np.float32)})
+    if "float" in value.dtype.name:
+        options = osl.ConvertOptions(dtype="float32")
+        osl.convert(path, tmp_path / "to", format="hf", options=options)
+        assert_same_bits(osl.load(tmp_path / "to")["w"], value.astype(np.float32))
+        assert osl.verify(tmp_path / "to", tmp_path / "plain").ok
+    as_floats = osl.Mapping([osl.rule("w", osl.tensor("w").cast("float32"))])
+    assert osl.verify(tmp_path / "plain", path, mapping=as_floats).ok
+    other = "sharded" if (path / MANIFEST).read_text().find('"hf"') > 0 else "hf"
+    osl.save(tmp_path / "other", {"w": value}, options=osl.WriteOptions(layout=other))
+    assert osl.verify(path, tmp_path / "other").ok
+    differs = osl.verify(path, tmp_path / "plain")
+    assert [f"'w' is {value.dtype}" in str(f) for f in differs.findings] == [True]
+
+
+def test_an_inspection_names_the_recorded_dtype(stored):
+    path, value = stored
+    (tensor,) = inspect(path).tensors
+    expected = {
+        "float4_e2m1fn": "F4", "float6_e2m3fn": "F6_E2M3", "float6_e3m2fn": "F6_E3M2",
+        "int4": "I4", "uint4": "U4", "int2": "I2", "uint2": "U2",
+    }  # fmt: skip
+    assert (tensor.dtype, tensor.nbytes) == (expected[value.dtype.name], value.size)
+
+
+def record(path: Path, dtype: object, tensor: str = "w") -> None:
+    """Another recorded dtype."""
+    text = (path / MANIFEST).read_text()
+    document = json.loads(text)
+    (leaf,) = [node for node in document["tree"] if node and node.get("tensor") == tensor]
+    leaf["dtype"] = dtype
+    (path / MANIFEST).write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1", "float32", "", "O", 7, "int8,int8"])
+def test_an_unknown_recorded_dtype_is_refused_by_name(layout, dtype, tmp_path):
+    options = osl.WriteOptions(layout=layout)
+    osl.save(tmp_path, {"w": values_of(DTYPES[0], 9)}, options=options, overwrite=True)
+    record(tmp_path, dtype)
+    for read in (osl.load, osl.metadata, inspect, lambda path: osl.load(path, only="*")):
+        with pytest.raises(osl.InvalidManifestError, match="dtype of a"):
+            read(tmp_path)
+
+
+def test_a_recorded_dtype_that_does_not_fit_the_file_is_refused(layout, tmp_path):
+    options = osl.WriteOptions(layout=layout)
+    osl.save(tmp_path, {"w": values_of(DTYPES[0], 9)}, options=options, overwrite=True)
+    record(tmp_path, "int4")
+    for read in (osl.load, osl.metadata, lambda path: osl.load(path, only="*")):
+        with pytest.raises(osl.InvalidManifestError, match=r"I8 for int4.*U8"):
+            read(tmp_path)
+
+
+def test_bytes_that_are_no_values_are_refused(tmp_path):
+    osl.save(tmp_path / "x", {"w": np.arange(9, dtype=np.int8)})
+    record(tmp_path / "x", "int4")
+    with pytest.raises(osl.FormatError, match=r"'w'.*values of int4.*8"):
+        osl.load(tmp_path / "x")
+
+
+def test_truth_values_of_other_bytes_are_refused(tmp_path):
+    osl.save(tmp_path, {"w": np.array([0, 1, 2, 255], np.uint8).view(np.bool_)}, overwrite=True)
+    device = jax.ShapeDtypeStruct((4,), np.bool_, sharding=NamedSharding(mesh(4), P("x")))
+    for abstract in (None, np.zeros(4, np.bool_), np.zeros(4, np.float32), device):
+        with pytest.raises(osl.FormatError, match=r"'w'.*0 or 1.*(2|255)"):
+            osl.load(tmp_path, None if abstract is None else {"w": abstract})
+    with pytest.raises(osl.FormatError, match=r"'w'.*0 or 1.*255"):
+        osl.load(tmp_path, only="*")
+    made = osl.concat([osl.tensor("w"), osl.tensor("w")], axis=0).cast("float32")
+    with pytest.raises(osl.FormatError, match=r"0 or 1.*255"):
+        osl.load(tmp_path, mapping=osl.Mapping([osl.rule("m", made)]))
