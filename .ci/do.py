@@ -5,6 +5,7 @@ python3 .ci/do.py quickstart [PATH]      install, run examples/quickstart.py
 python3 .ci/do.py test [PYTEST ARGS]     install, run the whole test suite
 python3 .ci/do.py test-oldest [...]      the same with the oldest supported dependencies
 python3 .ci/do.py lint                   install, run ruff and mypy
+python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
 
 The environments stand in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
 `path` and `path-oldest`) and are used again until pyproject.toml or the pins change.
@@ -14,12 +15,15 @@ tests that need them are skipped. With OSL_TRANSFORMERS=1 it takes any build (Py
 brings several GB of CUDA libraries), and those tests fail where they would be skipped.
 """
 
+import email
 import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +32,9 @@ PYPROJECT = REPOSITORY / "pyproject.toml"
 OLDEST = REPOSITORY / ".ci" / "oldest.txt"
 RETRY_AFTER_SECONDS = (5, 30)
 REQUIRE_TORCH = "OSL_TRANSFORMERS"
+RESOLVE = ("install", "--dry-run", "--ignore-installed")
+# MaxText needs Python 3.12, this may be 3.11.
+FOR_3_12 = ("--python-version=3.12", "--only-binary=:all:", "--ignore-requires-python")
 
 
 class Task(NamedTuple):
@@ -50,7 +57,7 @@ class Task(NamedTuple):
 
 PYTEST = ("-m", "pytest")
 TASKS = {
-    "quickstart": Task("", (("examples/quickstart.py",),)),
+    "quickstart": Task("examples", (("examples/quickstart.py",),)),
     "test": Task("test", (PYTEST,), models=True, torch_extra="test-transformers"),
     "test-oldest": Task("test", (PYTEST,), models=True, oldest=True),
     "lint": Task(
@@ -95,23 +102,50 @@ def create(environment: Path) -> None:
         give_up(f"could not create a virtual environment in {environment}")
 
 
-def pip_install(environment: Path) -> list[str | Path]:
-    """The command, up to its arguments."""
+def pip_command(environment: Path, command: str) -> list[str | Path]:
+    """A command of pip, up to its arguments."""
     python = python_in(environment)
     if importlib.util.find_spec("ensurepip"):
-        return [python, "-m", "pip", "install", "--quiet"]
-    return [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+        return [python, "-m", "pip", command, "--quiet"]
+    return [sys.executable, "-m", "pip", "--python", python, command, "--quiet"]
 
 
-def install(environment: Path, *arguments: str) -> None:
-    """`pip install`, tried again when it fails: package indexes and networks have bad moments."""
+def pip(environment: Path, command: str, *arguments: str) -> None:
+    """Runs pip, again when it fails: package indexes and networks have bad moments."""
     for pause in (*RETRY_AFTER_SECONDS, None):
-        if run(*pip_install(environment), *arguments) == 0:
+        if run(*pip_command(environment, command), *arguments) == 0:
             return
         if pause is not None:
-            print(f"pip install failed, next try in {pause} s", file=sys.stderr, flush=True)
+            print(f"pip {command} failed, next try in {pause} s", file=sys.stderr, flush=True)
             time.sleep(pause)
-    give_up(f"pip install {' '.join(arguments)} failed")
+    give_up(f"pip {command} {' '.join(arguments)} failed")
+
+
+def resolve_beside(environment: Path) -> None:
+    """That pip finds versions of all that the package and its neighbours require, together."""
+    tunix, maxtext = pyproject()["dependency-groups"]["beside"]
+    pip(environment, *RESOLVE, ".", tunix)
+    with tempfile.TemporaryDirectory() as scratch:
+        target = f"--target={scratch}"  # pip asks for one beside --python-version
+        pip(environment, *RESOLVE, *FOR_3_12, target, ".", maxtext)
+        # To resolve all 235 requirements for a TPU takes ten minutes: here they bound ours.
+        pip(environment, "download", "--no-deps", *FOR_3_12, f"--dest={scratch}", maxtext)
+        (wheel,) = Path(scratch).glob("*.whl")
+        bounds = Path(scratch) / "bounds.txt"
+        bounds.write_text("\n".join(requirements(wheel, extra="tpu")))
+        pip(environment, *RESOLVE, *FOR_3_12, target, ".", f"--constraint={bounds}")
+
+
+def requirements(wheel: Path, extra: str) -> list[str]:
+    """What a wheel requires for an extra, without markers and what is no constraint."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    found = [text.split(";") for text in metadata.get_all("Requires-Dist", ())]
+    wanted = [text.strip() for text, *marker in found if f"extra == '{extra}'" in str(marker)]
+    if not wanted:
+        give_up(f"{wheel.name} has no requirements for {extra}")
+    return [text for text in wanted if "[" not in text and "@" not in text]
 
 
 def pyproject() -> dict[str, Any]:
@@ -131,7 +165,8 @@ def extra_for(task: Task, environment: Path) -> str:
     extra = pyproject()["project"]["optional-dependencies"][task.torch_extra]
     (torch,) = (requirement for requirement in extra if requirement.startswith("torch=="))
     cpu_build = f"{torch}+cpu" if sys.platform == "linux" else torch
-    if run(*pip_install(environment), "--dry-run", "--no-deps", cpu_build, quiet=True) == 0:
+    asked = (*pip_command(environment, "install"), "--dry-run", "--no-deps", cpu_build)
+    if run(*asked, quiet=True) == 0:
         return task.torch_extra
     print(f"pip finds no {cpu_build}: the tests that need torch will be skipped", flush=True)
     return task.extra
@@ -157,12 +192,12 @@ def prepare(task: Task) -> Path:
     target = f".[{extra}]" if extra else "."
     print(f"installing {target} into {environment}", flush=True)
     constraints = ("--constraint", str(OLDEST)) if task.oldest else ()
-    install(environment, *constraints, "--editable", target)
+    pip(environment, "install", *constraints, "--editable", target)
     groups = pyproject()["dependency-groups"]
     if task.models:
-        install(environment, "--no-deps", *groups["models"])
+        pip(environment, "install", "--no-deps", *groups["models"])
     if extra and extra == task.torch_extra:
-        install(environment, "--no-deps", *groups["tunix"])
+        pip(environment, "install", "--no-deps", *groups["tunix"])
     stamp.write_text(fingerprint(task))
     return python_in(environment)
 
@@ -178,6 +213,10 @@ def python_matches(environment: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments == ["beside"]:
+        prepare(TASKS["quickstart"])
+        resolve_beside(folder(TASKS["quickstart"]))
+        return 0
     if not arguments or arguments[0] not in TASKS:
         print(__doc__, file=sys.stderr)
         return 2

@@ -3,7 +3,8 @@
     python examples/hf_to_jax.py                    # makes a tiny Llama
     python examples/hf_to_jax.py PATH 1 15043 3186  # Llama, Mistral, Qwen 2 or 3; a prompt's tokens
 
-Neither torch nor transformers is needed. The model is `llama_jax.py`, 80 lines of plain JAX.
+Neither torch nor transformers is needed; the tiny Llama is made with `safetensors`. The model is
+`llama_jax.py`, 90 lines of plain JAX.
 """
 
 import json

@@ -67,15 +67,24 @@ def rotary(config, length):
     """Cosines and sines, `[tokens, head_dim / 2]`."""
     heads = config["num_attention_heads"]
     d = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config["rope_parameters"]
-    frequency = rope["rope_theta"] ** -(np.arange(0, d, 2) / d)
-    if rope["rope_type"] == "llama3":
+    kind, theta, rope = rotary_settings(config)
+    frequency = theta ** -(np.arange(0, d, 2) / d)
+    if kind == "llama3":
         old = rope["original_max_position_embeddings"]
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         smooth = np.clip((old * frequency / (2 * np.pi) - low) / (high - low), 0, 1)
         frequency = (1 - smooth) * frequency / rope["factor"] + smooth * frequency
     angles = np.arange(length)[:, None] * frequency
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotary_settings(config):
+    """Type, base and the rest: `rope_parameters` of transformers 5, or what older files have."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3"):
+        raise NotImplementedError(f"this model has no rotary embedding of type {kind!r}")
+    return kind, rope.get("rope_theta", config.get("rope_theta", 10000.0)), rope
 
 
 def rotate(x, cos, sin):

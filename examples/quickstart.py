@@ -4,7 +4,8 @@
     python examples/quickstart.py PATH      # a folder of safetensors files, or one file
 
 Eight virtual CPU devices stand for an accelerator's; nothing else changes on a real one. The exit
-status is 0 only if every array has, bit by bit, the values that `safetensors` itself reads.
+status is 0 only if every array has, bit by bit, the values that `safetensors` itself reads, which
+has to be installed.
 """
 
 import os
@@ -32,11 +33,15 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
-import safetensors
-import safetensors.numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
+
+try:
+    import safetensors
+    import safetensors.numpy
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install safetensors") from error
 
 Tree = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights, as a folder of the Hugging Face hub; made with numpy alone."""
+"""A tiny Llama with random weights, as a folder of the hub; made with numpy and safetensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import safetensors.numpy
+
+try:
+    import safetensors.numpy
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install safetensors") from error
 
 CONFIG = {
     "model_type": "llama",

@@ -6,6 +6,7 @@
 The training loop is one for Orbax's `CheckpointManager` as its users write it. One line makes its
 checkpoints safetensors: `handler_registry=osl.handler_registry("default")`.
 
+It needs flax, optax and safetensors: `pip install 'orbax-safetensors-layout[examples]'`.
 Four virtual CPU devices stand for an accelerator's. The exit status is 0 only if the run that was
 killed and resumed has, bit by bit, the losses and the parameters of a run that was not.
 """
@@ -31,14 +32,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
-import safetensors
 from absl import logging
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
+
+try:
+    import optax
+    import safetensors
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install flax optax safetensors") from error
 
 STEPS, SAVE_EVERY, KILL_AT = 12, 3, 9
 WIDTH, BATCH = 256, 64

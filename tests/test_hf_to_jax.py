@@ -50,6 +50,32 @@ def test_it_makes_a_checkpoint_and_runs_without_torch():
     assert len(tokens) == 11
 
 
+@pytest.mark.parametrize(
+    ("example", "missing"),
+    [
+        ("quickstart", "safetensors"),
+        ("tiny_llama", "safetensors"),
+        ("train_and_resume", "flax"),
+        ("train_and_resume", "optax"),
+    ],
+)
+def test_examples_say_what_they_need(example, missing):
+    code = f"import sys\nsys.modules[{missing!r}] = None\nimport {example}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=EXAMPLE.parent,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(missing)
+    assert " is missing: pip install " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_it_is_under_forty_lines_of_code():
     source = EXAMPLE.read_text()
     documented = (ast.Module, ast.FunctionDef)
@@ -64,14 +90,43 @@ def test_it_is_under_forty_lines_of_code():
     assert len([text for text in code if not text.lstrip().startswith("#")]) < 40
 
 
-def test_its_tokens_are_those_of_transformers(tmp_path):
+def as_published(config):
+    """As the hub's files have it: the base at the top, and what stretches it beside."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+
+
+def as_first_published(config):
+    """As transformers wrote it before 4.43: `type`, and nothing that is a default."""
+    as_published(config)
+    if config["rope_scaling"]:
+        config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
+    else:
+        del config["rope_theta"], config["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen3", None),
+        ("qwen3", as_published),
+        ("llama3", as_published),
+        ("llama3", as_first_published),
+    ],
+)
+def test_its_tokens_are_those_of_transformers(tmp_path, name, written):
     """Sharded over eight devices, float32, against torch."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from family_models import make
 
-    _, config, _, model = make("qwen3", tmp_path, dtype="float32")
-    assert json.loads((tmp_path / "config.json").read_text()) == config
+    _, config, _, model = make(name, tmp_path, dtype="float32")
+    file = tmp_path / "config.json"
+    assert json.loads(file.read_text()) == config
+    if written is not None:
+        written(config)
+        file.write_text(json.dumps(config))
     expected = [5, 17, 60]
     with torch.no_grad():
         for _ in range(8):
