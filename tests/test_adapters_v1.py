@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -34,19 +35,23 @@ def installed():
     osl.uninstall()
 
 
-@pytest.fixture(params=["safetensors", "auto"])
-def layout(request, installed):
+@pytest.fixture(params=["safetensors", "auto", osl.SafetensorsLayout, osl.SafetensorsLayout()])
+def layout(request):
+    if isinstance(request.param, str):
+        request.getfixturevalue("installed")
     with context_of(request.param):
         yield request.param
 
 
-@pytest.fixture
-def safetensors_layout(installed):
-    with context_of("safetensors"):
+@pytest.fixture(params=["safetensors", osl.SafetensorsLayout])
+def safetensors_layout(request):
+    if isinstance(request.param, str):
+        request.getfixturevalue("installed")
+    with context_of(request.param):
         yield
 
 
-def context_of(layout: str) -> ocp.Context:
+def context_of(layout: Any) -> ocp.Context:
     context = ocp.Context()
     context.checkpoint_layout = layout
     return context

@@ -35,9 +35,9 @@ def drop_what_orbax_dropped():
     gc.collect()
 
 
-def layout_context() -> ocp.Context:
+def layout_context(layout="safetensors") -> ocp.Context:
     context = ocp.Context()
-    context.checkpoint_layout = "safetensors"
+    context.checkpoint_layout = layout
     return context
 
 
@@ -45,15 +45,20 @@ def handler_context() -> ocp.Context:
     return osl.context("state", "params", "opt", "other")
 
 
-@pytest.fixture(params=["handler", "layout"])
+@pytest.fixture(params=["handler", "installed", "class", "instance"])
 def route(request):
-    """Makes the contexts of one of the two ways to us."""
-    if request.param == "handler":
-        yield handler_context
-    else:
-        osl.install()
-        yield layout_context
-        osl.uninstall()
+    """Makes the contexts of one of the ways to us."""
+    match request.param:
+        case "handler":
+            yield handler_context
+        case "installed":
+            osl.install()
+            yield layout_context
+            osl.uninstall()
+        case "class":
+            yield functools.partial(layout_context, osl.SafetensorsLayout)
+        case "instance":
+            yield functools.partial(layout_context, osl.SafetensorsLayout())
 
 
 @pytest.fixture
@@ -440,3 +445,80 @@ def test_uninstall_leaves_what_others_put_there():
         assert registration.resolve_handler_for_save is theirs
     finally:
         registration.resolve_handler_for_save = original
+
+
+@pytest.fixture(params=[osl.SafetensorsLayout, osl.SafetensorsLayout()], ids=["class", "instance"])
+def ours(request):
+    return layout_context(request.param)
+
+
+def test_a_context_hands_our_layout_on(tmp_path, ours):
+    inner, copied = ocp.Context(ours), ocp.Context()
+    copied.checkpoint_layout = ours.checkpoint_layout
+    for number, context in enumerate(
+        (inner, copied, ocp.Context(checkpoint_layout=osl.SafetensorsLayout))
+    ):
+        with context:
+            ocp.save(tmp_path / str(number), state())
+        assert not writes_ocdbt(tmp_path)
+        assert opened(tmp_path / str(number) / "state").keys() == {"w"}
+
+
+def test_other_contexts_stay_orbaxs(tmp_path, ours):
+    with layout_context(), pytest.raises(NotImplementedError):
+        ocp.save(tmp_path / "a", {"a": VALUES})
+    with layout_context("orbax"):
+        ocp.save(tmp_path / "b", {"a": VALUES})
+    assert writes_ocdbt(tmp_path / "b")
+    with ours, pytest.raises(ocp.errors.InvalidLayoutError):
+        ocp.load(tmp_path / "b")
+    with pytest.raises(ValueError, match="not a valid CheckpointLayout"):
+        layout_context(osl.SafetensorsHandler)
+    assert ours.checkpoint_layout == ocp.options.CheckpointLayout.SAFETENSORS
+    assert ours.checkpoint_layout != ocp.options.CheckpointLayout.ORBAX
+
+
+def test_an_instance_keeps_what_it_was_made_with(tmp_path):
+    tree = {"a": VALUES, "b": VALUES, "c": VALUES}
+    seen: list[osl.Progress] = []
+    mapping = osl.Mapping([osl.rule("{x}", osl.tensor("model.{x}"))])
+    layout = osl.SafetensorsLayout(
+        mapping=mapping,
+        read=osl.ReadOptions(progress=seen.append),
+        write=osl.WriteOptions(max_file_bytes=300),
+    )
+    context = layout_context(layout)
+    with context:
+        ocp.save(tmp_path / "a", tree)
+    with ocp.training.Checkpointer(tmp_path / "run", context=context) as training:
+        training.save(0, tree)
+        same(training.load(0, tree), tree)
+        assert training.metadata(0).metadata["a"].shape == VALUES.shape
+    for folder in (tmp_path / "a" / "state", tmp_path / "run" / "0" / "state"):
+        assert len(list(folder.glob("*.safetensors"))) == 3
+        assert opened(folder).keys() == {"model.a", "model.b", "model.c"}
+    assert seen[-1].done_bytes == 3 * VALUES.nbytes
+    with context, osl.using(write=osl.WriteOptions()):
+        ocp.save(tmp_path / "b", tree)
+    assert len(list((tmp_path / "b" / "state").glob("*.safetensors"))) == 1
+
+
+def test_a_layout_that_would_not_take_effect_is_refused(monkeypatch):
+    from orbax.checkpoint.experimental.v1._src.handlers import registration
+    from orbax.checkpoint.experimental.v1._src.layout import registry, safetensors_layout
+
+    async def builtin(*_: Any) -> Any:
+        return safetensors_layout.SafetensorsLayout
+
+    def pytrees(*_: Any, **__: Any) -> Any:
+        return ocp.handlers.PyTreeHandler()
+
+    for module, name, other in (
+        (registry, "get_layout_class", builtin),
+        (registration, "resolve_handler_for_save", pytrees),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, other)
+            with pytest.raises(osl.SafetensorsLayoutError, match="take effect"):
+                layout_context(osl.SafetensorsLayout)
+    layout_context(osl.SafetensorsLayout)

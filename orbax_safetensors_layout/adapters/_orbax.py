@@ -53,12 +53,14 @@ __all__ = [
     "add_args",
     "get_context",
     "get_hooks",
+    "get_safetensors_layout",
     "handlers_used",
     "layout_used",
     "orbaxs_layout",
     "read_step_metadata",
     "register_args",
     "set_hooks",
+    "set_safetensors_layout",
     "tree_metadata",
     "typestr",
     "version",
@@ -68,44 +70,54 @@ read_step_metadata = orbax_layout.read_checkpoint_metadata
 
 
 class Hooks(NamedTuple):
-    """What `install` puts in the place of Orbax's own.
+    """Functions of Orbax that this package puts its own in front of; see `routing`.
 
     Attributes:
-        layout: The class behind `checkpoint_layout = "safetensors"`.
+        layout_class: Resolves a context's `checkpoint_layout`.
         for_save: Finds the handler that saves a checkpointable.
         for_load: Finds the handler that loads one.
     """
 
-    layout: Any
+    layout_class: Any
     for_save: Any
     for_load: Any
 
 
 def get_hooks() -> Hooks:
-    """What stands in these places now."""
+    """The functions that Orbax calls now."""
     return Hooks(
-        safetensors_layout.SafetensorsLayout,
+        registry.get_layout_class,
         registration.resolve_handler_for_save,
         registration.resolve_handler_for_load,
     )
 
 
 def set_hooks(hooks: Hooks) -> None:
-    """Puts others there."""
-    safetensors_layout.SafetensorsLayout = hooks.layout
+    """Replaces them."""
+    registry.get_layout_class = hooks.layout_class
     registration.resolve_handler_for_save = hooks.for_save
     registration.resolve_handler_for_load = hooks.for_load
 
 
-def layout_used() -> Any:
-    """The class that Orbax's own resolution takes for `checkpoint_layout = "safetensors"`."""
+def get_safetensors_layout() -> Any:
+    """The class behind `checkpoint_layout = "safetensors"`."""
+    return safetensors_layout.SafetensorsLayout
+
+
+def set_safetensors_layout(layout: Any) -> None:
+    """Replaces it."""
+    safetensors_layout.SafetensorsLayout = layout
+
+
+def layout_used(layout: Any) -> Any:
+    """The layout that Orbax's own resolution makes for a context's `checkpoint_layout`."""
     # Without a path it awaits nothing, so it is driven by hand: no event loop is needed, and one
     # that runs already (a notebook) is not in the way.
-    resolving = registry.get_layout_class(ocp.options.CheckpointLayout.SAFETENSORS)
+    resolving = registry.get_layout_class(layout)
     try:
         resolving.send(None)
     except StopIteration as finished:
-        return finished.value
+        return finished.value()
     finally:
         resolving.close()
     raise RuntimeError("Orbax's layout resolution waits for something")

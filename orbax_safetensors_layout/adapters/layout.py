@@ -1,14 +1,14 @@
-"""Orbax v1: the layout behind `checkpoint_layout = "safetensors"`.
+"""Orbax v1: the layout that a context takes.
 
-It reads checkpoints that others wrote, without any file of Orbax's beside them. Orbax resolves
-layouts by name from a fixed table, so `install` puts this one in the place of its own:
+It reads checkpoints that others wrote, without any file of Orbax's beside them:
 
-    osl.install()
     context = ocp.Context()
-    context.checkpoint_layout = "safetensors"  # or "auto", for loading
+    context.checkpoint_layout = osl.SafetensorsLayout
     with context:
         state = ocp.load(folder, abstract_state)
         ocp.save(path, state)
+
+After `osl.install()`, `"safetensors"` (and `"auto"`, for loading) mean this layout, too.
 
 It is a handler of Orbax v0, too: `ocp.Checkpointer(osl.SafetensorsLayout())`.
 """
@@ -24,7 +24,8 @@ import orbax.checkpoint.experimental.v1 as ocp
 from orbax_safetensors_layout.adapters import _orbax, settings, v1
 from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents
-from orbax_safetensors_layout.adapters.routing import handler_for_save
+from orbax_safetensors_layout.adapters.routing import LayoutOption, connect, handler_for_save
+from orbax_safetensors_layout.adapters.settings import Settings
 from orbax_safetensors_layout.adapters.v0 import (
     SafetensorsCheckpointHandler,
     SafetensorsRestore,
@@ -44,8 +45,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     `"state"`, or None. A folder that is none holds one under the name of each subfolder that is,
     as in a step that Orbax saved, or a pipeline repository of Hugging Face diffusers.
 
-    Orbax makes layouts itself, without arguments; `using(read=..., write=...)` and the `memory` and
-    `safetensors` options of Orbax's context say how to read and write.
+    `context.checkpoint_layout = SafetensorsLayout`, or an instance, makes Orbax's functions use it,
+    and `ocp.training.Checkpointer`, which then saves every pytree of a step as safetensors.
+    `using(mapping=..., read=..., write=...)`, what the instance was made with, and the `memory` and
+    `safetensors` options of Orbax's context say how to read and write, in this order.
 
     `ocp.Checkpointer`, `ocp.AsyncCheckpointer` and `ocp.CheckpointManager(item_handlers=...)` of
     Orbax v0 take one as their handler; it does what `SafetensorsCheckpointHandler` does.
@@ -57,7 +60,16 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         >>> checkpointer.save(folder, {"weight": np.arange(4.0, dtype=np.float32)})
         >>> checkpointer.restore(folder)
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
+        >>> context = ocp.Context()
+        >>> context.checkpoint_layout = SafetensorsLayout
+        >>> with context:
+        ...     ocp.load(folder)
+        {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
+
+    @property
+    def _own(self) -> Settings:
+        return Settings(read=self._read, write=self._write, mapping=self._mapping)
 
     async def get_checkpointable_names(self, path: ocp.path.Path) -> list[str]:
         """Names of what is at `path`, `"state"` first, the others sorted."""
@@ -97,7 +109,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         self, path: ocp.path.Path, checkpointable_name: str | None
     ) -> ocp.CheckpointMetadata[Any]:
         found = await in_background(_locate, path, checkpointable_name)
-        contents = await in_background(Contents.read, found, settings.current().mapping)
+        contents = await in_background(Contents.read, found, settings.current(self._own).mapping)
         record = await _read_record(path)
         if record is not None:
             return _recorded(path, record, v1.describe(contents))
@@ -151,8 +163,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
             load,
             found,
             abstract_state,
-            mapping=settings.current().mapping,
-            options=settings.read_options_v1(),
+            mapping=settings.current(self._own).mapping,
+            options=settings.read_options_v1(self._own),
         )
 
     async def load_checkpointables(
@@ -179,7 +191,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
                 expected=", ".join(absent),
                 found=", ".join([*names, *others]),
             )
-        options, mapping = settings.read_options_v1(), settings.current().mapping
+        options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
 
         def load_ours() -> dict[str, Any]:
             return {
@@ -213,7 +225,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         context = _orbax.get_context()
         resolve, known = _orbax.get_hooks().for_save, context.checkpointables.registry
         handlers = {
-            name: handler_for_save(resolve, known, value, name)
+            name: handler_for_save(resolve, known, value, name, self._own)
             for name, value in checkpointables.items()
         }
         writing = [
@@ -231,6 +243,16 @@ class _Restore(SafetensorsRestore):
 
 
 _orbax.register_args(SafetensorsLayout, _Save, _Restore)
+
+
+def _option(value: Any) -> LayoutOption | None:
+    """What a context holds whose `checkpoint_layout` is set to this layout."""
+    if isinstance(value, type) and issubclass(value, SafetensorsLayout):
+        value = value()
+    return LayoutOption(value, value._own) if isinstance(value, SafetensorsLayout) else None
+
+
+connect(SafetensorsLayout, _option)
 
 
 async def _write(

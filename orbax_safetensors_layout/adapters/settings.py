@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Self
 
 from orbax_safetensors_layout.adapters import _orbax
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
@@ -26,9 +27,17 @@ class Settings:
     write: WriteOptions | None = None
     mapping: LeafMapping | None = None
 
+    def over(self, other: Self) -> Self:
+        """These settings, and the other's where these say nothing."""
+        return type(self)(
+            read=other.read if self.read is None else self.read,
+            write=other.write if self.write is None else self.write,
+            mapping=other.mapping if self.mapping is None else self.mapping,
+        )
 
-_NOTHING = Settings()
-_SETTINGS: ContextVar[Settings] = ContextVar("orbax_safetensors_layout", default=_NOTHING)
+
+NOTHING = Settings()
+_SETTINGS: ContextVar[Settings] = ContextVar("orbax_safetensors_layout", default=NOTHING)
 
 
 @contextlib.contextmanager
@@ -47,7 +56,7 @@ def using(
     Args:
         mapping: What leaves are made of, in loads and saves.
         read: How checkpoints are read, instead of the defaults, of Orbax's own options and of
-            those that a `SafetensorsCheckpointHandler` was made with.
+            those that a `SafetensorsCheckpointHandler` or `SafetensorsLayout` was made with.
         write: How checkpoints are written, in the same way.
 
     Example:
@@ -61,33 +70,32 @@ def using(
         ...     checkpointer.restore(folder)
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    outer = _SETTINGS.get()
-    inner = Settings(
-        read=outer.read if read is None else read,
-        write=outer.write if write is None else write,
-        mapping=outer.mapping if mapping is None else mapping,
-    )
-    token = _SETTINGS.set(inner)
+    inner = Settings(read=read, write=write, mapping=mapping)
+    token = _SETTINGS.set(inner.over(_SETTINGS.get()))
     try:
         yield
     finally:
         _SETTINGS.reset(token)
 
 
-def current() -> Settings:
-    """The settings of the innermost `using` block; call it in the blocking phase."""
-    return _SETTINGS.get()
+def current(own: Settings = NOTHING) -> Settings:
+    """The settings of the innermost `using` block; call it in the blocking phase.
+
+    Args:
+        own: Those that a layout was made with, for what the block does not set.
+    """
+    return _SETTINGS.get().over(own)
 
 
-def read_options_v1() -> ReadOptions:
+def read_options_v1(own: Settings = NOTHING) -> ReadOptions:
     """How to read, for an operation of Orbax v1; call it in the blocking phase.
 
-    `using(read=...)` decides alone. Without it, `ctx.memory.read_concurrent_bytes` of Orbax's
-    context is the memory budget and `ctx.safetensors.read_chunk_bytes` the largest request.
-    `ctx.safetensors.max_over_read_ratio` has no counterpart: what is read through is decided by
-    the cost model of `StorageProfile`.
+    `using(read=...)`, or the layout's own, decides alone. Without it,
+    `ctx.memory.read_concurrent_bytes` of Orbax's context is the memory budget and
+    `ctx.safetensors.read_chunk_bytes` the largest request. `ctx.safetensors.max_over_read_ratio`
+    has no counterpart: what is read through is decided by the cost model of `StorageProfile`.
     """
-    read = current().read
+    read = current(own).read
     if read is not None:
         return read
     context = _orbax.get_context()
@@ -96,13 +104,13 @@ def read_options_v1() -> ReadOptions:
     return read if budget is None else dataclasses.replace(read, memory_budget_bytes=budget)
 
 
-def write_options_v1() -> WriteOptions:
+def write_options_v1(own: Settings = NOTHING) -> WriteOptions:
     """How to write, for an operation of Orbax v1; call it in the blocking phase.
 
-    `using(write=...)` decides alone. Without it, `ctx.memory.write_concurrent_bytes` of Orbax's
-    context is the memory budget.
+    `using(write=...)`, or the layout's own, decides alone. Without it,
+    `ctx.memory.write_concurrent_bytes` of Orbax's context is the memory budget.
     """
-    write = current().write
+    write = current(own).write
     if write is not None:
         return write
     budget = _orbax.get_context().memory.write_concurrent_bytes

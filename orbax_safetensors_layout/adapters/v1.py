@@ -26,6 +26,7 @@ from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents, StoredArray
 from orbax_safetensors_layout.adapters.restore_args import HostArray
 from orbax_safetensors_layout.adapters.saving import ItemSave
+from orbax_safetensors_layout.adapters.settings import Settings
 from orbax_safetensors_layout.adapters.strictness import load_item
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
@@ -42,6 +43,9 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     Orbax makes handlers itself, without arguments; `using(mapping=..., read=..., write=...)` and
     the `memory` options of Orbax's context say how to read and write.
 
+    Args:
+        own: What the layout that chose this handler was made with.
+
     Example:
         >>> import tempfile, numpy as np
         >>> path = f"{tempfile.mkdtemp()}/checkpoint"
@@ -50,6 +54,9 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         ...     ocp.load(path)
         {'weight': array([0., 1., 2., 3.], dtype=float32), 'step': 3}
     """
+
+    def __init__(self, own: Settings = settings.NOTHING) -> None:
+        self._own = own
 
     async def save(
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: Any
@@ -69,8 +76,8 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         save = ItemSave(
             directory.path,
             checkpointable,
-            settings.write_options_v1(),
-            mapping=settings.current().mapping,
+            settings.write_options_v1(self._own),
+            mapping=settings.current(self._own).mapping,
         )
         if save.is_captured:
             return _write(save, directory)
@@ -91,15 +98,15 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             load_item,
             directory,
             abstract_checkpointable,
-            mapping=settings.current().mapping,
-            options=settings.read_options_v1(),
+            mapping=settings.current(self._own).mapping,
+            options=settings.read_options_v1(self._own),
             partial=_orbax.get_context().pytree.loading.partial_load,
             switch="`context.pytree.loading.partial_load = True`",
         )
 
     async def metadata(self, directory: ocp.path.Path) -> Any:
         """Shapes, dtypes and shardings, as `describe` gives them."""
-        mapping = settings.current().mapping
+        mapping = settings.current(self._own).mapping
         return describe(await in_background(Contents.read, directory, mapping))
 
     def is_handleable(self, checkpointable: Any) -> bool:
