@@ -7,9 +7,11 @@
 
 Every timed run is a process of its own. The contenders of a row take turns; the page cache is read
 through (warm) or emptied (cold) before each run, and more memory than any of them needs is
-touched and freed just before the clock starts. What is timed begins with all modules imported, the
-devices and the contender's code warm, and the tree of `jax.ShapeDtypeStruct` made; it ends when
-every array is ready. Afterwards the arrays are compared with the files, shard by shard.
+touched and freed just before the clock starts. The rows "first" are what a new program sees: its
+files are in the page cache, but no memory was touched and nothing was loaded before. What is timed
+begins with all modules imported, the devices and the contender's code warm, and the tree of
+`jax.ShapeDtypeStruct` made; it ends when every array is ready. Afterwards the arrays are compared
+with the files, shard by shard.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from child import Job
 from results import Cell, Row
 from tables import render
 
-CONTENDERS = ("ours", "ours-mmap", "builtin", "load_file", "ocdbt", "odirect")
+CONTENDERS = ("ours", "ours-mmap", "builtin", "load_file", "idiom", "ocdbt", "odirect")
 DEVICES = 8
 _READ_BUDGET_BYTES = 2 << 30
 
@@ -39,13 +41,19 @@ def default_rows() -> Iterator[Row]:
                 yield Row(case, split, "warm")
         if case in ("llama", "aligned"):
             yield Row(case, "dim0", "cold")
+    for split in ("replicated", "dim0", "2d"):
+        yield Row("llama", split, "first")
 
 
 def default_contenders(row: Row) -> Iterator[str]:
     """Who takes part in a row: an O_DIRECT read only means something against cold loads."""
+    if row.page_state == "first":
+        yield from ("ours", "load_file", "idiom")
+        return
     for who in CONTENDERS:
         wanted = {
             "ours-mmap": row.case in ("llama", "aligned"),
+            "idiom": row.case == "llama",
             "ocdbt": row.case != "aligned",
             "odirect": row.page_state == "cold",
         }
@@ -121,7 +129,7 @@ class Bench:
 
     def _one(self, row: Row, who: str, job: Job, cell: Cell, needs: dict[str, int]) -> None:
         """One run of one contender; `needs` learns how much memory it took."""
-        touch = harness.touch_bytes(needs.values())
+        touch = 0 if row.page_state == "first" else harness.touch_bytes(needs.values())
         job = dataclasses.replace(job, contender=who, touch_bytes=touch)
         result, cell.problem = harness.run_child(
             "child.py", job, timeout_seconds=self.timeout_seconds

@@ -16,7 +16,7 @@ class Row(NamedTuple):
     Attributes:
         case: A key of `cases.CASES`.
         split: A key of `contenders.SPLITS`.
-        page_state: "warm" or "cold".
+        page_state: "warm", "cold" or "first".
     """
 
     case: str

@@ -8,7 +8,7 @@ from cases import CASES
 from floors import Verdict, verdicts
 from results import Cell, Report, Row, ratio
 
-_ORDER = ("ours", "ours-mmap", "builtin", "load_file", "ocdbt", "odirect")
+_ORDER = ("ours", "ours-mmap", "builtin", "load_file", "idiom", "ocdbt", "odirect")
 
 
 def render(report: Report) -> str:

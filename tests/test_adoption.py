@@ -19,13 +19,14 @@ from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.transfer.assemble as assemble_module
+import orbax_safetensors_layout.transfer.buffers as buffers_module
 import orbax_safetensors_layout.transfer.destinations as destinations_module
 import orbax_safetensors_layout.transfer.read as read_module
 from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.direct import HUGE_PAGE_BYTES
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.buffers import allocate
+from orbax_safetensors_layout.transfer.buffers import Pages, allocate
 from orbax_safetensors_layout.transfer.read import read_leaves
 
 
@@ -88,6 +89,43 @@ def test_buffers_begin_at_a_huge_page_unless_the_last_one_would_be_wasted(nbytes
     assert (found == {0}) == fits
     buffer = allocate(nbytes - 4096, file_offset=4096 + 640)
     assert (buffer.ctypes.data - 640) % 4096 == 0
+
+
+def kernel_flags(memory: np.ndarray) -> set[str]:
+    """What the kernel was told of the mapping that holds this memory (proc(5), VmFlags)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, _, rest = line.partition(" ")
+        if "-" in head:
+            low, high = (int(end, 16) for end in head.split("-"))
+            inside = low <= memory.ctypes.data + memory.nbytes // 2 < high
+        elif inside and head == "VmFlags:":
+            return set(rest.split())
+    raise AssertionError("the memory is not mapped")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells the flags")
+def test_huge_pages_are_left_while_the_machine_has_to_fetch_them():
+    seconds, slow = iter(range(10**6)), False
+    pages = Pages(clock=lambda: next(seconds) * 1.0 if slow else 0.0)
+    size = 100 << 20
+    assert "hg" in kernel_flags(pages.map(size))
+    slow = True
+    assert "nh" in kernel_flags(pages.map(size))
+    slow = False
+    flags = [kernel_flags(pages.map(size)) for _ in range(6)]
+    assert ["nh" in found for found in flags] == [True] * 5 + [False]
+    assert "hg" in flags[-1]
+
+
+def test_memory_of_small_pages_is_aligned_all_the_same(monkeypatch):
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(buffers_module, "_pages", Pages(clock=lambda: float(next(seconds))))
+    for nbytes in (2 << 20, (3 << 20) + 64, 40 << 20):
+        buffer = allocate(nbytes, file_offset=4096 + 640)
+        assert (buffer.ctypes.data - 640) % 4096 == 0
+        assert buffer.nbytes == nbytes
+        buffer[:] = 1  # all of it can be written
 
 
 def test_shards_are_slices_of_one_allocation(tmp_path):
