@@ -37,6 +37,8 @@ from orbax_safetensors_layout.wants import check_placeable, jax_dtype, raise_all
 
 Value = bool | int | float | str
 
+_HOST_KINDS = ("numpy", "numpy_scalar")
+
 
 class Recorded:
     """The manifest of a checkpoint, read when something is asked of it.
@@ -117,7 +119,9 @@ class Recorded:
         Raises:
             DtypeMismatchError: Typed keys of another implementation are wanted.
         """
-        if not want.is_placed:
+        if want.as_saved and leaf.kind in _HOST_KINDS:
+            want = want._replace(placement=None)
+        elif not want.is_placed:
             want = want._replace(placement=self._placement(leaf) or want.placement)
         if leaf.key_impl is None:
             return want
@@ -138,7 +142,7 @@ class Recorded:
         return None
 
     def _want(self, leaf: TensorLeaf) -> Want:
-        placement = None if leaf.kind in ("numpy", "numpy_scalar") else self._placement(leaf)
+        placement = None if leaf.kind in _HOST_KINDS else self._placement(leaf)
         scalar = np.generic if leaf.kind == "numpy_scalar" else None
         return Want(leaf.tensor, None, None, None, placement, scalar, True, leaf.key_impl)
 
@@ -171,8 +175,10 @@ def _as_wanted(value: Value, want: Want) -> Any:
     """
     if want.scalar is not None and want.scalar is not np.generic:
         return _as_python(value, want.scalar)
-    if want.shape is None and want.dtype is None and want.placement is None:
-        return value
+    if want.as_saved:
+        want = want._replace(placement=None)
+        if want.shape is None and want.dtype is None:
+            return value
     if want.shape not in (None, ()):
         raise ShapeMismatchError(
             "Shape mismatch",

@@ -38,6 +38,8 @@ class Want(NamedTuple):
         key_impl: Of an array of typed PRNG keys, whose data is read, the implementation's name.
         takes_keys: Whether what was saved as typed keys comes back so, although the data is asked
             for: Orbax's restore arguments describe keys by it.
+        as_saved: Whether what was saved as a numpy array or a number comes back so, whatever
+            `placement` is.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Want(NamedTuple):
     is_placed: bool = True
     key_impl: str | None = None
     takes_keys: bool = False
+    as_saved: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +65,21 @@ class HostLeaf:
 
     shape: tuple[int, ...]
     dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedLeaf:
+    """An abstract leaf that comes back as what it was saved as, and where it was.
+
+    Attributes:
+        shape: Its shape; of typed PRNG keys, theirs or their data's.
+        dtype: Its dtype.
+        sharding: Where an array goes if that is not recorded, or not to be had; None: everywhere.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None = None
 
 
 class WantedTree(NamedTuple):
@@ -127,13 +145,14 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
         scalar = np.generic if isinstance(leaf, np.generic) else None
         return Want(name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, scalar)
     placement = _placement(leaf)
-    is_placed = placement is not None
+    as_saved = isinstance(leaf, SavedLeaf)
+    is_placed = placement is not None and not as_saved
     impl = prng.implementation(leaf) if prng.is_key(leaf) else None
     data = leaf if impl is None else jax.eval_shape(jax.random.key_data, leaf)
     shape = None if data.shape is None else tuple(data.shape)
     dtype = _dtype(name, data.dtype)
     placement = placement or replicated_everywhere()
-    return Want(name, unboxed, shape, dtype, placement, None, is_placed, impl)
+    return Want(name, unboxed, shape, dtype, placement, None, is_placed, impl, as_saved, as_saved)
 
 
 def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
@@ -143,7 +162,12 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
     default = jax.Array if hasattr(args, "sharding") else None
     if (args.restore_type or default) is not jax.Array:
         scalar = args.restore_type if args.restore_type in _SCALARS else None
-        return Want(name, unboxed, () if scalar else None, dtype, None, scalar)
+        shape = () if scalar else None
+        if args.restore_type is not None:
+            return Want(name, unboxed, shape, dtype, None, scalar)
+        return Want(
+            name, unboxed, None, dtype, None, None, is_placed=False, takes_keys=True, as_saved=True
+        )
     placement = getattr(args, "sharding", None)
     if placement is not None and not isinstance(placement, Sharding | Format):
         placement = placement.to_jax_sharding()  # orbax's ShardingMetadata

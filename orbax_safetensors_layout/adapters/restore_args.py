@@ -14,6 +14,7 @@ from orbax_safetensors_layout import prng
 from orbax_safetensors_layout.adapters.v0_metadata import HostArrayMetadata
 from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.keys import dotted_name
+from orbax_safetensors_layout.tree import SavedLeaf
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _UNSUPPORTED = ("transforms", "legacy_transform_fn")
@@ -32,7 +33,10 @@ def abstract_tree(args: Any) -> Any:
 
     Arguments are read by attribute, so that every registered class works: `item` gives the
     structure and each leaf's shape, dtype and sharding; `restore_args`, where it says something
-    about a leaf, overrides the item; `fallback_sharding` places arrays that name no sharding.
+    about a leaf, overrides the item. As with Orbax's handlers, an array that names no sharding
+    comes back as it was saved, with `fallback_sharding` in place of one that is not to be had;
+    `ocp.RestoreArgs()` alone brings anything back as it was saved; and what was saved as typed
+    PRNG keys comes back so where the item has their data.
 
     Args:
         args: `SafetensorsRestore`, `StandardRestore`, `PyTreeRestore` or their like, or None.
@@ -49,6 +53,8 @@ def abstract_tree(args: Any) -> Any:
             )
     item = jax.tree.map(_described, _plain(getattr(args, "item", None)))
     overrides = _plain(getattr(args, "restore_args", None))
+    if overrides is None and isinstance(args, ocp.args.PyTreeRestore):
+        overrides = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
     if overrides is not None:
         item = _override(item, overrides, partial=getattr(args, "partial_restore", False))
     if item is None:
@@ -103,7 +109,7 @@ def _merge(leaf: Any, args: Any) -> Any:
     """One leaf with its `RestoreArgs`; what they leave open is the leaf's.
 
     A Python scalar in the item is what Orbax's users put where only the structure matters: with
-    an array's restore arguments it says nothing about the array.
+    restore arguments it says nothing about the value.
     """
     if leaf is ... or args is None:
         return leaf
@@ -113,6 +119,8 @@ def _merge(leaf: Any, args: Any) -> Any:
     if kind is type(...):
         return ...
     if kind is None:
+        if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
+            return args
         if args.dtype is None or leaf is args or not _is_array_like(leaf):
             return leaf
         kind = jax.Array if hasattr(leaf, "sharding") else np.ndarray
@@ -127,7 +135,10 @@ def _merge(leaf: Any, args: Any) -> Any:
             dtype = leaf.dtype if dtype is None else dtype
         sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
     if isinstance(kind, type) and issubclass(kind, jax.Array):
-        return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=shape)
+        strict = getattr(args, "strict", True)
+        return ocp.ArrayRestoreArgs(
+            dtype=dtype, sharding=sharding, global_shape=shape, strict=strict
+        )
     if isinstance(kind, type) and issubclass(kind, np.ndarray) and shape is not None:
         return HostArray(tuple(shape), dtype)
     return args
@@ -145,13 +156,18 @@ def _is_array_like(leaf: Any) -> bool:
 
 
 def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
-    if layouts and isinstance(leaf, jax.Array):
-        return _struct(leaf.shape, leaf.dtype, sharding=_format(leaf))
-    if fallback is None or getattr(leaf, "sharding", fallback) is not None:
+    if not _is_array_like(leaf) or not hasattr(leaf, "sharding"):
         return leaf
-    if hasattr(leaf, "restore_type"):
-        return dataclasses.replace(leaf, sharding=fallback)
-    return _struct(leaf.shape, leaf.dtype, sharding=fallback)
+    if leaf.sharding is None:
+        return SavedLeaf(tuple(leaf.shape), leaf.dtype, fallback)
+    if layouts and isinstance(leaf, jax.Array):
+        leaf = _struct(leaf.shape, leaf.dtype, sharding=_format(leaf))
+    if leaf.dtype != np.uint32:
+        return leaf
+    keeps_layout = not isinstance(leaf, jax.Array) and hasattr(leaf, "format")
+    placement = leaf.format if keeps_layout and leaf.format.layout is not None else leaf.sharding
+    # Restore arguments take keys for their data.
+    return ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=placement, global_shape=leaf.shape)
 
 
 def _format(array: Any) -> Any:

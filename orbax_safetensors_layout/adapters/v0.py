@@ -35,6 +35,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -43,6 +44,7 @@ from orbax.checkpoint import future
 
 from orbax_safetensors_layout.adapters import _orbax, orbax_item, settings, v0_metadata
 from orbax_safetensors_layout.adapters.contents import Contents
+from orbax_safetensors_layout.adapters.resizing import load_resized
 from orbax_safetensors_layout.adapters.restore_args import abstract_tree
 from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
 from orbax_safetensors_layout.adapters.saving import ItemSave
@@ -166,14 +168,20 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         """
         if orbax_item.is_orbax_item(directory):
             return orbax_item.restore(directory, args)
-        return load_item(
+        mapping = self._mapping_of(args)
+        options = settings.current().read or self._read or ReadOptions()
+        load = functools.partial(
+            load_item,
             directory,
-            abstract_tree(args),
-            mapping=self._mapping_of(args),
-            options=settings.current().read or self._read or ReadOptions(),
+            mapping=mapping,
+            options=options,
             partial=getattr(args, "partial_restore", False),
             switch="`SafetensorsRestore(..., partial_restore=True)`",
         )
+        if mapping is not None:  # which says what is cut or padded
+            return load(abstract_tree(args))
+        loose = not getattr(args, "strict", True)
+        return load_resized(directory, abstract_tree(args), load, options=options, loose=loose)
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """Name, shape, dtype and sharding of every leaf, and the custom metadata.

@@ -1,0 +1,238 @@
+"""The same restore by Orbax v0's handlers and by ours: the same types, shardings and keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from states import mesh, place, same
+
+import orbax_safetensors_layout as osl
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+Standard, PyTree = ocp.args.StandardRestore, ocp.args.PyTreeRestore
+SPECS = (P(), P("x"), P("y"), P("x", "y"), P("y", "x"), P(None, "x"), P(("x", "y")))
+EVERYWHERE = NamedSharding(mesh(4, 2), P())
+
+
+def random_state(random: np.random.Generator) -> dict:
+    leaves = {f"leaf{number}": random_leaf(random) for number in range(8)}
+    return {"nested": {"list": [leaves.pop("leaf0"), leaves.pop("leaf1")]}, **leaves}
+
+
+def random_leaf(random):
+    dtype = random.choice([np.float32, ml_dtypes.bfloat16, np.int8, np.uint32, np.bool_])
+    values = random.integers(0, 2, (8, 8)).astype(dtype)
+    match random.integers(7):
+        case 0 | 1:
+            return place(values, SPECS[random.integers(len(SPECS))])
+        case 2:
+            return jax.device_put(values, jax.devices()[random.integers(8)])
+        case 3:
+            return values
+        case 4:
+            impl = ["threefry2x32", "rbg"][random.integers(2)]
+            keys = jax.random.split(jax.random.key(int(random.integers(99)), impl=impl), 8)
+            return place(keys, SPECS[random.integers(3)]) if random.integers(2) else keys[0]
+        case 5:
+            return int(random.integers(9))
+        case _:
+            return float(random.random())
+
+
+def random_item(state, random):
+    """Templates of a state's leaves, some of another sharding or without one."""
+
+    def template(leaf):
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            made = [leaf, ocp.utils.to_shape_dtype_struct(leaf)]
+            return made[random.integers(len(made))]
+        moved = NamedSharding(mesh(4, 2), SPECS[random.integers(len(SPECS))])
+        made = [
+            leaf,
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=moved),
+            jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=moved),
+        ]
+        return made[random.integers(len(made))]
+
+    def host(leaf):
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        made = [
+            leaf,
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=EVERYWHERE),
+            np.zeros(leaf.shape, np.float32),
+        ]
+        return made[random.integers(len(made))]
+
+    return jax.tree.map(lambda leaf: host(template(leaf)), state)
+
+
+def plain(tree):
+    return jax.tree.map(lambda _: ocp.RestoreArgs(), tree)
+
+
+def requests(state, item):
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    return {
+        "standard": Standard(),
+        "standard, a fallback": Standard(fallback_sharding=EVERYWHERE),
+        "standard, the state": Standard(state),
+        "standard, an item": Standard(item),
+        "standard, an item and a fallback": Standard(item, fallback_sharding=EVERYWHERE),
+        "pytree": PyTree(),
+        "pytree, the state": PyTree(state),
+        "pytree, numbers": PyTree(jax.tree.map(lambda _: 0, state)),
+        "pytree, plain arguments": PyTree(restore_args=plain(state)),
+        "pytree, the state and plain arguments": PyTree(state, restore_args=plain(state)),
+        "pytree, numbers and plain arguments": PyTree(
+            jax.tree.map(lambda _: 0, state), restore_args=plain(state)
+        ),
+        "pytree, arguments": PyTree(restore_args=restore_args),
+        "pytree, an item and arguments": PyTree(item, restore_args=restore_args),
+        "pytree, numbers and arguments": PyTree(
+            jax.tree.map(lambda _: 0, state), restore_args=restore_args
+        ),
+    }
+
+
+def compare(folder, seed: int) -> int:
+    """Compares all requests for a random state; how many Orbax could fulfil."""
+    random = np.random.default_rng(seed)
+    state = random_state(random)
+    item = random_item(state, random)
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    orbaxs = {
+        Standard: ocp.Checkpointer(ocp.StandardCheckpointHandler()),
+        PyTree: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
+    }
+    ours.save(folder / "ours", args=ocp.args.StandardSave(state))
+    orbaxs[Standard].save(folder / "orbaxs", args=ocp.args.StandardSave(state))
+    compared = 0
+    for name, args in requests(state, item).items():
+        try:
+            expected = orbaxs[type(args)].restore(folder / "orbaxs", args=args)
+        except (ValueError, TypeError):
+            continue
+        found = ours.restore(folder / "ours", args=args)
+        try:
+            same(found, expected)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {name}: {state}, {item}") from error
+        compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_states_and_requests(tmp_path, seed):
+    assert compare(tmp_path, seed) > 8
+
+
+@pytest.mark.soak
+def test_many_random_states_and_requests(tmp_path):
+    assert sum(compare(tmp_path / str(seed), seed) for seed in range(6, 300)) > 2500
+
+
+def restored(tmp_path, state, args):
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    ours.save(tmp_path / "ours", args=ocp.args.PyTreeSave(state))
+    return ours.restore(tmp_path / "ours", args=args)
+
+
+def test_plain_restore_args_bring_back_what_was_saved(tmp_path):
+    state = {
+        "w": place(np.ones((8, 8), np.float32), P("x", "y")),
+        "one": jax.device_put(np.ones(3, ml_dtypes.bfloat16), jax.devices()[1]),
+        "host": np.arange(3),
+        "key": jax.random.key(3),
+        "keys": place(jax.random.split(jax.random.key(1), 8), P("x")),
+        "step": 3,
+        "rate": 0.5,
+    }
+    same(restored(tmp_path, state, PyTree(restore_args=plain(state))), state)
+    same(osl.load(tmp_path / "ours", plain(state)), state)
+
+
+def test_plain_restore_args_with_a_dtype(tmp_path):
+    state = {"w": place(np.ones((8, 8), np.float32), P("x")), "host": np.arange(3.0)}
+    args = jax.tree.map(lambda _: ocp.RestoreArgs(dtype=ml_dtypes.bfloat16), state)
+    expected = {
+        "w": state["w"].astype(ml_dtypes.bfloat16),
+        "host": state["host"].astype(ml_dtypes.bfloat16),
+    }
+    same(restored(tmp_path, state, PyTree(restore_args=args)), expected)
+
+
+def test_an_array_that_names_no_sharding_comes_back_as_saved(tmp_path):
+    """The fallback is for what can not be where it was, here: in no checkpoint of ours."""
+    one = SingleDeviceSharding(jax.devices()[3])
+    state = {"w": place(np.ones((8, 8), np.float32), P("x", "y")), "host": np.arange(3.0)}
+    item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    same(restored(tmp_path, state, Standard(item, fallback_sharding=one)), state)
+
+
+def test_an_array_instead_of_a_number(tmp_path):
+    args = Standard({"step": jax.ShapeDtypeStruct((), np.float32)})
+    same(restored(tmp_path, {"step": 3}, args), {"step": np.asarray(np.float32(3))})
+    args = PyTree(restore_args={"step": ocp.RestoreArgs(restore_type=np.ndarray)})
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    same(ours.restore(tmp_path / "ours", args=args), {"step": np.asarray(3)})
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_arrays_of_another_shape_are_cut_and_padded(tmp_path, layout):
+    values = np.arange(1, 65, dtype=np.float32).reshape(8, 8)
+    state = {"w": place(values, P("x", "y")), "b": {"c": place(values, P("y"))}, "step": 3}
+    write = osl.WriteOptions(layout=layout)
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler(write=write))
+    ours.save(tmp_path / "ours", args=ocp.args.StandardSave(state))
+    orbaxs = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    orbaxs.save(tmp_path / "orbaxs", args=ocp.args.StandardSave(state))
+    pytree = ocp.PyTreeCheckpointer()
+    random = np.random.default_rng(0)
+    for _ in range(10):
+        shape = tuple(int(n) for n in 4 * random.integers(1, 6, 2))
+        dtype = [np.float32, ml_dtypes.bfloat16][random.integers(2)]
+        moved = NamedSharding(mesh(4, 2), SPECS[random.integers(5)])
+        for leaf in (
+            jax.ShapeDtypeStruct(shape, dtype, sharding=moved),
+            jax.ShapeDtypeStruct(shape, dtype),
+        ):
+            args = Standard(state | {"w": leaf}, strict=False)
+            expected = orbaxs.restore(tmp_path / "orbaxs", args=args)
+            same(ours.restore(tmp_path / "ours", args=args), expected)
+        loose = ocp.ArrayRestoreArgs(global_shape=shape, sharding=moved, strict=False)
+        restore_args = plain(state) | {"b": {"c": loose}}
+        for args in (PyTree(restore_args=restore_args), PyTree(state, restore_args=restore_args)):
+            expected = pytree.restore(tmp_path / "orbaxs", args=args)
+            same(ours.restore(tmp_path / "ours", args=args), expected)
+
+
+def test_what_is_not_cut_or_padded(tmp_path):
+    state = {
+        "host": np.ones((2, 3)),
+        "key": jax.random.split(jax.random.key(0), 4),
+        "w": np.ones(4),
+    }
+    state["w"] = place(state["w"], P())
+    for name, leaf in {
+        "host": np.zeros((4, 2)),
+        "key": jax.random.split(jax.random.key(0), 6),
+        "w": jax.ShapeDtypeStruct((2, 2), np.float32, sharding=EVERYWHERE),
+    }.items():
+        with pytest.raises(osl.ShapeMismatchError, match=name):
+            restored(tmp_path / name, state, Standard(state | {name: leaf}, strict=False))
+    wide = jax.ShapeDtypeStruct((8,), np.float32, sharding=EVERYWHERE)
+    with pytest.raises(osl.ShapeMismatchError, match="'w'"):
+        restored(tmp_path / "strict", state, Standard(state | {"w": wide}))
