@@ -19,7 +19,8 @@
     └── CheckpointNotFoundError(FileNotFoundError)
 
 Each carries `file`, `tensor`, `expected` and `found` where they apply, as attributes and in its
-text. Problems of one kind are reported together: `MismatchError.collect` makes one error of many.
+text. Problems of one kind are reported together: `MismatchError.collect` makes one error of many,
+and tells the first of those that differ in numbers only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
+from orbax_safetensors_layout.grouping import grouped, pattern_of
 from orbax_safetensors_layout.redaction import redact_urls
 
 
@@ -78,6 +80,23 @@ class SafetensorsLayoutError(Exception):
         return self._render()
 
 
+def lines_of(problems: Sequence[SafetensorsLayoutError]) -> list[str]:
+    """The texts of many problems; of those that differ in numbers only, the first."""
+    return grouped(
+        (
+            (
+                type(problem),
+                pattern_of(problem.tensor or ""),
+                pattern_of(problem.message),
+                str(problem.expected),
+                str(problem.found),
+            ),
+            str(problem),
+        )
+        for problem in problems
+    )
+
+
 class FormatError(SafetensorsLayoutError, ValueError):
     """The bytes of a checkpoint are not what the safetensors format asks for."""
 
@@ -117,9 +136,9 @@ class MismatchError(SafetensorsLayoutError, ValueError):
         if len(problems) == 1:
             first.hint = hint or first.hint
             return first
-        lines = "\n".join(f"  {problem}" for problem in problems)
+        lines = "\n".join(f"  {line}" for line in lines_of(problems))
         return cls(
-            f"{len(problems)} problems:\n{lines}",
+            f"{len(problems):,} problems:\n{lines}",
             file=first.file,
             tensor=first.tensor,
             expected=first.expected,

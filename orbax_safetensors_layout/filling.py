@@ -136,9 +136,10 @@ class Filling:
     ) -> Wait | None:
         """Gives finished boxes to their leaf, and to those that are like it."""
         waits: list[Wait] = []
-        for alike in self._alike[number]:
-            leaf = self._leaves[alike].leaf
-            if alike != number and leaf.want.placement is None:
+        leaves = [self._leaves[alike].leaf for alike in self._alike[number]]
+        leaves.sort(key=lambda leaf: leaf.want.placement is None)
+        for place, leaf in enumerate(leaves):
+            if place and leaf.want.placement is None:
                 parts = [part.copy() for part in parts]  # who has arrays of numpy may write to them
             wait = self._take(leaf, boxes, parts)
             waits += [] if wait is None else [wait]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from orbax_safetensors_layout.grouping import grouped, pattern_of
 from orbax_safetensors_layout.units import number_text
 
 
@@ -29,7 +30,7 @@ class Report:
 
     Attributes:
         path: The checkpoint.
-        findings: All of them.
+        findings: All of them. The text tells the first of those that differ in numbers only.
         files: Files whose headers were read; none of a checkpoint of Orbax.
         tensors: Tensors, or pieces of such, in them.
         digested_files: Files whose contents were held against their checksums.
@@ -51,10 +52,12 @@ class Report:
         return not any(finding.is_error for finding in self.findings)
 
     def __str__(self) -> str:
-        lines = [
+        texts = [
             f"{finding.kind}{'' if finding.is_error else ' (note)'}: {finding.text}"
             for finding in self.findings
         ]
+        # Where tensors differ is not the same of any two.
+        lines = grouped((pattern_of(text.partition(" differs: ")[0]), text) for text in texts)
         counts = {"file": self.files, "tensor": self.tensors, "checksum": self.digested_files}
         facts = [number_text(count, noun) for noun, count in counts.items() if count]
         if self.compared_tensors:

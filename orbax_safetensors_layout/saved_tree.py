@@ -17,6 +17,7 @@ from orbax_safetensors_layout.errors import (
     MismatchError,
     SafetensorsLayoutError,
     UnsupportedDtypeError,
+    lines_of,
 )
 from orbax_safetensors_layout.format.dtypes import (
     DTYPES,
@@ -231,8 +232,8 @@ class _Parser:
         if len(self._problems) == 1:
             raise self._problems[0]
         kind = kinds.pop() if len(kinds) == 1 else SafetensorsLayoutError
-        lines = "\n".join(f"  {problem}" for problem in self._problems)
-        raise kind(f"{len(self._problems)} leaves can not be saved:\n{lines}")
+        lines = "\n".join(f"  {line}" for line in lines_of(self._problems))
+        raise kind(f"{len(self._problems):,} leaves can not be saved:\n{lines}")
 
     def _tensor(self, name: str, value: Any, dtype: Any) -> TensorLeaf:
         kind: TensorKind = "jax"

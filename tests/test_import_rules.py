@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(line.split())
     for line in (
-        "redaction",
+        "redaction grouping",
         "errors",
         "units",
         "profiles",

@@ -1,5 +1,7 @@
 """Leaves made by a mapping, loaded sharded: what numpy makes of the full tensors."""
 
+import itertools
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -8,7 +10,7 @@ from checkpoints import assert_same_bits, random_tensor, save
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from mapping_expressions import ALL_OPS, cases
 from multiprocess import run_processes
@@ -287,6 +289,33 @@ def test_everything_wrong_in_one_error(path, tensors):
     assert f"{HEADS + 1}" in text
     assert "layers.nrom" in text
     assert "model.norm.weight" in text
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(["host", "device"], repeat=3)))
+@pytest.mark.parametrize("name", ["cast", "plain"])
+def test_tied_leaves_share_no_memory_that_can_be_written(tmp_path, kinds, name):
+    value = random_tensor((64, 16), np.dtype(np.float32)) if name == "plain" else np.ones((64, 16))
+    path = save(tmp_path, {"w": value.astype(np.float32)})
+    expr = osl.tensor("w") if name == "plain" else osl.tensor("w").cast("bfloat16")
+    others = [osl.rule(f"l{number}", None, tied_to="l0") for number in (1, 2)]
+    mapping = osl.Mapping([osl.rule("l0", expr), *others])
+    dtype = mapping.abstract(path)["l0"].dtype
+    struct = jax.ShapeDtypeStruct((64, 16), dtype, sharding=SingleDeviceSharding(jax.devices()[0]))
+    wanted = {"host": np.zeros((64, 16), dtype), "device": struct}
+    found = osl.load(path, {f"l{n}": wanted[k] for n, k in enumerate(kinds)}, mapping=mapping)
+    expected = value.astype(np.float32).astype(dtype)
+    for number, kind in enumerate(kinds):
+        if kind == "host":
+            found[f"l{number}"][:] = number + 2
+    for number, kind in enumerate(kinds):
+        held = np.asarray(found[f"l{number}"])
+        assert_same_bits(held, expected if kind == "device" else np.full_like(held, number + 2))
+    for number, kind in enumerate(kinds):  # memory that is given away is not the others'
+        if kind == "device":
+            jax.jit(lambda x: x + 1, donate_argnums=0)(found.pop(f"l{number}")).block_until_ready()
+            for left in found.values():
+                if isinstance(left, jax.Array):
+                    assert_same_bits(np.asarray(left), expected)
 
 
 @pytest.mark.parametrize("kind", ["plain", "stacked", "decoded"])

@@ -9,10 +9,12 @@ import pytest
 from checkpoints import save
 from mapping_expressions import evaluate, facts_of, same
 
+import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
 from orbax_safetensors_layout.mapping.expression import fill, tensor
 from orbax_safetensors_layout.mapping.functions import opaque
 from orbax_safetensors_layout.mapping.joins import concat, stack
+from orbax_safetensors_layout.mapping.names import wildcards
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
 
 F32 = np.dtype(np.float32)
@@ -103,6 +105,63 @@ def test_a_tie_without_an_expression_is_the_other_leaf():
         Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": (9,), "embed.a": None})
 
 
+KERNELS = [rule("{m}.kernel", tensor("model.{m}.weight")), rule("head.kernel", tensor("lm_head"))]
+
+
+def test_the_checkpoint_says_which_of_several_rules_makes_a_leaf():
+    files = {"model.up.weight": ((2, 3), F32), "lm_head": ((4,), F32)}
+    shapes = {"up.kernel": (2, 3), "head.kernel": (4,)}
+    for leaves in (None, shapes, dict.fromkeys(shapes)):
+        made = Mapping(KERNELS).bind(files, leaves)
+        assert {name: fact.shape for name, fact in made.facts().items()} == shapes
+    other = {"model.up.weight": ((2, 3), F32), "model.head.weight": ((4,), F32)}
+    for leaves in (None, shapes):
+        assert Mapping(KERNELS).bind(other, leaves).facts()["head.kernel"].shape == (4,)
+    for leaves in (None, shapes):
+        with pytest.raises(MappingError, match=r"2 rules make leaf 'head.kernel'"):
+            Mapping(KERNELS).bind(files | other, leaves)
+    with pytest.raises(MappingError, match=r"2 rules make leaf 'head.kernel'"):
+        Mapping(KERNELS).bind({"model.up.weight": ((2, 3), F32)}, shapes)
+
+
+def test_what_abstract_and_metadata_accept_loads_and_saves(tmp_path):
+    tensors = {"model.up.weight": np.ones((2, 3), F32), "lm_head": np.zeros(4, F32)}
+    path, mapping = save(tmp_path / "hf", tensors), Mapping(KERNELS)
+    assert "head.kernel" in mapping.explain(path)
+    assert osl.metadata(path, mapping=mapping).keys() == {"up.kernel", "head.kernel"}
+    found = osl.load(path, mapping.abstract(path), mapping=mapping)
+    np.testing.assert_array_equal(found["head"]["kernel"], tensors["lm_head"])
+    osl.save(tmp_path / "back", found, mapping=mapping.like(path))
+    assert osl.load(tmp_path / "back").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_leaves_are_made_of_the_same_whether_they_are_given_or_not(seed):
+    rng = np.random.default_rng(seed)
+    targets = ["{a}.k", "head.k", "x_{a}.k", "{a}.{b}", "{b}.{a}", "head.{a}", "{a}", "x.{a}.k"]
+    sources = ["m.{a}", "m.{a}.w", "n.{b}", "{a}", "m.{b}.{a}", "w", "m.x_{a}"]
+    names = ["m", "n", "w", "m.head", "m.x", "m.x.w", "m.head.w", "n.head", "n.k", "m.k", "m.x.y"]
+    accepted = 0
+    for _ in range(500):
+        rules = []
+        for target in rng.choice(targets, rng.integers(1, 4), replace=False):
+            fit = [s for s in sources if set(wildcards(s)) <= set(wildcards(target))]
+            some = [tensor(s) for s in rng.choice(fit, rng.integers(1, 3))]
+            rules.append(rule(str(target), some[0] if len(some) == 1 else concat(some, 0)))
+        files = {str(n): ((2,), F32) for n in rng.choice(names, rng.integers(1, 7), replace=False)}
+        mapping = Mapping(rules, strict=False)
+        try:
+            free = mapping.bind(files)
+        except MappingError:
+            continue
+        accepted += len(free.expressions)
+        given = mapping.bind(files, {n: made.shape for n, made in free.expressions.items()})
+        assert given.expressions == free.expressions
+        for leaf, made in free.expressions.items():
+            assert mapping.bind(files, {leaf: None}).expressions == {leaf: made}
+    assert accepted > 200
+
+
 def test_a_rule_whose_tensors_are_not_there_gives_nothing():
     rules = [*RULES, rule("blocks.{i}.bias", tensor("model.layers.{i}.bias"))]
     assert set(Mapping(rules).leaf_facts(facts_of(llama()))) == set(SHAPES)
@@ -137,6 +196,7 @@ def test_everything_wrong_in_one_error():
     tensors = llama()
     del tensors["model.layers.4.q.weight"]
     tensors |= {f"model.layers.{i}.bias": np.zeros(16, np.float32) for i in range(LAYERS)}
+    tensors["final.alpha"] = np.zeros(16, np.float32)
     rules = [
         rule("embed", tensor("model.embde.weight")),
         rule("layers.q", stack(Q, over="i")),
@@ -144,7 +204,7 @@ def test_everything_wrong_in_one_error():
             "blocks.{i}.up",
             tensor("model.layers.{i}.up.weight").rearrange("(h d) e -> e h d", d=48),
         ),
-        rule("{x}.norm", tensor("model.norm.weight")),
+        rule("{x}.norm", tensor("{x}.alpha")),
         NORM,
         rule("layers.down", scanned("down", axis=1)),
     ]

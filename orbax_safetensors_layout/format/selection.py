@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from orbax_safetensors_layout.errors import MissingTensorError
 from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.format.patterns import compile_pattern, is_plain
+from orbax_safetensors_layout.grouping import pattern_of
 
 _MAX_HINTS = 5  # names for which the nearest are looked up; each is a pass over all names
 
@@ -54,8 +55,12 @@ def missing_names(
         path: The checkpoint.
     """
     errors = []
-    for number, (problem, name) in enumerate(problems):
-        nearest = nearest_names(name, names) if number < _MAX_HINTS else []
-        hint = f"The nearest names are {', '.join(map(repr, nearest))}." if nearest else None
+    sought: set[str] = set()  # patterns; of names that differ in numbers the first one is told
+    for problem, name in problems:
+        hint = None
+        if len(sought) < _MAX_HINTS and (pattern := pattern_of(name)) not in sought:
+            sought.add(pattern)
+            nearest = nearest_names(name, names)
+            hint = f"The nearest names are {', '.join(map(repr, nearest))}." if nearest else None
         errors.append(MissingTensorError(problem, file=path, tensor=name, hint=hint))
     return MissingTensorError.collect(errors)

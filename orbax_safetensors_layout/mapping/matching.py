@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from orbax_safetensors_layout.grouping import pattern_of
 from orbax_safetensors_layout.mapping.expression import Expr
 from orbax_safetensors_layout.mapping.facts import Facts
 from orbax_safetensors_layout.mapping.names import NameTree, natural_key, substitute, wildcards
@@ -18,8 +18,6 @@ LeafShapes = Mapping[str, tuple[int, ...] | None]
 
 _Bindings: TypeAlias = dict[tuple[tuple[str, str], ...], None]
 """What wildcards can stand for; a set in order."""
-
-_NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,24 +64,28 @@ class Matches(NamedTuple):
 def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) -> Matches:
     """Finds the rule of each leaf.
 
+    Where several rules could make a leaf, those make it that the checkpoint has tensors for, so
+    that leaves are made of the same whether they are given or not.
+
     Args:
         rules: The rules.
         facts: The tensors of the checkpoint; only their names count.
         leaves: The leaves; None takes all that the checkpoint gives.
     """
-    found: dict[str, list[Target]] = {}
     problems: list[Problem] = []
     if leaves is None:
-        for rule in sorted(rules, key=lambda rule: rule.expr is None):
-            for captures in _captures(rule, facts, found, problems):
-                leaf = substitute(rule.target, captures)
-                found.setdefault(leaf, []).append(Target(leaf, rule, captures))
+        found = _given(rules, facts, problems)
     else:
         found = {leaf: [] for leaf in leaves}
         tree = NameTree(leaves)
         for rule in rules:
             for leaf, captures in tree.match(rule.target):
                 found[leaf].append(Target(leaf, rule, captures))
+        if any(len(matches) > 1 for matches in found.values()):
+            given = _given(rules, facts, [])
+            for leaf, matches in found.items():
+                if len(matches) > 1:
+                    found[leaf] = given.get(leaf, matches)
     several = [matches for matches in found.values() if len(matches) > 1]
     for matches in several:
         targets = [repr(match.rule.target) for match in matches]
@@ -102,6 +104,16 @@ def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) 
         [match for matches in several for match in matches],
         problems,
     )
+
+
+def _given(rules: Sequence[Rule], facts: Facts, problems: list[Problem]) -> dict[str, list[Target]]:
+    """The leaves that the checkpoint has tensors for, each with all rules that make it."""
+    found: dict[str, list[Target]] = {}
+    for rule in sorted(rules, key=lambda rule: rule.expr is None):
+        for captures in _captures(rule, facts, found, problems):
+            leaf = substitute(rule.target, captures)
+            found.setdefault(leaf, []).append(Target(leaf, rule, captures))
+    return found
 
 
 def _untied(target: Target, rules: Sequence[Rule], leaves: Container[str]) -> Target:
@@ -126,7 +138,7 @@ def alike(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The first of names that differ in numbers only, and how many more there are, as text."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(_NUMBERS.sub("#", name), []).append(name)
+        groups.setdefault(pattern_of(name), []).append(name)
     for first, *more in groups.values():
         others = f", nor {len(more)} more that differ in numbers only" if more else ""
         yield first, others

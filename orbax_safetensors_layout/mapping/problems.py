@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.nearest import nearest_names
+from orbax_safetensors_layout.grouping import MOST_LINES
 
 T = TypeVar("T")
 _MAX_ALIKE = 3
@@ -94,7 +95,7 @@ def mapping_error(
     """
     unique = list(dict.fromkeys(problems))
     count = f"{len(unique)} problems" if len(unique) > 1 else "1 problem"
-    lines, sought = [f"{what}: {count}."], 0
+    lines, sought, left = [f"{what}: {count}."], 0, 0
     shown: dict[str, int] = {}
     totals = collections.Counter(problem.kind for problem in unique)
     for problem in unique:
@@ -105,6 +106,9 @@ def mapping_error(
                     f"  - {totals[problem.kind] - _MAX_ALIKE} more like it ({problem.kind})."
                 )
             continue
+        if len(lines) > MOST_LINES:
+            left += 1
+            continue
         line = f"  - {problem.text}."
         if problem.seek is not None and sought < _MAX_NEAREST:
             sought += 1
@@ -112,4 +116,6 @@ def mapping_error(
             if nearest:
                 line += f" {_NEAREST[problem.among]} {', '.join(map(repr, nearest))}."
         lines.append(f"{line} {problem.hint}" if problem.hint else line)
+    if left:
+        lines.append(f"  - and {left:,} more.")
     return MappingError("\n".join(lines))

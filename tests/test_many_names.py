@@ -1,0 +1,75 @@
+"""Messages about thousands of tensors are short, and name the first of each kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checkpoints import save
+
+import orbax_safetensors_layout as osl
+
+LAYERS = 1000
+WEIGHT = np.zeros(2, np.float32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return save(tmp_path / "hf", {f"layers.{i}.w": WEIGHT for i in range(LAYERS)})
+
+
+def layers(**leaves: np.ndarray) -> dict:
+    return {"layers": {str(i): leaves for i in range(LAYERS)}}
+
+
+def lines(kind: type[Exception], call) -> list[str]:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value).splitlines()
+
+
+def test_leaves_that_differ_in_numbers_are_told_once(path):
+    text = lines(osl.MissingTensorError, lambda: osl.load(path, layers(w=WEIGHT, b=WEIGHT)))
+    assert [line.split(" (")[0] for line in text] == [
+        "1,000 problems:",
+        "  Tensor 'layers.0.b' not found",
+        "  Tensor 'layers.1.b' not found",
+        "  Tensor 'layers.10.b' not found",
+        "  ... 997 more that differ in numbers only",
+    ]
+    two = layers(w=np.zeros(3, np.float32), b=WEIGHT)
+    two["layers"]["7"] = {"w": np.zeros((4, 4), np.float32)}
+    wrong = {"layers": {i: {"w": leaves["w"]} for i, leaves in two["layers"].items()}}
+    text = lines(osl.ShapeMismatchError, lambda: osl.load(path, wrong))
+    assert len(text) == 6
+    assert "'layers.7.w', expected: (4, 4)" in text[-1]
+    strict = osl.ReadOptions(strict=True)
+    text = lines(osl.UnexpectedTensorError, lambda: osl.load(path, {}, options=strict))
+    assert (len(text), text[4]) == (6, "  ... 997 more that differ in numbers only")
+    text = lines(osl.UnsupportedDtypeError, lambda: osl.save(path, layers(w=object())))
+    assert text[0] == "1,000 leaves can not be saved:"
+    assert len(text) == 5
+
+
+def test_names_of_many_patterns_are_counted(path):
+    wanted = {f"leaf_{i}_of_no_layer": WEIGHT for i in range(10_000)}
+    text = lines(osl.MissingTensorError, lambda: osl.load(path, wanted))
+    assert (len(text), text[-1]) == (52, "  ... 9,950 more")
+    mapping = osl.Mapping([osl.rule("layers.{i}.w", osl.tensor("layers.{i}.w"))])
+    text = lines(osl.MappingError, lambda: osl.load(path, wanted, mapping=mapping))
+    assert len(text) < 60
+    assert text[-1] == "  - and 9,951 more."
+
+
+def test_a_report_tells_the_first_of_many_differences(path, tmp_path):
+    other = {f"layers.{i}.w": WEIGHT + 1 for i in range(500)}
+    differs = "differs: 2 elements, the first at [0]: 0.0 and 1.0"
+    report = osl.verify(path, save(tmp_path / "other", other))
+    assert len(report.findings) == 1000
+    assert str(report).splitlines()[1:] == [
+        "value: 'layers.501.w' is not in the other checkpoint",
+        "value: 'layers.502.w' is not in the other checkpoint",
+        "... 497 more that differ in numbers only",
+        *(f"value: 'layers.{i}.w' {differs}" for i in (0, 1, 10)),
+        "... 497 more that differ in numbers only",
+        f"{path}: 1,000 findings (1 file, 1,000 tensors, 500 tensors compared)",
+    ]
