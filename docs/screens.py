@@ -81,7 +81,7 @@ def printed(command: str) -> str:
     for name in set(os.listdir()) - before:
         if os.path.isdir(name):
             shutil.rmtree(name)
-    text = re.sub(r"^ *[0-9]+%  .*\n", "", out.getvalue(), flags=re.MULTILINE)
+    text = re.sub(r"^(\w+: )? *[0-9]+%  .*\n", "", out.getvalue(), flags=re.MULTILINE)
     return text.replace(f"{os.path.realpath(os.getcwd())}/", "").rstrip("\n")
 
 

@@ -150,6 +150,11 @@ class Forecast:
     saves: str | None = None
 
     @property
+    def unused_rules(self) -> list[ShardingRule]:
+        """The rules that place no leaf."""
+        return [rule for rule, leaves in self.rules if rule is not None and not leaves]
+
+    @property
     def is_complete(self) -> bool:
         """Whether every process was planned."""
         return len(self.processes) == self.grid.processes

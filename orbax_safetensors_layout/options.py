@@ -280,13 +280,28 @@ def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT
     return options
 
 
+_DTYPE_NAMES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "f64": "float64",
+}
+"""Short names, as files have them in capitals, to numpy's."""
+
+
 def _check_dtype(options: WriteOptions | ConvertOptions) -> None:
     """Makes `options.dtype` a numpy dtype: a floating-point one of whole bytes."""
     if options.dtype is None:
         return
     kind = type(options).__name__
     try:
-        found: np.dtype = np.dtype(options.dtype)
+        found: np.dtype = np.dtype(
+            _DTYPE_NAMES.get(options.dtype.lower(), options.dtype)
+            if isinstance(options.dtype, str)
+            else options.dtype
+        )
     except TypeError as error:
         raise ValueError(f"{kind}.dtype is {options.dtype!r}, which is no dtype.") from error
     is_extended = found.type.__module__ == ml_dtypes.bfloat16.__module__

@@ -1,6 +1,7 @@
 """The command line, as a shell runs it."""
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -62,6 +63,21 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     for example in verb.examples:
         assert f"  orbax-safetensors {example}" in shown
         assert example.split()[0] == verb.name
+
+
+def test_the_version_and_the_families(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert not stopped.value.code
+    assert capsys.readouterr().out == f"orbax-safetensors {osl.__version__}\n"
+    assert main(["families", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {name: tuple(families) for name, families in listed.items()} == osl.families.TARGETS
+    assert main(["families"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["family", *osl.families.TARGETS]
+    for family in osl.families.TARGETS["plain"]:
+        assert f"\n{family} " in out
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,14 @@ def test_interrupted_and_continued(tmp_path):
         check=False,
     )
     assert done.returncode == 130, done.stderr
-    assert "the same command continues there" in done.stderr
+    (left,) = (path for path in tmp_path.iterdir() if path.name.startswith("."))
+    assert f"What is written stays in {left}; the same command continues there" in done.stderr
     assert not (tmp_path / "to").exists()
     done = run(*arguments[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "were there from an earlier run" in done.stderr
+    assert "converting: 100%" in done.stderr
+    assert "verifying: 100%" in done.stderr
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(tmp_path / "to")
     assert {n: v.tobytes() for n, v in found.items()} == {

@@ -191,6 +191,8 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "a=4", "--mapping", "llama:maxtext-unsliced"], "can not be 'unsliced'"),
         (["--mesh", "a=4", "--abstract", "nowhere:f"], "No module named 'nowhere'"),
         ([], "name the mesh"),
+        (["--mesh", "a=4", "--mapping", "llama", "--plot", "x.png"], "--plot draws"),
+        (["--mesh", "a=4", "--save", "--plot", "x.png"], "--plot draws"),
     ],
 )
 def test_misuse_is_told_in_one_line(path, capsys, arguments, message):
@@ -215,6 +217,14 @@ def test_rules_from_a_file_and_costly_tensors(path, tmp_path, capsys):
     assert "costliest beyond their bytes" in out
     assert "split dimension 0 instead" in out
     assert "layers.{0" in out
+
+
+def test_a_rule_that_no_tensor_uses_is_told(path, capsys):
+    rules = specs(["'.*nowhere.*' = x", "'.*' = auto"])
+    assert main(["plan", str(path), "--mesh", "x=8", *rules]) == 0
+    out, err = capsys.readouterr()
+    assert "8 devices on one host" in out
+    assert err == "orbax-safetensors: the rule '.*nowhere.*' = x is used by no tensor\n"
 
 
 def test_compare_sets_plans_side_by_side(path, capsys):
@@ -309,6 +319,24 @@ def test_the_costs_of_a_mapping(tmp_path, capsys):
     assert found["total"]["needed_bytes"] == kernels + 4 * rest
 
 
+def test_what_a_mapping_reads_too_much_is_told(tmp_path, capsys):
+    save(tmp_path, {f"a.{n}.w": np.zeros((64, 256), np.float32) for n in range(3)})
+    (tmp_path / "maps.py").write_text(
+        "import orbax_safetensors_layout as osl\n"
+        "columns = osl.Mapping([osl.rule('k_{i}', osl.tensor('a.{i}.w').transpose())])\n"
+    )
+    code = main(
+        ["plan", str(tmp_path), "--mesh", "x=8", "--hosts", "8", "--latency", "1ms",
+         "--mapping", f"{tmp_path}/maps.py:columns", "--spec", "'.*' = x"]
+    )  # fmt: skip
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "k_{0..2}" in out
+    assert "64.6 kB read for 8.19 kB needed" in out
+    assert "replicated='read_once'" in out
+    assert "dimension 0" not in out
+
+
 def test_the_picture(path, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     target = tmp_path / "reads.png"
@@ -326,8 +354,10 @@ def test_the_picture_shows_every_byte_that_is_read(path):
     seen = coverage(found.fleet, [3, 0], 97)
     width = seen.total_bytes / 97
     for row, process in enumerate((3, 0)):
-        assert math.isclose(seen.share[row].sum() * width, found.costs[process].read_bytes)
-    assert seen.share.max() <= 1 + 1e-9
+        assert math.isclose(seen.read[row].sum() * width, found.costs[process].read_bytes)
+        assert math.isclose(seen.needed[row].sum() * width, found.costs[process].needed_bytes)
+    assert seen.read.max() <= 1 + 1e-9
+    assert (seen.needed <= seen.read + 1e-9).all()
 
 
 def test_a_reader_that_goes_away(path):

@@ -1,5 +1,6 @@
 """Options that make no sense are refused by name, before anything is read or written."""
 
+import ml_dtypes  # noqa: F401 - numpy learns of bfloat16
 import numpy as np
 import pytest
 
@@ -29,6 +30,12 @@ def test_convert_options_that_make_no_sense(options):
     (name,) = options
     with pytest.raises(ValueError, match=rf"^ConvertOptions\.{name}"):
         osl.ConvertOptions(**options)
+
+
+@pytest.mark.parametrize("options", [osl.WriteOptions, osl.ConvertOptions])
+def test_dtypes_go_by_short_names_too(options):
+    for name, dtype in (("bf16", "bfloat16"), ("BF16", "bfloat16"), ("F32", "float32")):
+        assert options(dtype=name).dtype == np.dtype(dtype)
 
 
 def test_options_of_another_kind(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from orbax_safetensors_layout.cli.interrupts import clean_interrupts
 
-with clean_interrupts("orbax-safetensors: interrupted. Nothing was done; run it again."):
+with clean_interrupts(lambda: "orbax-safetensors: interrupted. Nothing was done; run it again."):
     from orbax_safetensors_layout.cli.main import main
 
 __all__ = ["main"]

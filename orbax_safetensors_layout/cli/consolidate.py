@@ -52,5 +52,5 @@ VERB = Verb(
     examples=("consolidate run/1000/default exported",),
     add_arguments=_add_arguments,
     run=_run,
-    resume="The checkpoint is as it was; run the same command again.",
+    resume=lambda _: "The checkpoint is as it was; run the same command again.",
 )

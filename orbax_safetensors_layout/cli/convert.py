@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
@@ -129,6 +130,21 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _resume(parsed: argparse.Namespace) -> str:
+    """What an interrupted conversion leaves: the folder that it works in, if it got so far."""
+    from orbax_safetensors_layout.storage.publish import partial_folder
+
+    target = os.path.realpath(os.path.expanduser(parsed.target))
+    steps = [] if parsed.step is None else [os.path.join(target, str(parsed.step))]
+    for folder in (partial_folder(path, "convert") for path in (target, *steps)):
+        if os.path.isdir(folder):
+            return (
+                f"What is written stays in {folder}; the same command continues there, with"
+                " --restart it begins anew."
+            )
+    return "Nothing was written; run it again."
+
+
 VERB = Verb(
     name="convert",
     help="make a checkpoint of any kind into one of any other, in bounded memory",
@@ -144,5 +160,5 @@ VERB = Verb(
     ),
     add_arguments=_add_arguments,
     run=_run,
-    resume="What is written stays beside the target; the same command continues there.",
+    resume=_resume,
 )

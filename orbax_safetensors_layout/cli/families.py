@@ -6,7 +6,7 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]*)(?![^.])")
+_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]*)(?![^.])")
 _MOST_LISTED = 6
 _SPECIAL = re.compile(r"([*?\[\]{},])")
 
@@ -28,7 +28,7 @@ class NameFamily(NamedTuple, Generic[Kind]):
 
 
 def name_families(named: Iterable[tuple[str, Kind]]) -> list[NameFamily[Kind]]:
-    """Joins names of one kind that differ by whole numbers between dots alone.
+    """Joins names of one kind that differ by whole numbers alone, as in `layers.0.w`, `layers_0.w`.
 
     Args:
         named: Names and their kinds.

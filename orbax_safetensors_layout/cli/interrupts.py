@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 INTERRUPTED = 130
@@ -14,20 +14,20 @@ _IMPORTING = "<frozen importlib"
 
 
 @contextlib.contextmanager
-def clean_interrupts(message: str) -> Iterator[None]:
+def clean_interrupts(message: Callable[[], str]) -> Iterator[None]:
     """In the block Ctrl-C raises `KeyboardInterrupt`, or where something is imported, ends it all.
 
     An import that is interrupted may swallow the interrupt, raise something else, or crash in
     native code (each seen with numpy and jax). While one runs there is nothing to clean up.
 
     Args:
-        message: What is written to stderr then.
+        message: Gives what is written to stderr then.
     """
 
     def interrupted(_: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith(_IMPORTING):
-                sys.stderr.write(f"{message}\n")
+                sys.stderr.write(f"{message()}\n")
                 sys.stderr.flush()
                 os._exit(INTERRUPTED)
             frame = frame.f_back

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import io
 import os
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.cli import consolidate, convert, inspect, plan, verify
+from orbax_safetensors_layout.cli import (
+    consolidate,
+    convert,
+    inspect,
+    list_families,
+    plan,
+    verify,
+)
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.interrupts import INTERRUPTED, clean_interrupts
 from orbax_safetensors_layout.cli.verb import UsageError, Verb
@@ -23,6 +31,7 @@ VERBS: tuple[Verb, ...] = (
     verify.VERB,
     convert.VERB,
     consolidate.VERB,
+    list_families.VERB,
 )
 
 _EXPECTED = (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError)
@@ -44,14 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(PROGRAM, quiet=parsed.quiet)
     if isinstance(sys.stdout, io.TextIOWrapper):  # paths need be no text; their bytes are kept
         sys.stdout.reconfigure(errors="surrogateescape")
-    interrupted = f"interrupted. {verb.resume}"
+
+    def interrupted() -> str:
+        return f"interrupted. {verb.resume(parsed)}"
+
     try:
-        with clean_interrupts(f"{PROGRAM}: {interrupted}"):
+        with clean_interrupts(lambda: f"{PROGRAM}: {interrupted()}"):
             code = verb.run(parsed, console)
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        console.error(interrupted)
+        console.error(interrupted())
         return INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more when it exits.
@@ -69,6 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return MISUSE if isinstance(error, UsageError | ValueError | ImportError) else FINDING
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("orbax-safetensors-layout")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "(not installed)"
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
     made = argparse.ArgumentParser(
@@ -77,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{PROGRAM} VERB --help says more. Exit codes: 0, 1 where something is wrong with a"
         " checkpoint, 2 for misuse.",
     )
+    made.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
     verbs = made.add_subparsers(required=True, metavar="VERB")
     for verb in VERBS:
         lines = "".join(f"\n  {PROGRAM} {example}" for example in verb.examples)

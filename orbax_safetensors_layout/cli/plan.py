@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 from typing import Any
 
@@ -97,6 +98,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
     variants = [parsed, *(_variant(parsed, text) for text in parsed.compare)]
+    if parsed.plot and (parsed.mapping or parsed.abstract or parsed.save is not None):
+        raise UsageError(
+            "--plot draws loads of plain tensors, without --mapping, --abstract, --save"
+        )
     if len({variant.save is None for variant in variants}) > 1:
         raise UsageError("a load and a save can not be compared")
     found = [_forecast(variant) for variant in variants]
@@ -113,6 +118,8 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
         draw(found[0], parsed.plot, parsed.plot_files)
         console.message(f"drew {parsed.plot}")
+    for rule in dict.fromkeys(itertools.chain(*(one.unused_rules for one in found))):
+        console.message(f"the rule {rule} is used by no tensor")
     misfits = sum(len(one.misfits) for one in found)
     if misfits:
         console.message(f"{misfits:,} tensors do not fit their rule; a load would refuse them")

@@ -10,7 +10,7 @@ from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.forecast import Forecast, LeafCost
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.sharding_rules import spec_text
-from orbax_safetensors_layout.units import count_text, seconds_text, size_text
+from orbax_safetensors_layout.units import count_text, number_text, seconds_text, size_text
 
 
 def _ratio(value: float) -> str:
@@ -79,13 +79,16 @@ def _scaled(found: Forecast, total: float) -> float:
 def _head(found: Forecast) -> str:
     grid, profile = found.grid, found.profile
     axes = ",".join(f"{name}={size}" for name, size in grid.axes.items())
+    hosts = "one host"
+    if grid.processes > 1:
+        hosts = f"{grid.processes:,} hosts with {grid.devices_per_process:,} each"
     doing = "load" if found.saves is None else f"save in layout {found.saves}"
     lines = [
         found.path,
         f"model    {count_text(found.parameters)} parameters, {size_text(found.checkpoint_bytes)}"
-        f" in {found.checkpoint_files:,} files; {found.leaf_count:,} tensors to {doing}",
-        f"cluster  mesh {axes}: {grid.devices:,} devices, {grid.devices_per_process:,} on each of"
-        f" {grid.processes:,} hosts",
+        f" in {number_text(found.checkpoint_files, 'file')};"
+        f" {number_text(found.leaf_count, 'tensor')} to {doing}",
+        f"cluster  mesh {axes}: {number_text(grid.devices, 'device')} on {hosts}",
         f"storage  {found.storage}: {seconds_text(profile.latency_seconds)} a request,"
         f" {profile.concurrency} at once; {_rate(profile.bandwidth_bytes_per_second)} a stream,"
         f" {_rate(found.rate.bytes_per_second)} a host",
@@ -175,23 +178,29 @@ def _costly(found: Forecast, top: int) -> str:
         lines += [
             patterns[leaf][0] + (f" and {more} more like it" if more else ""),
             f"  {leaf.dtype} {list(leaf.shape)}{spec}: {counts[leaf]:,} x"
-            f" {size_text(leaf.read_bytes)} read for {size_text(leaf.needed_bytes)} in"
-            f" {count_text(leaf.requests)} requests a host, {seconds_text(excess(leaf))} too many",
+            f" {size_text(leaf.read_bytes)} read for {size_text(leaf.needed_bytes)} needed, in"
+            f" {_requests(leaf.requests)} a host; costs {seconds_text(excess(leaf))} more"
+            " than the needed bytes alone",
             f"  {advice}",
         ]
     return "\n".join(["costliest beyond their bytes", *lines]) if lines else ""
+
+
+def _requests(count: int) -> str:
+    return f"{count_text(count)} request{'' if count == 1 else 's'}"
 
 
 def _advice(found: Forecast, leaf: LeafCost) -> str:
     """What would mend the cost of a leaf."""
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
     ways = 1 if leaf.spec is None else found.grid.ways([*itertools.chain(*leaf.spec)])
-    inner = bool(split) and max(split) > 0
-    if leaf.read_bytes > 1.5 * leaf.needed_bytes and inner:
+    if leaf.read_bytes > 1.5 * leaf.needed_bytes:
+        is_inner = found.fleet is not None and bool(split) and max(split) > 0
+        other = "split dimension 0 instead, " if is_inner else ""
         return (
-            "Rows are too short to read alone, so gaps are read too: split dimension 0 instead, let"
-            " hosts exchange what each reads once (ReadOptions(replicated='read_once')), or store"
-            " it in shards of this mesh (layout sharded)."
+            f"Rows are too short to read alone, so gaps are read too: {other}let hosts exchange"
+            " what each reads once (ReadOptions(replicated='read_once')), or store it in shards of"
+            " this mesh (layout sharded)."
         )
     if leaf.requests > 64 and leaf.read_bytes < leaf.requests * found.profile.request_bytes // 2:
         each = size_text(leaf.read_bytes / leaf.requests)

@@ -1,6 +1,9 @@
-"""A heat map: which host reads which part of which file."""
+"""A heat map: which part of which file each host needs, and which it reads."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +14,12 @@ from orbax_safetensors_layout.units import size_text
 
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4
-_PARTS = 8  # of a file, marked
+_TICKS = 8  # of a single file, at most
+_LEAST_NAMED = 0.02  # of the width, for a tensor's name
 
 
 def draw(found: Forecast, path: str, files: str = "*") -> None:
-    """Draws a forecast.
+    """Draws a forecast: above what the shards need, below what is read for them.
 
     Args:
         found: The forecast.
@@ -27,7 +31,7 @@ def draw(found: Forecast, path: str, files: str = "*") -> None:
         ImportError: matplotlib is not installed.
     """
     if found.fleet is None:
-        raise UsageError("--plot draws loads of tensors as they stand, without a --mapping or such")
+        raise UsageError("--plot draws loads of plain tensors that are stored whole")
     try:
         from matplotlib import rcParams
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,53 +47,81 @@ def draw(found: Forecast, path: str, files: str = "*") -> None:
     if not seen.edges:
         raise UsageError(f"no file is called {files!r}")
     rcParams["font.size"] = 9
-    figure = Figure(figsize=(11, 2.2 + 0.09 * max(count, 20)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, 3 + 0.1 * max(count, 20)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    shown = np.ma.masked_less(seen.share, _LEAST_SHARE)
-    most, least = float(shown.max() or 1.0), float(shown.min() or 1.0)
+    above, below = figure.subplots(2, 1, sharex=True)
+    shown = [np.ma.masked_less(share, _LEAST_SHARE) for share in (seen.needed, seen.read)]
+    most = max(float(share.max() or 0.0) for share in shown) or 1.0
+    least = min(float(share.min() or most) for share in shown)
     wide = most > 10 * least  # a few shares stand out from many small ones
-    image = axes.imshow(
-        shown,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="viridis_r",
-        norm=LogNorm(least, most) if wide else Normalize(0, most),
-        extent=(0, seen.total_bytes, count - 0.5, -0.5),
-    )
-    _mark_files(axes, seen)
-    ticks = range(0, count, max(1, count // 16))
-    axes.set_yticks(list(ticks), [str(hosts[tick]) for tick in ticks])
-    axes.set_ylabel("host")
+    norm = LogNorm(least, most) if wide else Normalize(0, most)
+    totals = [
+        sum(cost.needed_bytes for cost in found.costs),
+        sum(cost.read_bytes for cost in found.costs),
+    ]
+    step = max(1, count // 8)
+    for axes, share, doing, total in zip(
+        (above, below), shown, ("needs", "reads"), totals, strict=True
+    ):
+        image = axes.imshow(
+            share,
+            aspect="auto",
+            interpolation="nearest",
+            cmap="viridis_r",
+            norm=norm,
+            extent=(0, seen.total_bytes, count - 0.5, -0.5),
+        )
+        axes.set_yticks(range(0, count, step), [str(host) for host in hosts[::step]])
+        axes.set_ylabel(f"host {doing}: {size_text(total)} in all")
+    _mark_tensors(above, seen)
+    _mark_files(below, seen)
     mesh = ",".join(f"{name}={size}" for name, size in found.grid.axes.items())
-    read = sum(cost.read_bytes for cost in found.costs)
-    needed = sum(cost.needed_bytes for cost in found.costs)
     of = f"{count} of {found.grid.processes:,} hosts" if count < found.grid.processes else "host"
-    axes.set_title(
-        f"What each {of} reads of {found.path.rstrip('/').rpartition('/')[2]}, mesh {mesh}\n"
-        f"{size_text(read)} read in all for {size_text(needed)} needed",
-        loc="left",
+    name = found.path.rstrip("/").rpartition("/")[2]
+    figure.suptitle(
+        f"What each {of} needs and reads of {name}, mesh {mesh}",
+        x=0.01,
+        ha="left",
     )
-    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
+    bar = figure.colorbar(image, ax=[above, below], pad=0.01, fraction=0.03)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     bar.ax.yaxis.set_minor_formatter("")
-    bar.set_label("read, of the bytes there (white: nothing)")
+    bar.set_label("of the bytes there (white: nothing)")
     figure.savefig(path)
 
 
-def _mark_files(axes: object, seen: Coverage) -> None:
-    """Lines between files and their numbers, or as many as can be told apart."""
+def _mark_tensors(axes: Any, seen: Coverage) -> None:
+    """Names above the tensors that are wide enough for one."""
+    named = [one for one in seen.tensors if one[2] > _LEAST_NAMED * seen.total_bytes]
+    if not named or len(named) > _MOST_LABELS:
+        return
+    top = axes.secondary_xaxis("top")
+    top.set_xticks([start + nbytes / 2 for _, start, nbytes in named])
+    top.set_xticklabels([name for name, _, _ in named], rotation=20, ha="left", fontsize=7)
+
+
+def _mark_files(axes: Any, seen: Coverage) -> None:
+    """Lines between files and their numbers, or round places in a single file."""
+    if len(seen.edges) == 1:
+        ticks = _round_ticks(seen.total_bytes)
+        axes.set_xticks(ticks, [size_text(tick) for tick in ticks])
+        axes.set_xlabel(f"place in {seen.edges[0][0].rpartition('/')[2]}, without its header")
+        return
     step = -(-len(seen.edges) // _MOST_LABELS)
     if len(seen.edges) <= 4 * _MOST_LABELS:
         for _, start in seen.edges[1:]:
-            axes.axvline(start, color="white", linewidth=0.8)  # type: ignore[attr-defined]
+            axes.axvline(start, color="white", linewidth=0.8)
     places = [start for _, start in seen.edges[::step]]
-    labels = [str(number * step + 1) for number in range(len(places))]
+    axes.set_xticks(places, [str(number * step + 1) for number in range(len(places))])
     size = size_text(seen.total_bytes)
-    where = f"{len(seen.edges)} files one after the other, {size}, by number"
-    if len(seen.edges) == 1:
-        places = [seen.total_bytes * part // _PARTS for part in range(_PARTS + 1)]
-        labels = [size_text(place) for place in places]
-        where = f"{seen.edges[0][0].rpartition('/')[2]}, without its header"
-    axes.set_xticks(places, labels)  # type: ignore[attr-defined]
-    axes.set_xlabel(f"place in {where}")  # type: ignore[attr-defined]
+    axes.set_xlabel(f"place in {len(seen.edges)} files one after the other, {size}, by number")
+
+
+def _round_ticks(total: int) -> list[int]:
+    """Places from 0 on, a round number of bytes apart."""
+    if total < 1:
+        return [0]
+    power = 10 ** math.floor(math.log10(total))
+    steps = (max(1, power * part // 100) for part in (5, 10, 20, 25, 50, 100, 200, 500))
+    step = next(step for step in steps if total // step <= _TICKS)
+    return [*range(0, total + 1, step)]

@@ -42,7 +42,7 @@ class Verb:
         examples: Command lines without the program's name.
         add_arguments: Adds its arguments to a parser; `--quiet` and `--debug` are there already.
         run: Does it; returns the exit code.
-        resume: What to tell whoever interrupts it: what is left, and how to continue.
+        resume: Tells whoever interrupts it, given its arguments, what is left and how to continue.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Verb:
     examples: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Console], int]
-    resume: str = "Nothing was changed; run it again."
+    resume: Callable[[argparse.Namespace], str] = lambda _: "Nothing was changed; run it again."
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

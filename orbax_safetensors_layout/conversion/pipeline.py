@@ -156,7 +156,7 @@ class Conversion:
         self._journal.read()
 
     def _convert(self, left: list[Group], processes: Processes) -> None:
-        with self._report(left, processes) as report:
+        with self._report("converting", left, processes) as report:
             convert_groups(
                 self._source,
                 self._arrays,
@@ -170,9 +170,9 @@ class Conversion:
             )
 
     @contextlib.contextmanager
-    def _report(self, groups: list[Group], processes: Processes) -> Iterator[Report]:
+    def _report(self, label: str, groups: list[Group], processes: Processes) -> Iterator[Report]:
         mine = shares(groups, processes.process_count)[processes.process_index]
-        with progress_callback(self._options.progress) as tell:
+        with progress_callback(self._options.progress, label) as tell:
             yield Report(tell, sum(one.nbytes for one in mine))
 
     def _commit(self) -> None:
@@ -181,7 +181,7 @@ class Conversion:
     def _verify(self, processes: Processes) -> None:
         with (
             contextlib.closing(self._reopen(self._finished)) as written,
-            self._report(self.groups, processes) as report,
+            self._report("verifying", self.groups, processes) as report,
         ):
             done = self._journal.read()
             verify_groups(written, self.groups, done, processes, self._limits, report)

@@ -16,13 +16,17 @@ class Coverage(NamedTuple):
     """How much of each part of the files each process reads.
 
     Attributes:
-        share: [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
+        read: [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
+        needed: [processes, bins] the share that the shards consist of.
         edges: Name and first byte of each file, with all files one after the other.
+        tensors: Name, first byte and length of each tensor.
         total_bytes: Bytes of all files' tensors.
     """
 
-    share: npt.NDArray[np.float64]
+    read: npt.NDArray[np.float64]
+    needed: npt.NDArray[np.float64]
     edges: tuple[tuple[str, int], ...]
+    tensors: tuple[tuple[str, int, int], ...]
     total_bytes: int
 
 
@@ -47,8 +51,8 @@ def coverage(fleet: Fleet, processes: Sequence[int], bins: int, *, files: str = 
     row_of[distinct] = np.arange(len(distinct))
     total = sum(entry.nbytes for _, tensors in chosen for entry, _ in tensors)
     width = max(total, 1) / bins
-    read = np.zeros((len(distinct), bins))
-    edges = []
+    read, needed = np.zeros((2, len(distinct), bins))
+    edges, places = [], []
     at = 0
     for file, tensors in chosen:
         edges.append((file, at))
@@ -60,9 +64,15 @@ def coverage(fleet: Fleet, processes: Sequence[int], bins: int, *, files: str = 
                     start = at + fetch.start + shape.shift[mine]
                     span = fetch.spread_bytes + fetch.read.requests.stop
                     nbytes, _ = fetch.cost(fleet.profile)
+                    own = sum(region.read.runs.total_bytes for region in fetch.regions)
                     _spread(read, row[mine], start, span, nbytes, width)
+                    _spread(needed, row[mine], start, span, own, width)
+            places.append((entry.name, at, entry.nbytes))
             at += entry.nbytes
-    return Coverage((read / width)[rows.reshape(-1)], tuple(edges), total)
+    rows = rows.reshape(-1)
+    return Coverage(
+        (read / width)[rows], (needed / width)[rows], tuple(edges), tuple(places), total
+    )
 
 
 def _spread(

@@ -18,22 +18,26 @@ _LINE_SECONDS = 10.0
 
 @contextlib.contextmanager
 def progress_callback(
-    progress: bool | Callable[[Progress], None],
+    progress: bool | Callable[[Progress], None], label: str = ""
 ) -> Iterator[Callable[[Progress], None] | None]:
     """What to call after each tensor: the caller's function, one that reports, or nothing.
 
     True draws a bar where stderr is a terminal and tqdm is installed, and else writes a line to it
     every ten seconds and one at the end.
+
+    Args:
+        progress: What the caller's options say.
+        label: What is being done, of an operation with several steps.
     """
     if callable(progress):
         yield progress
     elif not progress:
         yield None
     elif sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-        with _Bar() as bar:
+        with _Bar(label) as bar:
             yield bar
     else:
-        lines = ProgressLines(sys.stderr)
+        lines = ProgressLines(sys.stderr, label=label)
         yield lines
         lines.close()
 
@@ -41,10 +45,13 @@ def progress_callback(
 class _Bar:
     """A bar with bytes, rate, time left and the current tensor."""
 
+    def __init__(self, label: str) -> None:
+        self._label = label or None
+
     def __enter__(self) -> _Bar:
         from tqdm import tqdm
 
-        self._bar: Any = tqdm(unit="B", unit_scale=True, dynamic_ncols=True)
+        self._bar: Any = tqdm(desc=self._label, unit="B", unit_scale=True, dynamic_ncols=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,10 +72,14 @@ class ProgressLines:
     Args:
         stream: Where to.
         clock: Seconds that go by.
+        label: What is being done; "" for what needs no word.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, label: str = ""
+    ) -> None:
         self._stream = stream
+        self._prefix = f"{label}: " if label else ""
         self._clock = clock
         self._begun = self._written = clock()
         self._state: Progress | None = None
@@ -96,7 +107,7 @@ class ProgressLines:
         if 0 < done < total:
             rest = f"{seconds_text(seconds / share - seconds)} left, {tensor}"
         self._stream.write(
-            f"{share:4.0%}  {size_text(done)} of {size_text(total)},"
+            f"{self._prefix}{share:4.0%}  {size_text(done)} of {size_text(total)},"
             f" {size_text(done / seconds)}/s, {rest}\n"
         )
         self._stream.flush()

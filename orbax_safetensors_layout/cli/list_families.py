@@ -1,0 +1,35 @@
+"""`families`: the model families that have a ready mapping."""
+
+from __future__ import annotations
+
+import argparse
+
+from orbax_safetensors_layout.cli.console import Console, table
+from orbax_safetensors_layout.cli.verb import Verb, add_json
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    from orbax_safetensors_layout.mapping.families import TARGETS
+
+    if parsed.json:
+        console.json(TARGETS)
+        return 0
+    names = list(dict.fromkeys(name for families in TARGETS.values() for name in families))
+    rows = [
+        [name, *("yes" if name in families else "-" for families in TARGETS.values())]
+        for name in names
+    ]
+    console.result(table(["family", *TARGETS], rows, left=1 + len(TARGETS)))
+    return 0
+
+
+VERB = Verb(
+    name="families",
+    help="the model families that have a ready mapping",
+    description="Lists the families of Hugging Face models that have a ready mapping, and to which"
+    " targets: MaxText's parameter tree, Tunix's models, or a plain tree. `--mapping"
+    " FAMILY:TARGET` of plan, convert and verify takes them; `auto` goes by config.json.",
+    examples=("families",),
+    add_arguments=add_json,
+    run=_run,
+)
