@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+import os
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format.catalog import Catalog
@@ -21,9 +21,10 @@ from orbax_safetensors_layout.format.pieces import StoredPieces
 from orbax_safetensors_layout.options import WriteOptions, given_or_default
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import plan_consolidation
-from orbax_safetensors_layout.publishing import publication_of, publish
 from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.publish import finish_interrupted
+from orbax_safetensors_layout.transfer.coordination import Group
 from orbax_safetensors_layout.transfer.host import HostValues
 
 _PACKED = {dtype.numpy.name: dtype for dtype in DTYPES.values() if dtype.packed}
@@ -67,9 +68,14 @@ def consolidate(
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     options = given_or_default(options, WriteOptions)
-    with Catalog.open(path, retries=options.retries) as catalog:
+    with (
+        save_group(path if target is None else target, options) as group,
+        Catalog.open(path, retries=options.retries) as catalog,
+    ):
         manifest = catalog.manifest()
         if manifest is None or manifest.pieces is None or catalog.pieces is None:
+            if target is None and _was_interrupted(catalog, group):
+                return
             raise SafetensorsLayoutError(
                 "the checkpoint is not stored in pieces",
                 file=path,
@@ -91,11 +97,16 @@ def consolidate(
         pieces = catalog.storage, catalog.path
         prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces=pieces)
         target, overwrite = (path, True) if target is None else (target, overwrite)
-        storage, target = open_storage(target, retries=options.retries)
-        publication = publication_of(storage, target, overwrite=overwrite)
-        with storage, save_group(publication.target, options) as group:
-            write = functools.partial(prepared.write, group=group, storage=storage)
-            publish(publication, write, group=group, storage=storage, overwrite=overwrite)
+        prepared.publish(target, group=group, overwrite=overwrite)
+
+
+def _was_interrupted(catalog: Catalog, group: Group) -> bool:
+    """Whether an earlier call was killed after it had replaced the pieces; removes what it left."""
+    found = ""
+    with group.together("removing what an interrupted call has left"):
+        if group.is_leader and isinstance(catalog.storage, LocalStorage):
+            found = str(finish_interrupted(os.path.realpath(catalog.path)))
+    return group.meet("looking at what an interrupted call has done", tell=found or "?") == "True"
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, str]:

@@ -40,6 +40,7 @@ from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given
 from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
 from orbax_safetensors_layout.publishing import appearance_rank, check_is_folder
+from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
@@ -140,8 +141,11 @@ def convert(
         array([6., 7.], dtype=float32)
     """
     options = given_or_default(options, ConvertOptions)
-    location = locate(_local_or_url(source), step=step, item=item)
-    with contextlib.closing(open_source(location, options.memory_budget_bytes)) as opened:
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(save_group(target, options, "convert"))
+        location = locate(_local_or_url(source), step=step, item=item)
+        opened = open_source(location, options.memory_budget_bytes)
+        stack.callback(opened.close)
         kind = format or ("orbax" if opened.kind == "hf" else "hf")
         kept = _step_of(location) if step is not None and kind == "orbax" else None
         folder = _target_path(target)
@@ -188,7 +192,9 @@ def convert(
                 is_replaced=_is_replaced(folder),
             )
             resumed = conversion.run(
-                lambda: _check_target(folder, kind, documents, overwrite), restart=restart
+                group,
+                lambda: _check_target(folder, kind, documents, overwrite),
+                restart=restart,
             )
         return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
 

@@ -32,6 +32,7 @@ from orbax_safetensors_layout.sharing import (
     load_group,
     steps_of,
 )
+from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.coordination import Group
 from orbax_safetensors_layout.transfer.decoding import check_booleans
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
@@ -124,6 +125,8 @@ def load(
             values, stats = _read_host(catalog, only, options)
         else:
             values, stats = _read_tree(catalog, tree, mapping, options, group)
+        if isinstance(catalog.storage, LocalStorage):
+            catalog.storage.check_current()
     _record(stats)
     return values
 

@@ -17,11 +17,17 @@ from absl import logging
 from orbax_safetensors_layout.checkpoint_folder import CheckpointFolder
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.options import Progress, WriteOptions, given_or_default
+from orbax_safetensors_layout.options import (
+    ConvertOptions,
+    Progress,
+    WriteOptions,
+    given_or_default,
+)
 from orbax_safetensors_layout.plan.scatter import ScatterPlan
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.publishing import publication_of, publish
+from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.saved_tree import SavedTree
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.resolve import open_storage
@@ -85,12 +91,9 @@ def save(
     """
     with frozen_heap(len(jax.tree.leaves(tree))):
         options = given_or_default(options, WriteOptions)
-        storage, target = open_storage(path, retries=options.retries)
-        publication = publication_of(storage, target, overwrite=overwrite)
-        with storage, save_group(publication.target, options) as group:
+        with save_group(path, options) as group:
             prepared = PreparedSave.of(tree, options, mapping=mapping)
-            write = functools.partial(prepared.write, group=group, storage=storage)
-            publish(publication, write, group=group, storage=storage, overwrite=overwrite)
+            prepared.publish(path, group=group, overwrite=overwrite)
 
 
 def plan_save(
@@ -120,18 +123,24 @@ def plan_save(
     return parsed.plan(mapping, options, shards)[0]
 
 
-def save_group(name: str, options: WriteOptions, purpose: str = "save") -> Group:
+def save_group(
+    path: PathLike, options: WriteOptions | ConvertOptions, purpose: str = "save"
+) -> Group:
     """The processes of this program, that save together.
 
-    For a `with` block, which all enter in the same order: an error in it reaches the others.
+    For a `with` block, which all enter in the same order, before anything can fail on one of them
+    alone: an error in it reaches the others.
 
     Args:
-        name: The folder that they save to.
+        path: The folder that they save to.
         options: How long they wait for each other.
         purpose: What they do.
     """
     count = jax.process_count()
     store = DistributedStore.connect() if count > 1 else None
+    name = redact_urls(os.fsdecode(path))
+    if "://" not in name and "\0" not in name:
+        name = os.path.realpath(os.path.expanduser(name))
     return Group(name, jax.process_index(), count, store, options.timeout_seconds, purpose=purpose)
 
 
@@ -232,6 +241,25 @@ class PreparedSave:
             Whether it has.
         """
         return self._values.wait_captured(timeout_seconds)
+
+    def publish(self, path: PathLike, *, group: Group, overwrite: bool) -> None:
+        """Writes everything, and lets it appear at a path when it is complete.
+
+        Args:
+            path: A folder, or the URL of one.
+            group: The processes.
+            overwrite: Replace a checkpoint that stands there.
+
+        Raises:
+            CheckpointExistsError: One stands there, without `overwrite`.
+            StorageError: A write failed.
+            PeerError: Another process failed.
+        """
+        storage, target = open_storage(path, retries=self._options.retries)
+        with storage:
+            publication = publication_of(storage, target, overwrite=overwrite)
+            write = functools.partial(self.write, group=group, storage=storage)
+            publish(publication, write, group=group, storage=storage, overwrite=overwrite)
 
     def write(
         self,

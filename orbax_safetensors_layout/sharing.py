@@ -58,7 +58,6 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> Group:
         DistributedStore.connect(),
         options.timeout_seconds,
         purpose="load",
-        watched=True,
     )
 
 

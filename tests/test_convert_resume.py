@@ -17,7 +17,6 @@ import pytest
 from checkpoints import random_tensor, save
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.conversion import pipeline
 from orbax_safetensors_layout.storage import publish
 
 SERVER = """
@@ -293,7 +292,7 @@ def test_an_interrupt_leaves_what_is_done(tmp_path):
 
 def ends_while_publishing(source, target, *, after, **more):
     """A conversion that ends as a kill would end it: `after` the folder took its place, or not."""
-    real = pipeline.publish_folder
+    real = publish.publish_folder
 
     def publish_folder(*arguments, **keywords):
         if after:
@@ -302,7 +301,7 @@ def ends_while_publishing(source, target, *, after, **more):
         raise KeyboardInterrupt
 
     with (
-        mock.patch.object(pipeline, "publish_folder", publish_folder),
+        mock.patch.object(publish, "publish_folder", publish_folder),
         pytest.raises(KeyboardInterrupt),
     ):
         osl.convert(source, target, **CONTINUED | more)

@@ -74,10 +74,9 @@ def together(
     *,
     name: str,
     timeout_seconds: float = 60,
-    watched: bool = False,
 ) -> list[object]:
     """What `work` returns, or raises, in each process."""
-    groups = make_groups(store, count, name, timeout_seconds, watched=watched)
+    groups = make_groups(store, count, name, timeout_seconds)
 
     def run(group: Group) -> object:
         try:
@@ -91,14 +90,14 @@ def together(
 
 
 def make_groups(
-    store: MemoryStore, count: int, name: str, timeout_seconds: float = 60, *, watched: bool = False
+    store: MemoryStore, count: int, name: str, timeout_seconds: float = 60
 ) -> list[Group]:
     """One group a process. Each process counts its operations; threads share the counter."""
     groups = []
     before = coordination._counts["save", name]
     for process in range(count):
         coordination._counts["save", name] = before
-        groups.append(Group(name, process, count, store, timeout_seconds, watched=watched))
+        groups.append(Group(name, process, count, store, timeout_seconds))
     return groups
 
 
@@ -365,12 +364,31 @@ def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
                 raise osl.PeerError("the connection was closed")
         return None
 
-    errors = together(store, 4, work, name="silent", watched=True)
+    errors = together(store, 4, work, name="silent")
     assert errors[2] == "killed"
     for error in (errors[0], errors[1], errors[3]):
         assert isinstance(error, osl.PeerError)
         assert "process 2 failed while a step: no sign of life for 0.5 s" in str(error)
     assert str(errors[1].__cause__) == "the connection was closed."
+
+
+def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
+    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
+
+    def work(group):
+        group.meet("a first step")
+        if group.process_index == 1:
+            group._pulse.stop()
+            group.fail = group.close = lambda *_: None
+            return None
+        group.leave()
+        begun = time.monotonic()
+        group.await_others(2 * PROMPT_SECONDS)
+        return time.monotonic() - begun
+
+    waited, _ = together(store, 2, work, name="left")
+    assert waited < PROMPT_SECONDS
 
 
 def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
@@ -385,7 +403,7 @@ def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
         group.meet("a step")
         return "done"
 
-    assert together(store, 3, work, name="slow", watched=True) == ["done"] * 3
+    assert together(store, 3, work, name="slow") == ["done"] * 3
     assert "safetensors-pulse" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -217,10 +218,10 @@ def test_a_rename_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, nth):
 
 
 def test_a_crash_between_two_renames_does_not_block_the_next(tmp_path, monkeypatch):
-    """`new.old` still holds the folder that the crash left there."""
+    """Beside the folder still stands the one that the crash left there."""
     monkeypatch.setattr(publish, "_renameat2", lambda: None)
-    make(tmp_path / "new.old", model="older")
     old = make(tmp_path / "checkpoint", model="old")
+    make(Path(publish.aside_folder(str(old))), model="older")
     put(make(tmp_path / "new", model="new"), old)
     assert tree(old) == {"model": "new"}
 

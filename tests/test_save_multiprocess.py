@@ -202,6 +202,125 @@ def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doi
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+ALONE = (
+    PRELUDE
+    + """
+def main(path, target, kind, process):
+    import errno
+    from unittest import mock
+
+    tree = make_tree(path, "replicated")
+    osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))
+    real = os.open
+
+    def broken(file, *arguments, **keywords):
+        if str(file).endswith((".json", ".safetensors")):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file, *arguments, **keywords)
+
+    begin = time.monotonic()
+    try:
+        with mock.patch.object(os, "open", broken if jax.process_index() == process else real):
+            if kind == "consolidate":
+                osl.consolidate(target)
+            else:
+                osl.convert(target, target + "-converted", format="hf")
+    except osl.SafetensorsLayoutError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["consolidate", "convert"])
+def test_what_one_process_can_not_open_is_the_error_of_all(tmp_path, source, kind):
+    """Before the first step that all take; the others would wait for half an hour."""
+    results = run_processes(
+        ALONE,
+        processes=2,
+        devices=1,
+        path=str(source),
+        target=str(tmp_path / "target"),
+        kind=kind,
+        process=1,
+    )
+    kinds, texts, seconds = zip(*results, strict=True)
+    assert kinds == ("PeerError", "StorageError")
+    assert all("Input/output error" in text for text in texts)
+    assert max(seconds) < 60
+
+
+KILLED = (
+    PRELUDE
+    + """
+def main(path, target, kind, process):
+    import signal
+    from orbax_safetensors_layout.save import PreparedSave
+    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
+    from orbax_safetensors_layout.storage.resumable import ResumableFile
+    from orbax_safetensors_layout.transfer import pulse
+
+    pulse.SILENCE_SECONDS = 5.0
+    tree = make_tree(path, "replicated")
+    osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))
+    if jax.process_index() == process:
+        owner, name = {
+            "plan": (PreparedSave, "of"),
+            "capture": (PreparedSave, "capture"),
+            "convert": (ResumableFile, "write_at"),
+        }.get(kind, (LocalFileWriter, "write_at"))
+        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    begin = time.monotonic()
+    try:
+        if kind == "consolidate":
+            osl.consolidate(target, options=osl.WriteOptions(max_file_bytes=200_000))
+        elif kind == "convert":
+            options = osl.ConvertOptions(memory_budget_bytes=1 << 20)
+            osl.convert(path, target, format="hf", overwrite=True, options=options)
+        elif kind == "capture":
+            import orbax.checkpoint as ocp
+            handler = osl.SafetensorsCheckpointHandler()
+            handler.save(target, ocp.args.StandardSave(tree))
+        else:
+            options = osl.WriteOptions(layout="sharded")
+            osl.save(target, tree, overwrite=True, options=options)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = "no error"
+    return found, time.monotonic() - begin, sorted(osl.load(target)) == sorted(tree)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "process"),
+    [
+        ("write", 1),
+        ("capture", 1),
+        ("convert", 1),
+        pytest.param("plan", 2, marks=pytest.mark.soak),
+        pytest.param("consolidate", 1, marks=pytest.mark.soak),
+    ],
+)
+def test_a_process_that_is_killed_is_named_within_seconds(tmp_path, source, kind, process):
+    """`jax.distributed` notices after 100 s, and then ends everything."""
+    results = run_processes(
+        KILLED,
+        processes=3,
+        devices=1,
+        lost=process,
+        path=str(source),
+        target=str(tmp_path / "target"),
+        kind=kind,
+        process=process,
+    )
+    for text, seconds, whole in (one for one in results if one is not None):
+        assert f"PeerError: process {process} failed while " in text
+        assert "no sign of life" in text
+        assert seconds < 60
+        assert whole
+
+
 MEMORY = (
     PRELUDE
     + """

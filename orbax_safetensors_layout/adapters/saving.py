@@ -78,7 +78,7 @@ class ItemSave:
         dtypes: Sequence[Any] | None = None,
     ) -> None:
         self._retries = options.retries
-        self._group = save_group(os.fspath(folder), options)
+        self._group = save_group(folder, options)
         with _turns_lock:
             self._turn = _turns.setdefault(os.fspath(folder), _Turn())
         with self._turn.lock:

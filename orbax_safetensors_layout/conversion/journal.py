@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
+from orbax_safetensors_layout.storage.local_write import storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
-_PUBLISHING = "publishing.json"
-_VERSION = 1
+_VERSION = 2
 
 
 class Journal:
@@ -66,47 +64,6 @@ class Journal:
                 )
         return {line["group"]: line["digests"] for line in groups}
 
-    def is_ours(self) -> bool:
-        """Whether it is the journal of this conversion."""
-        try:
-            return bool(self.read())
-        except SafetensorsLayoutError:
-            return False
-
-    def note_publishing(self, finished: str) -> None:
-        """Notes, before a finished folder is put in its place, which one it is.
-
-        Args:
-            finished: The folder.
-        """
-        file = os.path.join(self._folder, _PUBLISHING)
-        with storage_errors("can not write the journal", file):
-            fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            try:
-                os.write(fd, json.dumps(_inodes(finished)).encode())
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        flush_folder(self._folder)
-
-    def is_publishing(self, folder: str | None = None) -> bool:
-        """Whether a finished folder was about to be put in its place.
-
-        Args:
-            folder: If given, whether it is this one, wherever it stood then.
-        """
-        try:
-            with open(os.path.join(self._folder, _PUBLISHING), encoding="utf-8") as file:
-                noted = json.load(file)
-            return folder is None or noted.items() <= _inodes(folder).items()
-        except (OSError, ValueError):  # not begun, or cut off by a crash
-            return False
-
-    def forget_publishing(self) -> None:
-        """Drops that note: the finished folder is written to again."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._folder, _PUBLISHING))
-
     def open(self, process: int) -> JournalWriter:
         """This process's file, to add to.
 
@@ -155,9 +112,3 @@ class JournalWriter:
     def close(self) -> None:
         """Closes the file."""
         os.close(self._fd)
-
-
-def _inodes(folder: str) -> dict[str, int]:
-    """The inodes of a folder and of all in it, which it keeps wherever it is moved."""
-    with os.scandir(folder) as entries:
-        return {"": os.stat(folder).st_ino} | {entry.name: entry.inode() for entry in entries}

@@ -13,21 +13,20 @@ from orbax_safetensors_layout.conversion.run import Limits, Report, convert_grou
 from orbax_safetensors_layout.conversion.source import Source, SourceArray
 from orbax_safetensors_layout.conversion.target import FINISHED, Target
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
-from orbax_safetensors_layout.save import save_group
+from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.publish import (
+    Claim,
     check_replaceable,
     claimed,
     partial_folder,
-    publish_folder,
-    restore_folder,
 )
 from orbax_safetensors_layout.transfer.coordination import Agreement
 from orbax_safetensors_layout.transfer.coordination import Group as Processes
 from orbax_safetensors_layout.transfer.progress import progress_callback
 
 _CHUNKS_IN_BUDGET = 4
+_UNFINISHED, _PUBLISHED = "unfinished", "published"
 
 
 class Conversion:
@@ -74,6 +73,7 @@ class Conversion:
         self._limits = Limits.of(options.memory_budget_bytes)
         self._workspace = partial_folder(folder, "convert")
         self._finished = os.path.join(self._workspace, FINISHED)
+        self._claim: Claim | None = None
         self._check_chunks()
         most = self._limits.block_bytes
         regions = [target.regions(leaf, most) for leaf in target.leaves]
@@ -99,36 +99,36 @@ class Conversion:
                 hint=f"Set memory_budget_bytes to {needed:,} or more.",
             )
 
-    def run(self, check: Callable[[], None], *, restart: bool) -> int:
+    def run(self, group: Processes, check: Callable[[], None], *, restart: bool) -> int:
         """Runs it.
 
         Args:
+            group: The processes.
             check: Refuses a target that may not be replaced.
             restart: Drop what an interrupted run has done.
 
         Returns:
             Bytes that an interrupted run had written.
         """
-        wait = WriteOptions(timeout_seconds=self._options.timeout_seconds)
-        with (
-            save_group(self._folder, wait, "convert") as group,
-            contextlib.ExitStack() as claim,
-        ):
+        with contextlib.ExitStack() as stack:
             agreed = Agreement(
                 f"{self._journal.digest} {self._options.verify} {restart}",
                 f"{len(self.groups)} groups",
                 "All processes must convert the same checkpoint with the same arguments.",
             )
             group.meet("agreeing on what is converted", agree=agreed)
+            is_published = False
 
             def prepare() -> None:
-                claim.enter_context(claimed(f"{self._workspace}.lock"))
-                self._prepare(check, restart)
+                nonlocal is_published
+                self._claim = stack.enter_context(claimed(self._folder))
+                is_published = not restart and self._claim.was_published(self._journal.digest)
+                if not is_published:
+                    self._prepare(self._claim, check, restart)
 
             _together(group, "preparing the folder", prepare, leader_only=True)
-            if self._is_published():
-                group.meet("reading the journal")  # before it is removed
-                _together(group, "cleaning up", self._clean, leader_only=True)
+            state = _PUBLISHED if is_published else _UNFINISHED
+            if group.meet("looking at what an earlier call has done", tell=state) == _PUBLISHED:
                 return self.nbytes
             done = self._journal.read()
             group.meet("reading the journal")  # before anyone adds to it
@@ -140,13 +140,8 @@ class Conversion:
             _together(group, "publishing the checkpoint", self._publish, leader_only=True)
         return self.nbytes - sum(group.nbytes for group in left)
 
-    def _prepare(self, check: Callable[[], None], restart: bool) -> None:
-        restore_folder(self._folder, self._finished)
-        if self._is_spent():
-            if self._is_published() and not restart:
-                return
-            self._clean()
-        self._journal.forget_publishing()
+    def _prepare(self, claim: Claim, check: Callable[[], None], restart: bool) -> None:
+        claim.forget()
         check()
         check_replaceable(self._folder)
         with LocalStorage() as storage:
@@ -187,27 +182,13 @@ class Conversion:
             verify_groups(written, self.groups, done, processes, self._limits, report)
 
     def _publish(self) -> None:
+        assert self._claim is not None
         names = set(os.listdir(self._finished))
-        self._journal.note_publishing(self._finished)
-        publish_folder(
+        self._claim.publish(
             self._finished,
-            self._folder,
             is_replaced=lambda name: name in names or self._is_replaced(name),
+            made=self._journal.digest,
         )
-        self._clean()
-
-    def _is_spent(self) -> bool:
-        """Whether an earlier run has moved what it had finished, and ended before it cleaned up.
-
-        At `FINISHED` stands then nothing, or what was replaced.
-        """
-        return self._journal.is_publishing() and not self._journal.is_publishing(self._finished)
-
-    def _is_published(self) -> bool:
-        """Whether it was this conversion, and what it made still stands at its place."""
-        return self._journal.is_publishing(self._folder) and self._journal.is_ours()
-
-    def _clean(self) -> None:
         with LocalStorage() as storage:
             storage.remove(self._workspace)
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -27,33 +27,103 @@ from orbax_safetensors_layout.storage.local_write import (
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.storage.publish import FolderExchange
+from orbax_safetensors_layout.storage.publish import FolderExchange, aside_folder
 from orbax_safetensors_layout.units import MIB
 
 _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 _MAX_OPEN_FILES = 128
+_LIST_ATTEMPTS = 20
 _DIRECT_MIN_BYTES = 1 * MIB
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
+class _Folder:
+    """A folder as it was found: the same one, and what is in it, wherever it is moved.
+
+    A checkpoint is replaced by another folder in its place. Who has begun to read the old one reads
+    on in it, or is told when it is gone.
+
+    Args:
+        path: Where it is. Where two folders can not be exchanged, the old one stands for an
+            instant, or after a crash, at `aside_folder`, and is found there.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        OSError: It can not be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            self.fd = os.open(path, flags)
+            self._place = path
+        except FileNotFoundError:
+            self._place = aside_folder(os.path.realpath(path))
+            self.fd = os.open(self._place, flags)
+
+    def files(self) -> list[str]:
+        """Names of its files, and of links that lead nowhere: opening one says what is wrong."""
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            with os.scandir(fd) as entries:
+                return [e.name for e in entries if _is_file_or_broken_link(e, fd)]
+        finally:
+            os.close(fd)
+
+    def is_moved(self) -> bool:
+        """Whether it stands no longer where it was found, and perhaps is being removed."""
+        try:
+            return not os.path.samestat(os.stat(self._place), os.fstat(self.fd))
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class _Place(NamedTuple):
+    """Where a file is: its path, in a folder if that is known."""
+
+    name: str
+    folder: _Folder | None
+
+    def open(self, flags: int) -> int:
+        flags |= os.O_CLOEXEC
+        return os.open(self.name, flags, dir_fd=None if self.folder is None else self.folder.fd)
+
+
 class _OpenFile:
     """A descriptor, and what the file was when it was opened."""
 
-    __slots__ = ("direct_fd", "fd", "identity", "lock", "mapped", "name", "probe_fd", "users")
+    __slots__ = (
+        "_place",
+        "direct_fd",
+        "fd",
+        "identity",
+        "lock",
+        "mapped",
+        "name",
+        "probe_fd",
+        "users",
+    )
 
-    def __init__(self, name: str, lock: threading.Lock) -> None:
+    def __init__(self, name: str, place: _Place, lock: threading.Lock) -> None:
         try:
-            self.fd = os.open(name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self.fd = place.open(os.O_RDONLY)
         except FileNotFoundError as error:
+            if place.folder is not None and place.folder.is_moved():
+                raise _replaced(name) from error
             raise CheckpointNotFoundError("no such file", file=name) from error
         except OSError as error:
             raise StorageError("can not open the file", file=name, found=error.strerror) from error
         stat = os.fstat(self.fd)
         self.name = name
-        self.identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        self._place = place
+        self.identity = _identity(stat)
         # Opened when first needed; -1 where the system has no such thing.
         self.probe_fd: int | None = None
         self.direct_fd: int | None = None
@@ -76,7 +146,7 @@ class _OpenFile:
     def reopen(self, flags: int) -> int:
         """Another descriptor of the same file; -1 where the flags are not supported."""
         try:
-            fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | flags)
+            fd = self._place.open(os.O_RDONLY | flags)
         except OSError:
             return -1
         stat = os.fstat(fd)
@@ -102,7 +172,8 @@ class LocalStorage:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, _OpenFile] = {}
-        self._identities: dict[str, tuple[int, int, int, int]] = {}
+        self._folders: dict[str, _Folder] = {}
+        self._identities: dict[str, _Identity] = {}
         self._scratch = DirectScratch()
         self._probes = bool(_NOWAIT and _O_DIRECT)
         self._closed = False
@@ -119,16 +190,23 @@ class LocalStorage:
         return os.path.isfile(path)
 
     def list(self, folder: str) -> list[str]:
+        """Names of the files in a folder; from then on files are read from that same folder."""
+        is_first = folder not in self._folders
         try:
-            with os.scandir(folder) as entries:
-                # A link that leads nowhere is listed: opening it says what is wrong.
-                return sorted(e.name for e in entries if _is_file_or_broken_link(e))
+            for _ in range(_LIST_ATTEMPTS if is_first else 1):
+                found = self._folder(folder)
+                names = found.files()
+                if not found.is_moved():
+                    return sorted(names)
+                if is_first:  # what is being removed may have lost files already
+                    self._forget(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise StorageError(
                 "can not list the folder", file=folder, found=error.strerror
             ) from error
+        raise _replaced(folder)
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
@@ -185,6 +263,24 @@ class LocalStorage:
         with self._handle(file) as handle:
             self._check_unchanged(handle, 0, handle.identity[2])
 
+    def check_current(self) -> None:
+        """Checks that the files that were read from a folder are those that stand in it together.
+
+        Raises:
+            StorageError: One has been replaced since, or written to.
+        """
+        with self._lock:
+            for file, seen in self._identities.items():
+                name, folder = self._place(file)
+                if folder is None:
+                    continue
+                try:
+                    found = _identity(os.stat(name, dir_fd=folder.fd))
+                except OSError:  # the folder has been replaced since, or removed
+                    continue
+                if found != seen:
+                    raise _changed(file, seen, found)
+
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         return LocalFileWriter(file, size, durable=durable)
 
@@ -204,6 +300,7 @@ class LocalStorage:
         return FolderExchange(target, self, rank)
 
     def remove(self, path: str) -> None:
+        self._forget(path)
         with storage_errors("can not remove", path), contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -218,7 +315,10 @@ class LocalStorage:
             self._closed = True
             for handle in self._open.values():
                 handle.close()
+            for folder in self._folders.values():
+                folder.close()
             self._open.clear()
+            self._folders.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -252,18 +352,33 @@ class LocalStorage:
             self._open.pop(name).close()
         return len(surplus)
 
+    def _folder(self, path: str) -> _Folder:
+        """The folder at a path, the same one for as long as this storage is open."""
+        with self._lock:
+            if path not in self._folders:
+                self._folders[path] = _Folder(path)
+            return self._folders[path]
+
+    def _forget(self, path: str) -> None:
+        with self._lock:
+            for name in [n for n in self._folders if n == path or n.startswith(path + "/")]:
+                self._folders.pop(name).close()
+
+    def _place(self, file: str) -> _Place:
+        """A file in the folder that was listed, if one was, or one above that was."""
+        folder = os.path.dirname(file)
+        while folder not in self._folders:
+            if folder in ("", "/"):
+                return _Place(file, None)
+            folder = os.path.dirname(folder)
+        return _Place(os.path.relpath(file, folder), self._folders[folder])
+
     def _reopen(self, file: str) -> _OpenFile:
-        handle = _OpenFile(file, self._lock)
+        handle = _OpenFile(file, self._place(file), self._lock)
         seen = self._identities.setdefault(file, handle.identity)
         if seen != handle.identity:
             handle.close()
-            raise StorageError(
-                "the file was replaced while it was read",
-                file=file,
-                expected=f"{seen[2]} bytes, unchanged since its header was read",
-                found=f"{handle.identity[2]} bytes, another inode or modification time",
-                hint="Load again when nothing writes to the checkpoint.",
-            )
+            raise _changed(file, seen, handle.identity)
         return handle
 
     def _check_unchanged(self, handle: _OpenFile, offset: int, total: int) -> None:
@@ -341,16 +456,49 @@ class LocalStorage:
             return handle.direct_fd
 
 
+_Identity = tuple[int, int, int, int]
+
+
+def _identity(stat: os.stat_result) -> _Identity:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _changed(file: str, seen: _Identity, found: _Identity) -> StorageError:
+    return StorageError(
+        "the file was replaced while it was read",
+        file=file,
+        expected=f"{seen[2]} bytes, unchanged since its header was read",
+        found=f"{found[2]} bytes, another inode or modification time",
+        hint="Load again when nothing writes to the checkpoint.",
+    )
+
+
+def _replaced(file: str) -> StorageError:
+    return StorageError(
+        "the checkpoint was replaced, or removed, while it was read",
+        file=file,
+        hint="Load again.",
+    )
+
+
 def _no_descriptor_left(error: StorageError) -> bool:
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
-def _is_file_or_broken_link(entry: os.DirEntry[str]) -> bool:
+def _is_file_or_broken_link(entry: os.DirEntry[str], folder: int) -> bool:
     try:
-        return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
+        return entry.is_file() or (entry.is_symlink() and not _leads_somewhere(entry.name, folder))
     except OSError:  # a link to itself
         return True
+
+
+def _leads_somewhere(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _read_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> int:

@@ -7,10 +7,12 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from absl import logging
 
@@ -20,7 +22,6 @@ from orbax_safetensors_layout.storage.local_write import flush_folder, storage_e
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_OLD_SUFFIX = ".old"
 
 
 class FolderExchange:
@@ -41,28 +42,151 @@ class FolderExchange:
         self.folder = partial_folder(self.target)
         self._storage = storage
         self._rank = rank
-        self._claim = contextlib.ExitStack()
+        self._claim: Claim | None = None
+        self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
-        self._claim.enter_context(claimed(f"{self.folder}.lock"))
-        self._claim.callback(self._remove_partial)
-        restore_folder(self.target, self.folder)
+        self._claim = self._stack.enter_context(claimed(self.target))
+        self._stack.callback(self._remove_partial)
 
     def prepare(self) -> None:
         check_replaceable(self.target)
-        self._storage.remove(self.folder)
         self._storage.make_folder(self.folder)
 
     def publish(self) -> None:
+        assert self._claim is not None
         rank = self._rank
-        publish_folder(self.folder, self.target, is_replaced=lambda name: rank(name) is not None)
+        self._claim.publish(self.folder, is_replaced=lambda name: rank(name) is not None)
 
     def end(self) -> None:
-        self._claim.close()
+        self._stack.close()
 
     def _remove_partial(self) -> None:
         with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
             self._storage.remove(self.folder)
+
+
+class Claim:
+    """The right to replace a folder, held by a lock file beside it; `claimed` gives it.
+
+    The lock goes with its holder, but the file stays when the holder is killed. It then tells which
+    finished folder was about to take the place: whoever comes next knows whether that has happened,
+    and what is left to be removed.
+
+    Args:
+        folder: The folder.
+        fd: The lock file.
+    """
+
+    def __init__(self, folder: str, fd: int) -> None:
+        self._folder = folder
+        self._fd = fd
+        self._note = self._read()
+
+    def settle(self) -> None:
+        """Puts back, or removes, what a holder that was killed left beside the folder.
+
+        Raises:
+            StorageError: It can not be put back or removed.
+        """
+        with storage_errors("can not put in order what a crash left", self._folder):
+            aside = aside_folder(self._folder)
+            if os.path.isdir(aside):
+                if os.path.isdir(self._folder):
+                    shutil.rmtree(aside)
+                else:
+                    os.rename(aside, self._folder)
+            _remove_tree(partial_folder(self._folder))
+            if self._note is not None and not self._is_at(self._beside(self._note.finished)):
+                # At its place stands nothing, or what it was exchanged for.
+                _remove_tree(self._beside(self._note.workspace))
+
+    def was_published(self, made: str | None = None) -> bool:
+        """Whether a holder that was killed had put a folder in the place, where it still stands.
+
+        Args:
+            made: What it made, as given to `publish`; None for whatever it was.
+        """
+        note = self._note
+        return note is not None and made in (None, note.made) and self._is_at(self._folder)
+
+    def forget(self) -> None:
+        """Drops what the file tells of a holder that was killed: the folder will be replaced."""
+        self._note = None
+        os.ftruncate(self._fd, 0)
+
+    def publish(self, finished: str, *, is_replaced: Callable[[str], bool], made: str = "") -> None:
+        """Puts a finished folder in the place, as `publish_folder`, in a way that is remembered.
+
+        Args:
+            finished: The finished folder, beside the other or in a folder beside it.
+            is_replaced: As for `publish_folder`.
+            made: What it is, for `was_published`.
+
+        Raises:
+            StorageError: A step failed.
+        """
+        with storage_errors("can not note what is about to be published", self._folder):
+            name = os.path.relpath(finished, os.path.dirname(self._folder))
+            self._note = _Note(name, made, _inodes(finished))
+            data = json.dumps(self._note._asdict()).encode()
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, data, 0)
+            os.fsync(self._fd)
+        flush_folder(os.path.dirname(self._folder))
+        publish_folder(finished, self._folder, is_replaced=is_replaced)
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether nothing is left beside the folder that the file tells of."""
+        return self._note is None or not os.path.exists(self._beside(self._note.workspace))
+
+    def _beside(self, name: str) -> str:
+        return os.path.join(os.path.dirname(self._folder), name)
+
+    def _is_at(self, folder: str) -> bool:
+        """Whether the folder that was about to be published is this one."""
+        assert self._note is not None
+        try:
+            return self._note.inodes.items() <= _inodes(folder).items()
+        except OSError:
+            return False
+
+    def _read(self) -> _Note | None:
+        try:
+            data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+            return _Note(**json.loads(data))
+        except (OSError, ValueError, TypeError):  # nothing was noted, or a crash cut it off
+            return None
+
+
+class _Note(NamedTuple):
+    """What was about to be published.
+
+    Attributes:
+        finished: The finished folder, relative to the one that holds it and the target.
+        made: What it is.
+        inodes: Inodes of it and of all in it, which it keeps wherever it is moved.
+    """
+
+    finished: str
+    made: str
+    inodes: dict[str, int]
+
+    @property
+    def workspace(self) -> str:
+        """The folder beside the target that it was made in."""
+        return self.finished.split(os.sep)[0]
+
+
+def _inodes(folder: str) -> dict[str, int]:
+    with os.scandir(folder) as entries:
+        return {"": os.stat(folder).st_ino} | {entry.name: entry.inode() for entry in entries}
+
+
+def _remove_tree(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
@@ -71,7 +195,7 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
     What the old folder holds besides the files that are replaced stands in the new one, too, also
     what somebody puts there meanwhile. A crash at any moment leaves the old or the new folder
     complete at `folder`; on systems that can not exchange two names, for an instant none, with
-    both complete beside it.
+    the old one at `aside_folder` and the new one still at `finished`.
 
     Args:
         finished: The new folder, beside the old one.
@@ -93,12 +217,12 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
             if not is_replaced(name):
                 link_tree(os.path.join(folder, name), os.path.join(finished, name))
         here = _current_folder()
-        old = _replace(finished, folder)
-        for name in os.listdir(old):
+        _replace(finished, folder)
+        for name in os.listdir(finished):
             if not is_replaced(name):
-                _bring(os.path.join(old, name), os.path.join(folder, name))
+                _bring(os.path.join(finished, name), os.path.join(folder, name))
         flush_folder(parent)  # before the old folder goes
-        _remove_old(old, folder)
+        _remove_old(finished, folder)
         # A program that works in the folder goes on in the new one.
         if here == folder or here.startswith(folder + os.sep):
             with contextlib.suppress(OSError):
@@ -131,27 +255,65 @@ def partial_folder(folder: str, purpose: str = "save") -> str:
         folder: The folder.
         purpose: What makes it; each has a folder of its own.
     """
+    return _hidden(folder, f"partial-{purpose}")
+
+
+def aside_folder(folder: str) -> str:
+    """Where a folder stands for an instant while it is replaced, if two can not be exchanged.
+
+    Args:
+        folder: The folder, as `os.path.realpath` gives it.
+    """
+    return _hidden(folder, "old")
+
+
+def _hidden(folder: str, what: str) -> str:
     parent, name = os.path.split(folder)
     tag = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return os.path.join(parent, f".{tag}.partial-{purpose}")
+    return os.path.join(parent, f".{tag}.{what}")
 
 
 @contextlib.contextmanager
-def claimed(path: str) -> Iterator[None]:
-    """Holds a lock file, which goes with the process if it dies, and is removed at the end.
+def claimed(folder: str) -> Iterator[Claim]:
+    """Claims a folder that is to be replaced, and puts in order what a crash left beside it.
+
+    Args:
+        folder: The folder, as `os.path.realpath` gives it.
 
     Raises:
         StorageError: Another process, or thread, holds it.
     """
+    path = _hidden(folder, "lock")
     with storage_errors("can not begin to save", path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         fd = _locked(path)
+    claim = Claim(folder, fd)
     try:
-        yield
+        claim.settle()
+        yield claim
     finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        if claim.leaves_nothing:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         os.close(fd)
+
+
+def finish_interrupted(folder: str) -> bool:
+    """Removes what is left of a save to a folder that was killed after it had become visible.
+
+    Args:
+        folder: The folder, as `os.path.realpath` gives it.
+
+    Returns:
+        Whether there was one, and what it had put there still stands.
+
+    Raises:
+        StorageError: A save to it is running.
+    """
+    if not os.path.exists(_hidden(folder, "lock")):
+        return False
+    with claimed(folder) as claim:
+        return claim.was_published()
 
 
 def _locked(path: str) -> int:
@@ -174,35 +336,19 @@ def _locked(path: str) -> int:
         os.close(fd)  # its holder has just removed it
 
 
-def restore_folder(folder: str, partial: str) -> None:
-    """Puts back a folder that a crash left beside its place, on systems without exchange.
-
-    Args:
-        folder: Where it belongs.
-        partial: The folder of the save that crashed.
-    """
-    old = f"{partial}{_OLD_SUFFIX}"
-    if os.path.isdir(old):
-        with storage_errors("can not put back what a crash left", folder):
-            if os.path.isdir(folder):
-                shutil.rmtree(old)
-            else:
-                os.rename(old, folder)
-
-
-def _replace(finished: str, folder: str) -> str:
-    """Puts the new folder in the place of the old one, and tells where that is now."""
+def _replace(finished: str, folder: str) -> None:
+    """Exchanges the new folder for the old one, by renames where the system can do no better."""
     if _exchange(finished, folder):
-        return finished
-    old = f"{finished}{_OLD_SUFFIX}"
-    shutil.rmtree(old, ignore_errors=True)  # of a crash; the folder itself is there
-    os.rename(folder, old)
+        return
+    aside = aside_folder(folder)
+    shutil.rmtree(aside, ignore_errors=True)  # of a crash; the folder itself is there
+    os.rename(folder, aside)
     try:
         os.rename(finished, folder)
     except BaseException:
-        os.rename(old, folder)
+        os.rename(aside, folder)
         raise
-    return old
+    os.rename(aside, finished)
 
 
 def _remove_old(old: str, folder: str) -> None:

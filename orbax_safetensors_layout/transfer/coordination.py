@@ -11,6 +11,7 @@ import json
 import threading
 import time
 import urllib.parse
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, Self
@@ -82,7 +83,6 @@ class Group:
         store: What they share; not needed by a single process.
         timeout_seconds: How long a step waits for the others.
         purpose: What they do: operations of one purpose have the same order on all processes.
-        watched: Whether a process that was killed is noticed before that.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class Group:
         timeout_seconds: float,
         *,
         purpose: str = "save",
-        watched: bool = False,
     ) -> None:
         self.process_index = process_index
         self.process_count = process_count
@@ -112,8 +111,10 @@ class Group:
         self._failed = False
         self._announced = -1
         self._next_check_seconds = 0.0
-        self._watched = watched and store is not None and process_count > 1
         self._pulse: pulse.Pulse | None = None
+        if store is not None and process_count > 1:
+            self._pulse = pulse.Pulse(store, f"{self._key}/pulse", process_index)
+            weakref.finalize(self, self._pulse.end)  # of an operation that is given up
 
     @classmethod
     def alone(cls) -> Self:
@@ -121,8 +122,6 @@ class Group:
         return cls("", 0, 1, None, 1.0)
 
     def __enter__(self) -> Self:
-        if self._watched and self._store is not None:
-            self._pulse = pulse.Pulse(self._store, f"{self._key}/pulse", self.process_index)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -260,12 +259,14 @@ class Group:
 
     def _lost(self, said: list[dict[str, Any]]) -> dict[str, Any] | None:
         """The failure of a process that was killed: it has not come, and gives no sign of life."""
-        silent = set() if self._pulse is None else self._pulse.silent()
-        silent -= {one["process"] for one in said}
+        silent = self._silent() - {one["process"] for one in said}
         if not silent:
             return None
         text = f"no sign of life for {pulse.SILENCE_SECONDS:g} s; it was probably killed"
         return {"process": min(silent), "error": text}
+
+    def _silent(self) -> set[int]:
+        return set() if self._pulse is None else self._pulse.silent()
 
     def _peer_error(self, verdict: dict[str, Any], doing: str) -> PeerError:
         process, error = verdict["process"], verdict["error"]
@@ -278,11 +279,13 @@ class Group:
                 self._store.set(f"{self._key}/left/{self.process_index}", "")
 
     def await_others(self, timeout_seconds: float = 30) -> None:
-        """Waits until all have left, or for some time, before what they work on is removed."""
+        """Waits until all that live have left, or for some time, to remove what they work on."""
         deadline = time.monotonic() + timeout_seconds
         while self._store is not None and self.process_count > 1:
             with contextlib.suppress(Exception):
-                if len(self._store.list(f"{self._key}/left/")) >= self.process_count:
+                keys = self._store.list(f"{self._key}/left/")
+                left = {int(key.rpartition("/")[2]) for key in keys}
+                if len(left | self._silent()) >= self.process_count:
                     return
             if time.monotonic() > deadline:
                 return

@@ -47,9 +47,13 @@ class Pulse:
         self._thread = threading.Thread(target=self._beat, name="safetensors-pulse", daemon=True)
         self._thread.start()
 
+    def end(self) -> None:
+        """Lets the thread end."""
+        self._stopped.set()
+
     def stop(self) -> None:
         """Ends the thread."""
-        self._stopped.set()
+        self.end()
         self._thread.join(SILENCE_SECONDS)
 
     def silent(self) -> set[int]:
