@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint import checkpoint_args
+from orbax.checkpoint._src.futures.future import CommitFuture
+from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 from orbax.checkpoint._src.handlers import composite_checkpoint_handler
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
+from orbax.checkpoint._src.path import atomicity
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 from orbax.checkpoint.experimental.v1._src.handlers import registration, resolution
 from orbax.checkpoint.experimental.v1._src.handlers.registration import NoEntryError
@@ -47,10 +50,12 @@ __all__ = [
     "STATE",
     "STEP_INDICATOR",
     "STEP_METADATA",
+    "CommitFuture",
     "Hooks",
     "NoEntryError",
     "PartialSave",
     "add_args",
+    "folders_being_made",
     "get_context",
     "get_hooks",
     "get_safetensors_layout",
@@ -179,3 +184,29 @@ def add_args(kind: type, args: Sequence[type]) -> None:
                 registry.add(item_name, one, handler)
 
     composite_checkpoint_handler._add_to_handler_registry_from_global_registry = register_all
+
+
+_making: dict[str, list[Any]] = {}  # by the operation, of which the last counts
+_create_all_async = atomicity.create_all_async
+
+
+def _create_and_remember(*args: Any, **kwargs: Any) -> Any:
+    made = _create_all_async(*args, **kwargs)
+    operation = OperationIdGenerator.get_current_operation_id()
+    if operation not in _making:
+        _making.clear()
+    _making.setdefault(operation, []).append(made)
+    return made
+
+
+atomicity.create_all_async = _create_and_remember
+
+
+def folders_being_made() -> Sequence[Any]:
+    """Futures of the folders that Orbax v0 is making in the background for the current operation.
+
+    Handlers are told only when the folders are there: if one can not be made, they wait until
+    `coordination_timeout`, five minutes. Where Orbax makes none in the background it is empty, on
+    all processes; those that make none have futures that are done.
+    """
+    return tuple(_making.get(OperationIdGenerator.get_current_operation_id(), ()))

@@ -60,6 +60,7 @@ class ItemSave:
         mapping: What its leaves are made of, as for `osl.save`.
         custom: A JSON value to keep with it.
         dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
+        making: What `write` waits for until the folder is there, if it is not.
 
     Raises:
         ValueError: The tree is an empty container.
@@ -76,8 +77,10 @@ class ItemSave:
         mapping: LeafMapping | None = None,
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
+        making: Sequence[Any] = (),
     ) -> None:
         self._retries = options.retries
+        self._making = making
         self._group = save_group(folder, options)
         with _turns_lock:
             self._turn = _turns.setdefault(os.fspath(folder), _Turn())
@@ -114,8 +117,25 @@ class ItemSave:
         return future
 
     def _write(self, folder: _PathLike) -> None:
-        storage, target = open_storage(folder, retries=self._retries)
-        with self._turn.lock, storage, self._group:
-            if self._turn.newest != self._group.number:
-                raise StorageError("a later save to this folder has begun", file=target)
-            self._prepared.write(target, group=self._group, storage=storage, documents=_DOCUMENTS)
+        with self._group:
+            self._await_folder(folder)
+            storage, target = open_storage(folder, retries=self._retries)
+            with self._turn.lock, storage:
+                if self._turn.newest != self._group.number:
+                    raise StorageError("a later save to this folder has begun", file=target)
+                self._prepared.write(
+                    target, group=self._group, storage=storage, documents=_DOCUMENTS
+                )
+
+    def _await_folder(self, folder: _PathLike) -> None:
+        """Waits until Orbax has made the folder; where it cannot, all processes fail."""
+        if not self._making:
+            return
+        with self._group.together("making the folder"):
+            try:
+                for made in self._making:
+                    made.result()
+            except OSError as error:
+                raise StorageError(
+                    "the folder cannot be made", file=os.fspath(folder), found=error
+                ) from error

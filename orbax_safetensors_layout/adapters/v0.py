@@ -37,6 +37,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -116,12 +117,13 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         self.last_step = os.path.dirname(os.fspath(directory))
+        making = _orbax.folders_being_made()
         try:
-            save = self._begin(directory, args)
+            save = self._begin(directory, args, making)
         except BaseException:
             await asyncio.to_thread(settle)
             raise
-        commit = _commit(save, directory)
+        commit = _commit(save, directory, at_once=bool(making))
         if not save.is_captured:
             await asyncio.to_thread(_wait_captured, save, commit)
         return [commit]
@@ -135,7 +137,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         """
         _commit(self._begin(directory, args), directory).result()
 
-    def _begin(self, directory: os.PathLike[str], args: Any) -> ItemSave:
+    def _begin(
+        self, directory: os.PathLike[str], args: Any, making: Sequence[Any] = ()
+    ) -> ItemSave:
         return ItemSave(
             directory,
             args.item,
@@ -143,6 +147,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             mapping=self._mapping_of(args),
             custom=getattr(args, "custom_metadata", None),
             dtypes=leaf_dtypes(args),
+            making=making,
         )
 
     def _mapping_of(self, args: Any) -> LeafMapping | None:
@@ -196,13 +201,15 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         return v0_metadata.describe(directory, Contents.read(directory, self._mapping_of(None)))
 
 
-def _commit(save: ItemSave, directory: os.PathLike[str]) -> future.Future:
-    """Starts the background phase, for the operation that Orbax has begun."""
+def _commit(save: ItemSave, directory: os.PathLike[str], *, at_once: bool = False) -> future.Future:
+    """Starts the background phase: `at_once`, or when Orbax tells that the folder is there."""
 
     async def write() -> None:
         save.write(directory)  # the thread is its own
 
-    return future.CommitFutureAwaitingContractedSignals(write(), name="safetensors_save")
+    kind: Any = _orbax.CommitFuture if at_once else future.CommitFutureAwaitingContractedSignals
+    found: future.Future = kind(write(), name="safetensors_save")
+    return found
 
 
 def settle() -> None:
