@@ -179,7 +179,7 @@ def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -
             raise
         told(error)
     names = [] if storage.is_file(path) else storage.list(path)
-    return Survey([join(path, name) for name in names if name.endswith(SUFFIX)])
+    return Survey(path, [join(path, name) for name in names if name.endswith(SUFFIX)])
 
 
 def _kind(entry: TensorEntry) -> str:

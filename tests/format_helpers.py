@@ -89,6 +89,11 @@ class MemoryStorage:
         names = (path.removeprefix(prefix) for path in self.files if path.startswith(prefix))
         return sorted(name for name in names if "/" not in name)
 
+    def folders(self, folder: str) -> list[str]:
+        prefix = folder.rstrip("/") + "/"
+        names = (path.removeprefix(prefix) for path in self.files if path.startswith(prefix))
+        return sorted({name.partition("/")[0] for name in names if "/" in name})
+
     def modified_seconds(self, file: str) -> float:
         return 0.0
 

@@ -116,6 +116,9 @@ def test_listing_and_looking(place):
     storage, folder = opened(place)
     with storage:
         assert storage.list(folder) == ["a", "b", "with space"]
+        assert storage.folders(folder) == ["folder", "folder2"]
+        assert storage.folders(join(folder, "folder")) == ["deep"]
+        assert storage.folders(join(folder, "gone")) == []
         assert storage.list(join(folder, "folder")) == ["c"]
         assert storage.list(join(folder, "fold")) == []
         assert storage.list(join(folder, "gone")) == []

@@ -11,10 +11,10 @@ from orbax_safetensors_layout.adapters.orbax_source import OrbaxSource
 from orbax_safetensors_layout.conversion.location import Location
 from orbax_safetensors_layout.conversion.source import SafetensorsSource, Source
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.format.nearby import USUAL_ITEMS
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")
-_USUAL_ITEMS = ("default", "state")
 
 
 def locate(path: str, *, step: int | None = None, item: str | None = None) -> Location:
@@ -32,7 +32,7 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Lo
     if item is None and _is_tree(folder):
         return Location(folder, not is_safetensors_checkpoint(folder), None)
     items = [name for name in _folders(folder) if _is_tree(os.path.join(folder, name))]
-    usual = [name for name in _USUAL_ITEMS if name in items]
+    usual = [name for name in USUAL_ITEMS if name in items]
     chosen = [item] if item is not None else items if len(items) == 1 else usual
     found = next((name for name in chosen if name in items), None)
     if found is None:

@@ -31,7 +31,7 @@ class Catalog:
     """What a checkpoint holds. Safe to use from many threads; `open` makes one.
 
     Attributes:
-        path: The file or folder that was opened, in the storage's own terms.
+        path: The file or folder that holds it, in the storage's own terms.
         storage: Where its files are read from.
         files: Paths of the `.safetensors` files that count, sorted.
         names: Names of all tensors: in the order of the index if there is one, else file by file in
@@ -83,7 +83,8 @@ class Catalog:
 
         In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
         only other `*.safetensors.index.json`: files that it does not name are ignored. Without an
-        index all `.safetensors` files directly in the folder count, and all headers are read.
+        index all `.safetensors` files directly in the folder count, and all headers are read. Of a
+        step that Orbax made, the only item of safetensors files is opened, or `default` or `state`.
 
         Args:
             path: A `.safetensors` file, or a folder.
@@ -104,10 +105,11 @@ class Catalog:
         else:
             text = os.fspath(path)
         try:
+            found = survey(storage, text)
             return cls(
-                text,
+                found.path,
                 storage=storage,
-                survey=survey(storage, text),
+                survey=found,
                 owns_storage=owns_storage,
                 concurrency=concurrency,
             )

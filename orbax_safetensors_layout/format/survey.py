@@ -29,6 +29,13 @@ from orbax_safetensors_layout.format.manifest import (
     Manifest,
     parse_manifest,
 )
+from orbax_safetensors_layout.format.nearby import (
+    ORBAX_ITEM,
+    ORBAX_STEP,
+    checkpoints_below,
+    has_safetensors,
+    item_of_step,
+)
 from orbax_safetensors_layout.format.telling import Tell, refuse
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
@@ -36,11 +43,10 @@ from orbax_safetensors_layout.storage.resolve import open_storage
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
-_ORBAX_HINTS = {
-    "_METADATA": "Orbax saved it in its own format: restore it with Orbax's own handlers, for"
-    " instance a manager without `handler_registry`, or make safetensors of it with `osl.convert`.",
-    "_CHECKPOINT_METADATA": "It is a step that Orbax saved: give the folder of an item in it.",
-}
+_IN_ORBAXS_FORMAT = (
+    "Orbax saved it in its own format: restore it with Orbax's own handlers, for instance a manager"
+    " without `handler_registry`, or make safetensors of it with `osl.convert`."
+)
 
 
 def is_safetensors_checkpoint(
@@ -65,7 +71,7 @@ def is_safetensors_checkpoint(
         try:
             if storage.is_file(text):
                 return text.endswith(SUFFIX)
-            return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in _visible(storage, text))
+            return has_safetensors(_visible(storage, text))
         except CheckpointNotFoundError:
             return False
 
@@ -74,12 +80,14 @@ class Survey(NamedTuple):
     """What counts at a path.
 
     Attributes:
+        path: The file or folder that holds it.
         files: Paths of the `.safetensors` files.
         weights: The index of Hugging Face, where there is one.
         manifest_file: Path of the manifest, where there is one.
         manifest: The manifest itself, where it had to be read to know the files.
     """
 
+    path: str
     files: list[str]
     weights: WeightIndex | None = None
     manifest_file: str | None = None
@@ -87,7 +95,7 @@ class Survey(NamedTuple):
 
 
 def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
-    """Looks at what stands at a path.
+    """Looks at what stands at a path; of a step of Orbax at its safetensors item.
 
     Args:
         storage: Where it is.
@@ -108,7 +116,7 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
                 found=os.path.basename(path),
                 hint="Give the folder that holds the index." if path.endswith(".json") else None,
             )
-        return Survey([path])
+        return Survey(path, [path])
     names = _visible(storage, path)
     manifest_file = join(path, MANIFEST) if MANIFEST in names else None
     index_name = _index_name(names, path)
@@ -116,7 +124,7 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
         index_file = join(path, index_name)
         index = _read_index(storage, index_file)
         present = _present(storage, path, index.files, names, index_file, tell)
-        return Survey([join(path, name) for name in present], index, manifest_file)
+        return Survey(path, [join(path, name) for name in present], index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None:
         pieces = manifest.pieces.files
@@ -130,26 +138,32 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
                 hint=f"Remove '{MANIFEST}' and the pieces, or those files.",
             )
         present = _present(storage, path, pieces, names, join(path, MANIFEST), tell)
-        return Survey([join(path, name) for name in present], None, manifest_file, manifest)
+        return Survey(path, [join(path, name) for name in present], None, manifest_file, manifest)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
     _check_complete(names, path, tell)
     if files:
-        return Survey(files, None, manifest_file, manifest)
-    if names:
-        raise CheckpointNotFoundError(
-            f"the folder does not contain any '{SUFFIX}' files",
-            file=path,
-            expected=f"'{SUFFIX}' files directly in it",
-            found=listed(names),
-            hint=next((hint for name, hint in _ORBAX_HINTS.items() if name in names), _hint(path)),
-        )
+        return Survey(path, files, None, manifest_file, manifest)
+    if any(name in names for name in ORBAX_STEP):
+        item = item_of_step(storage, path)
+        if item is not None:
+            return survey(storage, join(path, item), tell=tell)
+    found = [*names, *(f"{name}/" for name in storage.folders(path))]
+    subject = "the folder" if found else "the path does not exist, or is a folder that"
     raise CheckpointNotFoundError(
-        f"the path does not exist, or is a folder that does not contain any '{SUFFIX}' files",
+        f"{subject} does not contain any '{SUFFIX}' files",
         file=path,
-        expected=f"a '{SUFFIX}' file, or a folder of them",
-        found="no file",
-        hint=_hint(path),
+        expected=f"a '{SUFFIX}' file, or a folder with '{SUFFIX}' files directly in it",
+        found=listed(found) or "no file",
+        hint=_IN_ORBAXS_FORMAT
+        if ORBAX_ITEM in names
+        else checkpoints_below(storage, path).hint() or _hint(path),
     )
+
+
+def _hint(path: str) -> str | None:
+    if not os.path.basename(path).startswith(("snapshots", "models--")):
+        return None
+    return "In the cache of the hub, give the folder of a commit: models--…/snapshots/<commit>."
 
 
 def _visible(storage: Storage, folder: str) -> list[str]:
@@ -158,12 +172,6 @@ def _visible(storage: Storage, folder: str) -> list[str]:
     An archive made on macOS has a `._model.safetensors` beside each `model.safetensors`.
     """
     return [name for name in storage.list(folder) if not name.startswith(".")]
-
-
-def _hint(path: str) -> str | None:
-    if not os.path.basename(path).startswith(("snapshots", "models--")):
-        return None
-    return "In the cache of the hub, give the folder of a commit: models--…/snapshots/<commit>."
 
 
 def _check_complete(names: Sequence[str], path: str, tell: Tell) -> None:

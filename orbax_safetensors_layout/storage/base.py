@@ -163,6 +163,10 @@ class Storage(RangeReader, Protocol):
         """Whether a file stands at `path`."""
         ...
 
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders directly in `folder`, sorted; empty where they cannot be listed."""
+        ...
+
     def list(self, folder: str) -> list[str]:
         """Names of the files directly in `folder`, sorted; empty if there is no such folder."""
         ...

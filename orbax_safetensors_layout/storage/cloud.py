@@ -90,18 +90,25 @@ class CloudStorage:
             return False
         return True
 
+    def folders(self, folder: str) -> list[str]:
+        key = self._key(folder)
+        prefixes = self._entries(key, folder)["common_prefixes"]
+        return sorted(path.removeprefix(f"{key}/").rstrip("/") for path in prefixes)
+
     def list(self, folder: str) -> list[str]:
         key = self._key(folder)
         prefix = f"{key}/" if key else ""
-        found = self._run(
-            lambda: obstore.list_with_delimiter(self._client(), key or None), "listing", folder
-        )
         names = []
-        for meta in found["objects"]:
+        for meta in self._entries(key, folder)["objects"]:
             if meta["path"].startswith(prefix):  # else it is what some tools put for the folder
                 names.append(meta["path"].removeprefix(prefix))
                 self._remember(f"{self._root}{meta['path']}", Seen.of(meta))
         return sorted(names)
+
+    def _entries(self, key: str, folder: str) -> Any:
+        return self._run(
+            lambda: obstore.list_with_delimiter(self._client(), key or None), "listing", folder
+        )
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False

@@ -46,6 +46,12 @@ class HubStorage(RemoteStorage):
     def is_file(self, path: str) -> bool:
         return self._within(path) in self._listed().files
 
+    def folders(self, folder: str) -> list[str]:
+        prefix = f"{self._within(folder)}/".lstrip("/")
+        inside = (name for name in self._listed().files if name.startswith(prefix))
+        names = (name.removeprefix(prefix) for name in inside)
+        return sorted({name.partition("/")[0] for name in names if "/" in name})
+
     def list(self, folder: str) -> list[str]:
         prefix = f"{self._within(folder)}/".lstrip("/")
         inside = (name for name in self._listed().files if name.startswith(prefix))

@@ -189,6 +189,13 @@ class LocalStorage:
     def is_file(self, path: str) -> bool:
         return os.path.isfile(path)
 
+    def folders(self, folder: str) -> list[str]:
+        try:
+            with os.scandir(folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except OSError:
+            return []
+
     def list(self, folder: str) -> list[str]:
         """Names of the files in a folder; from then on files are read from that same folder."""
         is_first = folder not in self._folders

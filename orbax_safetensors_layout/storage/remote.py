@@ -55,6 +55,9 @@ class RemoteStorage(abc.ABC):
     def is_file(self, path: str) -> bool: ...
 
     @abc.abstractmethod
+    def folders(self, folder: str) -> list[str]: ...
+
+    @abc.abstractmethod
     def list(self, folder: str) -> list[str]: ...
 
     def size(self, file: str) -> int:

@@ -74,6 +74,9 @@ class WebStorage(RemoteStorage):
         # Servers answer for folders, too: with a page, or with a refusal.
         return path.endswith(_FILE_SUFFIXES) and self._exists(path)
 
+    def folders(self, folder: str) -> list[str]:
+        return []
+
     def list(self, folder: str) -> list[str]:
         """Those of `PROBED` that are there."""
         with ThreadPoolExecutor(len(PROBED), "safetensors-probe") as pool:

@@ -1,0 +1,65 @@
+"""Folders that are no checkpoint: errors name those below; a step is read at its item."""
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoints import save
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.inspection import inspect
+
+
+def places(root, *folders):
+    for folder in folders:
+        save(root / folder, {"w": np.arange(4, dtype=np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("folders", "files", "told"),
+    [
+        (["8/default", "9/default", "10/default"], [], "10/default, 9/default, 8/default"),
+        (["unet", "vae", "text_encoder"], ["model_index.json"], "vae, unet, text_encoder"),
+        (["models--a--b/snapshots/c0ffee"], [], "models--a--b/snapshots/c0ffee"),
+        ([], [], None),
+    ],
+    ids=["steps", "components", "a cache of the hub", "nothing"],
+)
+def test_an_error_names_the_checkpoints_below_a_folder(tmp_path, folders, files, told):
+    root = tmp_path / "root"
+    root.mkdir()
+    places(root, *folders)
+    for name in files:
+        (root / name).write_text("{}")
+    for read in (osl.load, osl.metadata, osl.verify, inspect):
+        with pytest.raises(osl.CheckpointNotFoundError, match="does not contain any") as raised:
+            read(root)
+        text = str(raised.value)
+        assert ("Give a checkpoint below it" in text) == (told is not None)
+        assert told is None or f"Give a checkpoint below it: {told}." in text
+
+
+def test_what_orbax_saved_below_a_folder_is_told_apart(tmp_path):
+    (tmp_path / "3" / "params").mkdir(parents=True)
+    (tmp_path / "3" / "params" / "_METADATA").write_text("{}")
+    places(tmp_path, "4/default")
+    with pytest.raises(osl.CheckpointNotFoundError) as raised:
+        osl.load(tmp_path)
+    assert "Give a checkpoint below it: 4/default." in str(raised.value)
+    assert "In Orbax's own format stand below it: 3/params." in str(raised.value)
+
+
+def test_a_step_is_read_at_its_item(tmp_path):
+    with ocp.CheckpointManager(
+        tmp_path / "run", handler_registry=osl.handler_registry("default")
+    ) as manager:
+        manager.save(18, args=ocp.args.StandardSave({"w": np.arange(4.0)}))
+    step = tmp_path / "run" / "18"
+    assert osl.load(step)["w"].tolist() == [0, 1, 2, 3]
+    assert osl.metadata(step)["w"].shape == (4,)
+    assert inspect(step).total.tensors == 1
+    assert osl.verify(step).ok
+    places(step, "other")
+    assert osl.load(step)["w"].dtype == np.float64  # `default` is the usual item
+    (step / "default").rename(step / "another")
+    with pytest.raises(osl.CheckpointNotFoundError, match="other, another"):
+        osl.load(step)
