@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-import huggingface_hub
+import huggingface_hub.constants
 import numpy as np
 import pytest
 from hub_server import Hub, running_hub

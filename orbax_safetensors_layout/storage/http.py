@@ -1,7 +1,8 @@
 """HTTP/1.1 with kept connections; bodies are received straight into the caller's memory.
 
 On the standard library's client, by measurement: see docs/remote.md. Redirects are the caller's
-business.
+business. Every byte of an answer, its status line, interim answers, headers, body and trailers,
+is received by one reader with a deadline, which only bytes of the body extend.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import io
 import socket
 import ssl
 import threading
@@ -16,14 +18,16 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+from orbax_safetensors_layout.redaction import Sent
 from orbax_safetensors_layout.storage.base import Buffer
 from orbax_safetensors_layout.units import KIB
 
 _CONNECT_SECONDS = 20.0
 _SLOWEST_BYTES_PER_SECOND = 16 * KIB  # a longer body may take longer, but not come slower
 _MOST_DISCARDED_BYTES = 64 * KIB
+_LONGEST_DISCARD_SECONDS = 1.0
 _UNQUOTED = "%/:@!$&'()*+,;=~"
 _STALE = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError)
 """How a kept connection fails that the server has closed meanwhile."""
@@ -68,7 +72,7 @@ class Origin(NamedTuple):
         """The origin of a URL.
 
         Raises:
-            ValueError: It is no `http` or `https` URL.
+            ValueError: It is no `http` or `https` URL, or no name that a host can have.
 
         Example:
             >>> Origin.of("https://example.org/model.safetensors")
@@ -77,6 +81,7 @@ class Origin(NamedTuple):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("not an http or https URL")
+        parts.hostname.encode("idna")
         default = 443 if parts.scheme == "https" else 80
         return cls(parts.scheme, parts.hostname, parts.port or default)
 
@@ -84,6 +89,47 @@ class Origin(NamedTuple):
     def is_loopback(self) -> bool:
         """Whether it is this machine itself."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+class _DeadlineReader(io.RawIOBase):
+    """Receives from a socket until a deadline, however slowly or often the bytes come.
+
+    Args:
+        raw: The socket's own reader.
+        sock: The socket; its time-out is how long the answer may take without its body.
+
+    Attributes:
+        deadline: Of `time.monotonic`.
+    """
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+        self._raw = raw
+        self._sock = sock
+        self._seconds = sock.gettimeout() or 0.0
+        self.deadline = time.monotonic() + self._seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, view: Buffer, /) -> int | None:  # type: ignore[override]
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer comes too slowly")
+        self._sock.settimeout(min(left, self._seconds))
+        return self._raw.readinto(view)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """A response that is received by a deadline."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.reader = _DeadlineReader(self.fp.detach(), sock)
+        self.fp = io.BufferedReader(self.reader)
 
 
 class Answer:
@@ -95,12 +141,11 @@ class Answer:
         received: Bytes of the body that `read_into` has put in place, also when it fails.
     """
 
-    def __init__(self, response: http.client.HTTPResponse, seconds: float) -> None:
+    def __init__(self, response: _Response) -> None:
         self.status = response.status
         self.headers = response.headers
         self.received = 0
         self._response = response
-        self._seconds = seconds
 
     @property
     def length(self) -> int | None:
@@ -115,11 +160,11 @@ class Answer:
             OSError: The connection broke, or is too slow.
             http.client.IncompleteRead: The body ended before.
         """
-        response, begun, done = self._response, time.monotonic(), 0
+        response, done = self._response, 0
         while done < len(view):
             if response.chunked:
                 got = response.readinto(view[done : done + 64 * KIB])
-            else:  # its own `readinto` waits until all is there: the time could not be bound
+            else:  # its own `readinto` waits until all is there: what comes could not be counted
                 got = response.fp.readinto1(view[done:])
                 if response.length is not None:
                     response.length -= got
@@ -127,17 +172,30 @@ class Answer:
                 raise http.client.IncompleteRead(b"", len(view) - done)
             done += got
             self.received += got
-            if time.monotonic() - begun > self._seconds + done / _SLOWEST_BYTES_PER_SECOND:
-                raise TimeoutError("the body comes too slowly")
+            response.reader.deadline += got / _SLOWEST_BYTES_PER_SECOND
+
+    def check_ended(self) -> None:
+        """Checks that a body of unknown length has no more bytes: its chunks were read rightly.
+
+        Raises:
+            OSError: The connection broke, or is too slow.
+            http.client.HTTPException: There are more, or the chunks are malformed.
+        """
+        if self._response.length is None and self._response.read(1):
+            raise http.client.HTTPException("the body is longer than it should be")
 
     def discard(self) -> bool:
-        """Reads what is left of the body if that is little; whether nothing is left."""
+        """Reads what is left of the body if that is little and comes soon; whether it was all."""
         response = self._response
         if response.isclosed() or response.length == 0:
             return True
         if response.length is not None and response.length > _MOST_DISCARDED_BYTES:
             return False
-        return len(response.read(_MOST_DISCARDED_BYTES)) < _MOST_DISCARDED_BYTES
+        reader = response.reader
+        reader.deadline = min(reader.deadline, time.monotonic() + _LONGEST_DISCARD_SECONDS)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return len(response.read(_MOST_DISCARDED_BYTES)) < _MOST_DISCARDED_BYTES
+        return False
 
 
 class Connections:
@@ -148,10 +206,14 @@ class Connections:
     `SSL_CERT_FILE`.
 
     Args:
-        seconds: How long a server may keep silent.
+        seconds: How long an answer may take; its body longer, at 16 KiB a second or more.
+
+    Attributes:
+        sent: What no error may show.
     """
 
     def __init__(self, seconds: float) -> None:
+        self.sent = Sent()
         self._seconds = seconds
         self._lock = threading.Lock()
         self._idle: dict[Origin, list[http.client.HTTPConnection]] = {}
@@ -169,10 +231,11 @@ class Connections:
             http.client.HTTPException: What came back is no HTTP.
         """
         origin = Origin.of(url)
+        self.sent.add(url, headers)
         connection, response = self._send(origin, url, headers)
         kept = False
         try:
-            answer = Answer(response, self._seconds)
+            answer = Answer(response)
             yield answer
             kept = answer.discard() and not response.will_close
         finally:
@@ -200,7 +263,7 @@ class Connections:
 
     def _send(
         self, origin: Origin, url: str, headers: Mapping[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> tuple[http.client.HTTPConnection, _Response]:
         parts = urllib.parse.urlsplit(url)
         target = parts._replace(scheme="", netloc="", fragment="", path=parts.path or "/")
         while True:
@@ -209,16 +272,16 @@ class Connections:
             try:
                 if connection.sock is None:
                     connection.connect()
-                    if connection.sock is not None:
-                        connection.sock.settimeout(self._seconds)
                     if self._stopped:  # `interrupt` did not see this socket
                         raise ConnectionAbortedError("the request was cancelled")
+                if connection.sock is not None:
+                    connection.sock.settimeout(self._seconds)
                 if proxy is not None and origin.scheme == "http":
                     whole = target._replace(scheme="http", netloc=_netloc(origin)).geturl()
                     connection.request("GET", whole, headers={**headers, **_login(proxy)})
                 else:
                     connection.request("GET", target.geturl(), headers=dict(headers))
-                return connection, connection.getresponse()
+                return connection, cast(_Response, connection.getresponse())
             except BaseException as error:
                 self._give(origin, connection, kept=False)
                 if not was_kept or self._stopped or not isinstance(error, _STALE):
@@ -250,12 +313,17 @@ class Connections:
         host, port = origin.host, origin.port
         if proxy is not None:
             host, port = proxy.hostname or "", proxy.port or 80
-        if origin.scheme == "http":
-            return http.client.HTTPConnection(host, port, timeout=seconds)
-        self._tls = self._tls or ssl.create_default_context()
-        connection = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._tls)
         if proxy is not None:
-            connection.set_tunnel(origin.host, origin.port, _login(proxy))
+            self.sent.add(proxy.geturl(), _login(proxy))
+        connection: http.client.HTTPConnection
+        if origin.scheme == "http":
+            connection = http.client.HTTPConnection(host, port, timeout=seconds)
+        else:
+            self._tls = self._tls or ssl.create_default_context()
+            connection = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._tls)
+            if proxy is not None:
+                connection.set_tunnel(origin.host, origin.port, _login(proxy))
+        connection.response_class = _Response
         return connection
 
 

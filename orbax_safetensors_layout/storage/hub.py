@@ -13,6 +13,7 @@ from orbax_safetensors_layout.storage import hub_api
 from orbax_safetensors_layout.storage.hub_path import HubPath
 from orbax_safetensors_layout.storage.remote import RemoteStorage
 from orbax_safetensors_layout.storage.remote_file import Place
+from orbax_safetensors_layout.storage.retry import within
 
 
 class HubStorage(RemoteStorage):
@@ -77,8 +78,9 @@ class HubStorage(RemoteStorage):
         with self._snapshot_lock:
             if self._snapshot is None:
                 seconds = self._retrier.policy.attempt_seconds
+                self._connections.sent.add(*self._repository.sent())
                 self._snapshot = self._retrier.run(
-                    lambda: self._repository.snapshot(seconds),
+                    lambda: within(seconds, lambda: self._repository.snapshot(seconds)),
                     hub_api.classify,
                     doing="listing the repository",
                     url=self._path.root,

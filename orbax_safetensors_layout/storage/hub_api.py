@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from huggingface_hub import HfApi, constants, errors, hf_hub_url
@@ -61,11 +62,15 @@ class Repository:
         self._path = path
         self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
+    def sent(self) -> tuple[str, Mapping[str, str]]:
+        """What `snapshot` sends that no error may show: the endpoint, and headers."""
+        return self._endpoint, build_hf_headers(library_name=_LIBRARY)
+
     def snapshot(self, seconds: float) -> Snapshot:
         """One attempt to list the files of the commit that the revision names now.
 
         Args:
-            seconds: How long the server may keep silent.
+            seconds: How long the server may keep silent; the whole may last longer.
 
         Raises:
             CheckpointNotFoundError: There is no such repository or revision.

@@ -37,8 +37,8 @@ class RemoteStorage(abc.ABC):
 
     def __init__(self, retries: RetryPolicy | None) -> None:
         retries = retries or RetryPolicy()
-        self._retrier = Retrier(retries)
         self._connections = Connections(retries.attempt_seconds)
+        self._retrier = Retrier(retries, redact=self._connections.sent.redact)
         self._lock = threading.Lock()
         self._files: dict[str, RemoteFile] = {}
         self._closed = False

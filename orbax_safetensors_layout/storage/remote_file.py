@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.utils
 import http.client
 import re
 import socket
@@ -15,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
-from orbax_safetensors_layout.redaction import redact
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Buffer
 from orbax_safetensors_layout.storage.buffers import scatter, skip
 from orbax_safetensors_layout.storage.http import Answer, Connections, Headers, Origin, quoted
 from orbax_safetensors_layout.storage.retry import (
     Failure,
+    http_date,
     is_transient_status,
     retry_after_seconds,
 )
@@ -29,10 +28,11 @@ from orbax_safetensors_layout.units import KIB, MIB
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _MOST_REDIRECTS = 6
-_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d+)-(\d+)/(\d+)\s*")
+_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19})\s*", re.A)
 _EMPTY_RANGE = re.compile(r"\s*bytes\s+\*/0\s*")
 _PROGRESS_BYTES = 1 * MIB  # a body that breaks after so much is no failed attempt
 _SMALL_BUFFER_BYTES = 64 * KIB
+_MOST_TOLD = 200  # characters of what a server says
 
 
 class RequestError(Exception):
@@ -56,7 +56,12 @@ def classify(error: Exception) -> Failure | None:
     if isinstance(error, RequestError):
         return error.failure
     if isinstance(error, http.client.IncompleteRead):
-        return Failure(f"the body ended {error.expected} bytes too soon", transient=True)
+        lacking = "" if error.expected is None else f"{error.expected} bytes "
+        return Failure(f"the body ended {lacking}too soon", transient=True)
+    if isinstance(error, http.client.BadStatusLine | http.client.UnknownProtocol) and (
+        not isinstance(error, ConnectionError)
+    ):
+        return Failure("the answer is no HTTP", transient=True)  # what it is, is the server's text
     if isinstance(error, OSError | http.client.HTTPException):
         lasting = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL) or (
             isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
@@ -194,11 +199,11 @@ class RemoteFile:
         except ValueError:
             raise _failure("a redirect to no place", transient=False) from None
         if (before.scheme, origin.scheme) == ("https", "http"):
-            cause = f"a redirect from https to unencrypted http at {origin.host}"
+            cause = f"a redirect from https to unencrypted http at {self._told(origin.host)}"
             raise _failure(cause, transient=False)
         told, known = answer.headers.get("X-Linked-Etag"), self._place.digest
         if told is not None and known is not None and told.removeprefix("W/").strip('"') != known:
-            raise self._changed(f"content {known}", f"content {told}")
+            raise self._changed(f"content {known}", f"content {self._told(told)}")
         is_verified = target.is_verified or None not in (told, known)
         return _Target(url, target.headers if origin == before else {}, is_verified)
 
@@ -213,8 +218,10 @@ class RemoteFile:
             length = last + 1 - first
             in_range = first == start and start <= last < min(stop, total)
             if not in_range or answer.length not in (None, length):
-                cause = f"Content-Range {text!r} and a body of {answer.length} bytes"
-                raise _failure(f"{cause} from {target.host} for bytes [{start}, {stop})")
+                size = "unknown length" if answer.length is None else f"{answer.length} bytes"
+                cause = f"Content-Range {self._told(text)!r} and a body of {size}"
+                host = self._told(target.host)
+                raise _failure(f"{cause} from {host} for bytes [{start}, {stop})")
         elif status == 200 and is_plain and start == 0 and answer.length in range(stop + 1):
             length = total = answer.length or 0  # a server without ranges; all of a small file
         elif status == 416 and _EMPTY_RANGE.fullmatch(headers.get("Content-Range", "")):
@@ -231,11 +238,18 @@ class RemoteFile:
             if self.size is None:
                 self.size = total
             if self.modified_seconds is None:
-                self.modified_seconds = _seconds(headers.get("Last-Modified"))
+                modified = http_date(headers.get("Last-Modified"))
+                self.modified_seconds = None if modified is None else modified.timestamp()
         if (version, total) != (expected, self.size):
             raise self._changed(
-                f"{self.size} bytes, version {expected}", f"{total} bytes, version {version}"
+                f"{self.size} bytes, version {self._told(expected)}",
+                f"{total} bytes, version {self._told(version)}",
             )
+
+    def _told(self, text: str) -> str:
+        """What a server says, as errors may show it: short, and without what was sent to it."""
+        text = self._connections.sent.redact(text)
+        return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
 
     def _changed(self, expected: str, found: str) -> StorageError:
         return StorageError(
@@ -248,15 +262,15 @@ class RemoteFile:
 
     def _refusal(self, target: _Target, answer: Answer, start: int, stop: int) -> Exception:
         status = answer.status
-        cause = f"status {status} from {target.host}"
+        cause = f"status {status} from {self._told(target.host)}"
         if told := answer.headers.get("X-Error-Message"):
-            cause += f": {redact(told)}"
+            cause += f": {self._told(told)}"
         if status in (401, 403):
             hint = self._place.hint(answer.headers)
             return AccessDenied("access denied", file=self.name, found=cause, hint=hint)
         if status in (404, 410) and not self._versions:
             return CheckpointNotFoundError("no such file", file=self.name, found=cause)
-        if status in (404, 410, 416):
+        if status in (404, 410, 416) and self._versions:
             return self._changed(f"{self.size} bytes, as before", cause)
         if status in (200, 206):
             return StorageError(
@@ -288,16 +302,10 @@ def _receive(answer: Answer, buffers: Sequence[Buffer], length: int) -> int:
             done = answer.received
         if done < _PROGRESS_BYTES:
             raise
+        return done
+    if done:
+        answer.check_ended()
     return done
-
-
-def _seconds(date: str | None) -> float | None:
-    if date is None:
-        return None
-    try:
-        return email.utils.parsedate_to_datetime(date).timestamp()
-    except ValueError:
-        return None
 
 
 def _failure(cause: str, *, transient: bool = True) -> RequestError:

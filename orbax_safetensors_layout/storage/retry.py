@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 from absl import logging
@@ -53,6 +54,7 @@ class Retrier:
         clock: Seconds; for tests.
         wait: Waits for some seconds, or until `interrupt`; tells whether it was that. For tests.
         jitter: A number in [0, 1), drawn for each pause; for tests.
+        redact: Takes the secrets out of what a failed attempt tells.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class Retrier:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
         jitter: Callable[[], float] = random.random,
+        redact: Callable[[str], str] = redact,
     ) -> None:
         self.policy = policy
         self._interrupted = threading.Event()
         self._clock = clock
         self._wait = wait or self._interrupted.wait
         self._jitter = jitter
+        self._redact = redact
 
     def interrupt(self) -> None:
         """Ends all pauses: from now on nothing is tried again."""
@@ -97,7 +101,7 @@ class Retrier:
                 found = classify(error)
                 if found is None:
                     raise
-            failure = found._replace(cause=redact(found.cause))
+            failure = found._replace(cause=self._redact(found.cause))
             elapsed = self._clock() - begun
             pause = self._pause(attempt, failure, self.policy.total_seconds - elapsed)
             if pause is None:
@@ -130,6 +134,34 @@ class Retrier:
         return "A `retries=osl.RetryPolicy(...)` of the options sets how long it is tried."
 
 
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns, for clients that bound the time of each read but not of a request.
+
+    Args:
+        seconds: How long it may last. What lasts longer goes on, without anybody waiting for it.
+        call: What is done, in a thread of its own.
+
+    Raises:
+        TimeoutError: It lasts longer.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # Not of a pool: those are waited for at the end of a program.
+    threading.Thread(target=run, name="safetensors-request", daemon=True).start()
+    try:
+        return done.result(seconds)
+    except TimeoutError:
+        if done.done():  # by a time-out of its own
+            raise
+    raise TimeoutError(f"no complete answer in {seconds:g} s")
+
+
 def is_transient_status(status: int) -> bool:
     """Whether an HTTP status may be another one later: 408, 425, 429 and most from 500 on."""
     return status in _PASSING_STATUS or (status >= 500 and status not in _LASTING_SERVER_STATUS)
@@ -146,10 +178,22 @@ def retry_after_seconds(header: str | None) -> float | None:
         return None
     if header.strip().isdecimal():
         return float(header)
-    try:
-        date = email.utils.parsedate_to_datetime(header)
-    except ValueError:
+    date = http_date(header)
+    if date is None:
         return None
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=datetime.UTC)
     return max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())
+
+
+def http_date(text: str | None) -> datetime.datetime | None:
+    """The moment that a header tells (RFC 9110, 5.6.7); None if it tells none.
+
+    Example:
+        >>> http_date("Sun, 06 Nov 1994 08:49:37 GMT").isoformat()
+        '1994-11-06T08:49:37+00:00'
+    """
+    try:
+        date = email.utils.parsedate_to_datetime(text or "")
+        # Of a year at either end of what a date can be, another zone's may be none.
+        return date.replace(tzinfo=date.tzinfo or datetime.UTC).astimezone(datetime.UTC)
+    except (ValueError, TypeError, OverflowError):
+        return None
