@@ -116,3 +116,29 @@ def read(folder) -> dict[str, np.ndarray]:
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 1
     return {name: array(t) for file in files for name, t in load_file(file).items()}
+
+
+def copy(source, target, without=(), more=()):
+    """A checkpoint in one file, without some tensors and with others; returns the new folder."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(source.glob("*.safetensors"))
+    tensors = {name: t for file in files for name, t in load_file(file).items()}
+    kept = {name: t for name, t in tensors.items() if name not in without} | dict(more)
+    target.mkdir(parents=True)
+    save_file(kept, target / "model.safetensors", {"format": "pt"})
+    shutil.copy(source / "config.json", target)
+    return target
+
+
+def read_one(folder, name):
+    """One tensor, for torch."""
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            if name in opened.keys():  # noqa: SIM118
+                return opened.get_tensor(name)
+    raise KeyError(name)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
+import jax
+import numpy as np
 import pytest
+from checkpoints import assert_same_bits
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from family_models import DIMS
+from family_models import DIMS, copy, make, read_one
+from mapping_expressions import facts_of
 
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping import families
 from orbax_safetensors_layout.mapping.families.dims import dims_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
@@ -54,3 +64,233 @@ def test_outer_and_inner_flags_as_transformers_reads_them(outer):
         family = OUTER[outer].removesuffix("_text")
         expected = AutoConfig.for_model(**config).tie_word_embeddings
         assert dims_of(family, config).tied == expected, (tied, inner_tied)
+
+
+HEADS = ("absent", "same", "other")
+
+
+def with_head(source, target, prefix, head):
+    """The folder with no head, a copy of the embedding as head, or a head of its own."""
+    import torch
+
+    name = prefix.removesuffix("model.") + "lm_head.weight"
+    name = "lm_head.weight" if prefix.startswith("model.") else name
+    embedding = read_one(source, f"{prefix}embed_tokens.weight")
+    more = {"same": embedding.clone(), "other": torch.randn(embedding.shape).to(embedding.dtype)}
+    return copy(source, target, without=[name], more={name: more[head]} if head in more else {})
+
+
+def array(tensor):
+    return tensor.detach().float().numpy()
+
+
+def check_against(model, folder, make_mapping, head):
+    """What is loaded is what transformers computes with, or it is refused by name."""
+    theirs, embedding = array(model.lm_head.weight), array(model.get_input_embeddings().weight)
+    default, untied = make_mapping(folder), make_mapping(folder, untie=True)
+    if head == "other":
+        assert not np.array_equal(theirs, embedding)
+    if head == "other" and "lm_head.kernel" not in default.leaf_facts(folder):
+        with pytest.raises(MappingError, match=r"lm_head.weight'\) is not a copy of .*untie=True"):
+            osl.load(folder, mapping=default)
+    else:
+        tree = osl.load(folder, mapping=default)
+        assert_same_bits(np.asarray(tree["embed_tokens.embedding"], np.float32), embedding)
+        found = (
+            tree["lm_head.kernel"].T if "lm_head.kernel" in tree else tree["embed_tokens.embedding"]
+        )
+        assert_same_bits(np.asarray(found, np.float32), theirs)
+    tree = osl.load(folder, mapping=untied)
+    assert_same_bits(np.asarray(tree["lm_head.kernel"].T, np.float32), theirs)
+    assert_same_bits(np.asarray(tree["embed_tokens.embedding"], np.float32), embedding)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
+    import transformers
+
+    saved = make(name, tmp_path / "made", dtype="float32", tie_word_embeddings=tied)
+    for head in HEADS:
+        folder = with_head(saved.folder, tmp_path / head, "model.", head)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True
+        )
+        if not tied and head == "absent":
+            assert report["missing_keys"] == {"lm_head.weight"}
+            for untie in (False, True):
+                with pytest.raises(MappingError, match=r"there is no tensor 'lm_head.weight'"):
+                    families.mapping(folder, untie=untie).abstract(folder)
+        else:
+            check_against(model, folder, families.mapping, head)
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+NESTED = {
+    "gemma3": ("gemma3", {"mm_tokens_per_image": 4, "vision_config": VISION}),
+    "mistral3": ("mistral", {"vision_config": {"model_type": "pixtral", "head_dim": 8, **VISION}}),
+    "internvl": (
+        "qwen2",
+        {"vision_config": VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
+}
+
+
+def make_nested(outer, folder, tied, inner_tied):
+    import torch
+    import transformers
+
+    _, more = NESTED[outer]
+    config = transformers.AutoConfig.for_model(
+        **nested(outer, OUTER[outer], tied, inner_tied), **more
+    )
+    config.text_config.head_dim = 8
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def prefix_of(folder):
+    (name,) = [n for n in osl.metadata(folder) if n.endswith("embed_tokens.weight")]
+    return name.removesuffix("embed_tokens.weight")
+
+
+@pytest.mark.parametrize("outer", NESTED)
+def test_nested_flags_and_heads_against_logits(tmp_path, outer):
+    import torch
+    import transformers
+
+    make_mapping = getattr(families, NESTED[outer][0])
+    for tied, inner_tied in itertools.product((True, False), repeat=2):
+        made = make_nested(outer, tmp_path / f"{tied}{inner_tied}", tied, inner_tied)
+        for head in HEADS:
+            folder = tmp_path / f"{tied}{inner_tied}{head}"
+            with_head(made, folder, prefix_of(made), head)
+            model, report = transformers.AutoModelForImageTextToText.from_pretrained(
+                folder, output_loading_info=True
+            )
+            if not tied and head == "absent":
+                assert report["missing_keys"] == {"lm_head.weight"}
+                with pytest.raises(MappingError, match=r"there is no tensor '.*lm_head.weight'"):
+                    make_mapping(folder).abstract(folder)
+                continue
+            check_against(model, folder, make_mapping, head)
+            # The head that was compared is the one that logits are made with.
+            kernel = osl.load(folder, mapping=make_mapping(folder, untie=True))["lm_head.kernel"]
+            tokens = torch.arange(8)[None] + 3
+            with torch.no_grad():
+                states = model.model(input_ids=tokens).last_hidden_state.numpy()
+                logits = model(input_ids=tokens).logits.numpy()
+            np.testing.assert_allclose(states @ np.asarray(kernel), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    return make("qwen2", tmp_path_factory.mktemp("qwen2")).folder
+
+
+def sharded(tree, mesh=None):
+    mesh = mesh or Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+
+    def leaf(x):
+        spec = P("x", "y") if len(x.shape) == 2 and not (x.shape[0] % 4 or x.shape[1] % 2) else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(leaf, tree)
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext", "tunix"])
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_are_saved_back(qwen2, tmp_path, target, head):
+    """With `like`: the files' own bits, under every kind of head."""
+    folder = with_head(qwen2, tmp_path / "files", "model.", head)
+    mapping = families.mapping(folder, target=target, untie=head == "other")
+    tree = osl.load(folder, sharded(mapping.abstract(folder)), mapping=mapping)
+    osl.save(tmp_path / "back", tree, mapping=mapping.like(folder))
+    expected, found = osl.load(folder), osl.load(tmp_path / "back")
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert_same_bits(np.asarray(found[name]), np.asarray(value))
+
+
+@pytest.mark.parametrize("like", [True, False])
+@pytest.mark.parametrize("head", ["absent", "same"])
+def test_a_head_that_was_trained_is_saved(qwen2, tmp_path, like, head):
+    import torch
+    import transformers
+
+    folder = with_head(qwen2, tmp_path / "files", "model.", head)
+    mapping = families.mapping(folder, untie=True)
+    tree = osl.load(folder, mapping=mapping)
+    trained = np.asarray(tree["lm_head.kernel"]) * 2
+    tree["lm_head.kernel"] = trained
+    saving = mapping.like(folder) if like else mapping
+    osl.save(tmp_path / "out", tree, mapping=saving)
+    (tmp_path / "out" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert_same_bits(array(model.lm_head.weight), trained.T.astype(np.float32))
+    again = osl.load(tmp_path / "out", mapping=families.mapping(tmp_path / "out", untie=True))
+    assert_same_bits(np.asarray(again["lm_head.kernel"]), trained)
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext", "tunix"])
+@pytest.mark.parametrize("row", [0, 41, 95])
+def test_one_bit_that_differs_is_found_in_its_shard(qwen2, tmp_path, target, row):
+    embedding = read_one(qwen2, "model.embed_tokens.weight")
+    head = embedding.clone()
+    head[row, 31] *= -1
+    folder = copy(qwen2, tmp_path / "files", more={"lm_head.weight": head})
+    mapping = families.mapping(folder, target=target)
+    wanted = sharded(mapping.abstract(folder))
+    for call in (
+        functools.partial(osl.load, folder, mapping=mapping),
+        functools.partial(osl.load, folder, wanted, mapping=mapping),
+        functools.partial(osl.convert, folder, tmp_path / "out", mapping=mapping),
+    ):
+        with pytest.raises(MappingError, match="is not a copy of"):
+            call()
+    own = families.mapping(folder, target=target, untie=True)
+    osl.load(folder, sharded(own.abstract(folder)), mapping=own)
+
+
+def test_heads_of_another_shape_or_dtype_than_the_embedding(qwen2):
+    mapping, facts = families.mapping(qwen2), dict(facts_of(osl.load(qwen2)))
+    shape, dtype = facts["model.embed_tokens.weight"]
+    for other in (((90, 32), dtype), (shape, np.dtype(np.float32))):
+        with pytest.raises(MappingError, match="is not a copy of"):
+            mapping.abstract(facts | {"lm_head.weight": other})
+
+
+def test_each_process_compares_what_it_loads(qwen2, tmp_path):
+    """A comparison reads as much of the head as of the embedding, and no more."""
+    folder = with_head(qwen2, tmp_path / "files", "model.", "same")
+    costs = []
+    for path in (qwen2, folder):
+        mapping = families.mapping(path)
+        wanted = sharded(mapping.abstract(path), AbstractMesh((4, 2), ("x", "y")))
+        plan = osl.plan_load(path, wanted, mapping=mapping, process_index=1, process_count=8)
+        costs.append(plan.cost().needed_bytes)
+    assert costs[1] - costs[0] == 96 * 32 * 2 // 8
+
+
+def test_vision_is_not_lost_without_a_word(tmp_path):
+    folder = make_nested("gemma3", tmp_path / "gemma3", True, True)
+    mapping = families.mapping(folder)
+    with pytest.raises(MappingError, match=r"would lack .* tensors.*vision_tower.*leave_out="):
+        mapping.like(folder)
+    saving = mapping.like(folder, leave_out=["*vision_tower.*", "*multi_modal_projector.*"])
+    osl.save(tmp_path / "text", osl.load(folder, mapping=mapping), mapping=saving)
+    text, whole = osl.load(tmp_path / "text"), osl.load(folder)
+    assert {name for name in whole if "vision" not in name and "multi_modal" not in name} == set(
+        text
+    )
+    for name, value in text.items():
+        assert_same_bits(np.asarray(value), np.asarray(whole[name]))

@@ -147,7 +147,8 @@ def test_leaves_are_made_of_the_same_whether_they_are_given_or_not(seed):
         for target in rng.choice(targets, rng.integers(1, 4), replace=False):
             fit = [s for s in sources if set(wildcards(s)) <= set(wildcards(target))]
             some = [tensor(s) for s in rng.choice(fit, rng.integers(1, 3))]
-            rules.append(rule(str(target), some[0] if len(some) == 1 else concat(some, 0)))
+            made = some[0] if len(some) == 1 else concat(some, 0)
+            rules.append(rule(str(target), made, optional=True))
         files = {str(n): ((2,), F32) for n in rng.choice(names, rng.integers(1, 7), replace=False)}
         mapping = Mapping(rules, strict=False)
         try:
@@ -162,9 +163,53 @@ def test_leaves_are_made_of_the_same_whether_they_are_given_or_not(seed):
     assert accepted > 200
 
 
-def test_a_rule_whose_tensors_are_not_there_gives_nothing():
-    rules = [*RULES, rule("blocks.{i}.bias", tensor("model.layers.{i}.bias"))]
-    assert set(Mapping(rules).leaf_facts(facts_of(llama()))) == set(SHAPES)
+ABSENT = {
+    "blocks.{i}.bias": tensor("model.layers.{i}.bias"),
+    "bias": tensor("model.bias"),
+    "biases": stack(tensor("model.layers.{i}.bias"), over="i"),
+    "some": stack(tensor("model.layers.{i}.bias"), over="i", indices=[0, 1]),
+}
+
+
+@pytest.mark.parametrize("target", ABSENT)
+def test_a_rule_whose_tensors_are_not_there(target):
+    """Without a word from the user that is an error; a model that does not want it has none."""
+    name = ABSENT[target].patterns().__next__()
+    required = Mapping([*RULES, rule(target, ABSENT[target])])
+    with pytest.raises(MappingError, match="there is no tensor") as caught:
+        required.leaf_facts(facts_of(llama()))
+    assert name in str(caught.value) or name.replace("{i}", "0") in str(caught.value)
+    assert set(required.leaf_names(llama())) == set(SHAPES)
+    required.bind(facts_of(llama()), SHAPES)
+    optional = Mapping([*RULES, rule(target, ABSENT[target], optional=True)])
+    assert set(optional.leaf_facts(facts_of(llama()))) == set(SHAPES)
+    assert repr(optional.rules[-1]).endswith(", optional=True)")
+
+
+def test_a_leaf_with_a_tensor_of_its_own_is_tied_to_none():
+    """Both are saved: what is tied in name alone would be lost."""
+    rules = [rule("embed", tensor("e")), rule("head", tensor("h").transpose(), tied_to="embed")]
+    facts = {"e": ((6, 4), F32), "h": ((6, 4), F32)}
+    leaves = {"embed": ((6, 4), F32), "head": ((4, 6), F32)}
+    assert not Mapping(rules).bind(facts).ties
+    for mapping in (
+        Mapping(rules),
+        Mapping(rules).like(facts),
+        Mapping(rules).like({"e": facts["e"]}),
+    ):
+        assert set(mapping.inverse().bind(leaves).expressions) == {"e", "h"}
+
+
+def test_like_refuses_what_would_be_lost():
+    facts = facts_of(llama()) | {f"vision.{i}.w": ((2,), np.dtype(F32)) for i in range(3)}
+    for mapping in (Mapping(RULES, ignore="vision.*"), Mapping(RULES, strict=False)):
+        with pytest.raises(MappingError, match=r"lack 3 of the .* tensors.*'vision.#.w'"):
+            mapping.like(facts)
+        with pytest.raises(MappingError, match=r"lack 1 of the"):
+            mapping.like(facts, leave_out="vision.{0..1}.*")
+        assert set(mapping.like(facts, leave_out=["vision.*"]).files) == set(facts)
+    with pytest.raises(MappingError, match=r"Mapping.like\(leave_out=...\)"):
+        Mapping(RULES).like(facts, leave_out="[")
 
 
 def test_targets_found_from_several_tensors():
@@ -270,7 +315,9 @@ def test_a_typo_is_told_without_a_model_too():
     with pytest.raises(MappingError) as caught:
         Mapping([r for r in rules if r.tied_to is None]).leaf_facts(facts_of(llama()))
     assert str(caught.value) == (
-        "The mapping does not fit the checkpoint and the model: 1 problem.\n"
+        "The mapping does not fit the checkpoint and the model: 2 problems.\n"
+        "  - leaf 'embed': there is no tensor 'model.embde.weight'. The nearest tensors are"
+        " 'model.embed.weight', 'model.norm.weight', 'model.layers.5.q.weight'.\n"
         "  - no rule uses tensor 'model.embed.weight'. Rules take, and the checkpoint lacks,"
         " 'model.embde.weight'. Add rules for such, or name them in Mapping(..., ignore=[...])."
     )

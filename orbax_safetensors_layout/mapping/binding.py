@@ -8,10 +8,17 @@ import re
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.grouping import pattern_of
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.expression import Expr, given
 from orbax_safetensors_layout.mapping.facts import Fact, Facts
-from orbax_safetensors_layout.mapping.matching import LeafShapes, Rule, Target, alike, match_rules
+from orbax_safetensors_layout.mapping.matching import (
+    LeafShapes,
+    Rule,
+    Target,
+    alike,
+    match_rules,
+)
 from orbax_safetensors_layout.mapping.names import WILDCARD, Captures, substitute
 from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
 from orbax_safetensors_layout.mapping.report import table
@@ -85,7 +92,7 @@ class Binder:
             if rule.tied_to is None:
                 continue
             other = substitute(rule.tied_to, captures)
-            if other in leaves:
+            if other in leaves and _takes_no_more(made.get(leaf), made.get(other)):
                 ties[leaf] = other
             if leaf in made and made[leaf] == made.get(other):
                 made[leaf] = made[other]  # the very same: loading knows them by that
@@ -142,7 +149,7 @@ class Binder:
                 if problem.seek is not None:
                     self._missing[problem.seek] = None
                 text = f"leaf {leaf!r}: {problem.text}"
-                kind = problem.kind or f"rule {target!r}"
+                kind = problem.kind or f"rule {pattern_of(target)!r}"
                 self._problems.append(problem._replace(text=text, kind=kind))
             self._mark_used(expr, captures)
             return
@@ -161,7 +168,12 @@ class Binder:
         if wanted is not None and tuple(wanted) != bound.shape:
             text = f"leaf {leaf!r} has shape {list(wanted)}, but {made_by} gives {given(bound)}"
             hint = _shape_hint(tuple(wanted), bound.shape)
-            self._problems.append(Problem(text, f"rule {target!r}", hint=hint))
+            self._problems.append(Problem(text, f"rule {pattern_of(target)!r}", hint=hint))
+
+
+def _takes_no_more(leaf: Bound | None, other: Bound | None) -> bool:
+    """Whether a leaf has no tensor of its own: such a leaf is none that another can be tied to."""
+    return leaf is None or other is None or set(leaf.sources()) <= set(other.sources())
 
 
 def _shape_hint(wanted: tuple[int, ...], found: tuple[int, ...]) -> str | None:

@@ -38,12 +38,12 @@ class Sink(NamedTuple):
     Attributes:
         pieces: The pieces, in the order of the walk.
         refined: Whether a piece's view may take axes of its box apart.
-        firsts: Whether of repeated elements only the first has a piece.
+        saving: Whether each tensor is to have its elements once; see `Bound.pull_back`.
     """
 
     pieces: list[Piece]
     refined: bool
-    firsts: bool
+    saving: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -59,7 +59,7 @@ class Bound(abc.ABC):
     dtype: np.dtype[Any]
 
     def pull_back(
-        self, box: Box, *, refined: bool = False, firsts: bool = False
+        self, box: Box, *, refined: bool = False, saving: bool = False
     ) -> tuple[Piece, ...]:
         """The disjoint pieces that cover a region.
 
@@ -71,7 +71,8 @@ class Bound(abc.ABC):
                 nest, repeats, and interleaved rows are then one piece instead of one for each
                 index of their outer axis: `piece.view.shape` has the factors of `piece.box.shape`,
                 and `values.reshape(piece.box.shape)` is the region.
-            firsts: Leave out all but the first of repeated elements: what saving takes.
+            saving: Take what is to be written: of repeated elements only the first, and of copies
+                each.
 
         Raises:
             ValueError: The region reaches beyond the expression.
@@ -81,7 +82,7 @@ class Bound(abc.ABC):
             raise ValueError(f"{box} is no region of an expression of shape {self.shape}.")
         if 0 in box.shape:
             return ()
-        sink = Sink([], refined, firsts)
+        sink = Sink([], refined, saving)
         self.pull(Window.of(box), (), sink)
         return merged(sink.pieces)
 

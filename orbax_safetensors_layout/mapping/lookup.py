@@ -53,7 +53,7 @@ def find_mapping(name: str, config: Config | None = None) -> Mapping:
         >>> config = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16,
         ...           "num_attention_heads": 2}
         >>> find_mapping("llama:maxtext-unscanned", config).rules[4].target
-        'params.decoder.layers_{i}.post_self_attention_layer_norm.scale'
+        'params.decoder.layers_1.pre_self_attention_layer_norm.scale'
     """
     before, colon, after = name.partition(":")
     if before == _AUTO or before in _FAMILIES:

@@ -28,15 +28,18 @@ class Rule:
         target: The pattern of leaf names.
         expr: What they are made of; None takes the expression of the leaf `tied_to`.
         tied_to: The pattern of the leaf that holds the same values, and is saved in their stead.
+        optional: Whether there need not be such leaves.
     """
 
     target: str
     expr: Expr | None
     tied_to: str | None
+    optional: bool = False
 
     def __repr__(self) -> str:
         tied = "" if self.tied_to is None else f", tied_to={self.tied_to!r}"
-        return f"rule({self.target!r}, {self.expr!r}{tied})"
+        optional = ", optional=True" if self.optional else ""
+        return f"rule({self.target!r}, {self.expr!r}{tied}{optional})"
 
 
 class Target(NamedTuple):
@@ -70,11 +73,12 @@ def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) 
     Args:
         rules: The rules.
         facts: The tensors of the checkpoint; only their names count.
-        leaves: The leaves; None takes all that the checkpoint gives.
+        leaves: The leaves; None takes all that the checkpoint gives, and those that it has to.
     """
     problems: list[Problem] = []
     if leaves is None:
         found = _given(rules, facts, problems)
+        _add_required(rules, found, problems)
     else:
         found = {leaf: [] for leaf in leaves}
         tree = NameTree(leaves)
@@ -171,6 +175,24 @@ def _captures(
     for binding in sorted(full, key=lambda b: [natural_key(value) for _, value in b]):
         if patterns and len(binding) == len(names):
             yield dict(binding)
+
+
+def _add_required(
+    rules: Sequence[Rule], found: dict[str, list[Target]], problems: list[Problem]
+) -> None:
+    """Adds the leaves that there must be, though the checkpoint has no tensor for them."""
+    used = {id(target.rule) for matches in found.values() for target in matches}
+    for rule in rules:
+        if rule.optional or rule.expr is None or id(rule) in used:
+            continue
+        patterns = [*rule.expr.patterns()]
+        if not wildcards(rule.target):
+            if rule.target not in found:
+                found[rule.target] = [Target(rule.target, rule, {})]
+        elif patterns:
+            text = f"there is no tensor {patterns[0]!r}, and so no leaf {rule.target!r}"
+            hint = "If there need not be any, say so: rule(..., optional=True)."
+            problems.append(Problem(text, f"rule {rule.target!r}", patterns[0], hint=hint))
 
 
 def _join(one: _Bindings, two: _Bindings) -> _Bindings:

@@ -59,7 +59,7 @@ def _compiled(component: Component) -> re.Pattern[str]:
     return re.compile("(.+)".join(map(re.escape, component.texts)))
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(1 << 14)
 def parse_pattern(pattern: str) -> tuple[Component, ...]:
     """The components of a pattern.
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.bound import Bound, Constant, Source, Valued
 from orbax_safetensors_layout.mapping.builders import permuted, reshaped, sliced
+from orbax_safetensors_layout.mapping.choices import Copies
 from orbax_safetensors_layout.mapping.computed import Computed
 from orbax_safetensors_layout.mapping.shaping import (
     Concatenated,
@@ -114,6 +115,9 @@ def trace(node: Bound, patch: Patch) -> Iterator[tuple[Source, Patch]]:
         for op in undone(node.op, node.operand.dtype, values.dtype):
             values = Valued.of(values, op)
         yield from trace(node.operand, patch._replace(values=values))
+    elif isinstance(node, Copies):
+        for operand in node.operands:
+            yield from trace(operand, patch)
     elif isinstance(node, Stacked | Concatenated):
         yield from _trace_joined(node, patch)
     elif isinstance(node, Computed):

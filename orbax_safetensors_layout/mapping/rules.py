@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.patterns import compile_pattern
+from orbax_safetensors_layout.grouping import pattern_of
 from orbax_safetensors_layout.mapping.binding import Binder, BoundMapping
 from orbax_safetensors_layout.mapping.expression import Apply, Expr, as_expr
 from orbax_safetensors_layout.mapping.extents import known
@@ -20,8 +21,13 @@ from orbax_safetensors_layout.mapping.facts import Fact, Facts, Shapes
 from orbax_safetensors_layout.mapping.functions import Compute
 from orbax_safetensors_layout.mapping.inference import Inference
 from orbax_safetensors_layout.mapping.invert import invert
-from orbax_safetensors_layout.mapping.matching import LeafShapes, Rule, match_rules
-from orbax_safetensors_layout.mapping.names import substitute, wildcards
+from orbax_safetensors_layout.mapping.matching import (
+    LeafShapes,
+    Rule,
+    Target,
+    match_rules,
+)
+from orbax_safetensors_layout.mapping.names import Captures, substitute, wildcards
 from orbax_safetensors_layout.mapping.ops import Value
 from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
 from orbax_safetensors_layout.mapping.values import Scale
@@ -29,15 +35,26 @@ from orbax_safetensors_layout.mapping.values import Scale
 Checkpoint = Shapes | str | os.PathLike[str]
 """A checkpoint's path, or the names, shapes and dtypes of its tensors."""
 
+_MOST_KINDS = 5
 
-def rule(target_pattern: str, expr: Expr | None, *, tied_to: str | None = None) -> Rule:
+
+def rule(
+    target_pattern: str,
+    expr: Expr | None,
+    *,
+    tied_to: str | None = None,
+    optional: bool = False,
+) -> Rule:
     """How the leaves of one name pattern are made.
 
     Args:
         target_pattern: Dotted names of leaves. `{i}` stands for one component, or for a part of
             one, and for the same text in the names of `expr`.
         expr: What they are made of. None, for a tied leaf: what the other leaf is made of.
-        tied_to: The leaf that holds the same values. It is the one that is saved.
+        tied_to: The leaf that holds the same values. It is the one that is saved, unless `expr`
+            takes a tensor that the other leaf does not.
+        optional: Whether a checkpoint may have none of the tensors of `expr`, and the model no such
+            leaf. Otherwise that is an error.
 
     Raises:
         MappingError: A wildcard of `expr` is in neither the target nor a `stack`, or in both.
@@ -47,7 +64,7 @@ def rule(target_pattern: str, expr: Expr | None, *, tied_to: str | None = None) 
         >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
         rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
     """
-    made = Rule(target_pattern, None if expr is None else as_expr(expr, "rule"), tied_to)
+    made = Rule(target_pattern, None if expr is None else as_expr(expr, "rule"), tied_to, optional)
     known = set(wildcards(target_pattern))
     if expr is None and tied_to is None:
         raise MappingError(f"{made!r} has neither an expression nor a leaf to be tied to")
@@ -106,10 +123,7 @@ class Mapping:
         self.files: Facts | None = None
         self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self.strict = strict
-        try:
-            self._ignored = [compile_pattern(pattern) for pattern in self.ignore]
-        except (ValueError, re.error) as error:
-            raise MappingError(f"Mapping(ignore=...): {error}") from error
+        self._ignored = _compiled("Mapping(ignore=...)", self.ignore)
 
     def __repr__(self) -> str:
         rules = "".join(f"    {rule!r},\n" for rule in self.rules)
@@ -151,8 +165,7 @@ class Mapping:
             name: None
             for _, rule, captures in match_rules(self.rules, facts, shapes).targets
             if rule.expr is not None
-            for pattern in rule.expr.patterns()
-            for name, _ in facts.tree.match(substitute(pattern, captures))
+            for name in _names_taken(rule.expr, captures, facts)
         }
         return list(found)
 
@@ -162,8 +175,13 @@ class Mapping:
         Args:
             names: All tensors of the checkpoint.
         """
-        matches = match_rules(self.rules, Facts({}, names), None)
-        return [target.leaf for target in (*matches.targets, *matches.ambiguous)]
+        facts = Facts({}, names)
+        matches = match_rules(self.rules, facts, None)
+        return [
+            target.leaf
+            for target in (*matches.targets, *matches.ambiguous)
+            if _is_given(target, facts)
+        ]
 
     def _facts(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> Facts:
         if not isinstance(checkpoint, str | os.PathLike):
@@ -215,7 +233,7 @@ class Mapping:
             leaves = leaf_shapes(abstract)
         return self.bind(checkpoint, leaves).explain()
 
-    def like(self, checkpoint: Checkpoint) -> Mapping:
+    def like(self, checkpoint: Checkpoint, *, leave_out: str | Iterable[str] = ()) -> Mapping:
         """The mapping for saving what a checkpoint has: its names and shapes, and dtypes at casts.
 
         Otherwise these follow from the leaves. They do not for `reshape`, nor for `concat` without
@@ -223,14 +241,37 @@ class Mapping:
 
         Args:
             checkpoint: Its path, or name to shape and dtype of its tensors.
+            leave_out: Patterns, as for `ignore`, of tensors that no rule takes, and that what is
+                saved will lack.
 
         Raises:
+            MappingError: The checkpoint has other tensors that no rule takes.
             CheckpointNotFoundError: There is no checkpoint at the path.
             FormatError: A file of it is malformed.
         """
         made = copy.copy(self)
         made.files = self._facts(checkpoint, None)
+        self._check_left_out(made.files, leave_out)
         return made
+
+    def _check_left_out(self, files: Facts, leave_out: str | Iterable[str]) -> None:
+        patterns = _compiled("Mapping.like(leave_out=...)", leave_out)
+        taken = set(self.needs(files))
+        lost = [
+            name
+            for name in files
+            if name not in taken and not any(pattern.fullmatch(name) for pattern in patterns)
+        ]
+        if lost:
+            kinds = list(dict.fromkeys(pattern_of(name) for name in lost))
+            more = f", and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
+            raise MappingError(
+                f"what is saved would lack {len(lost)} of the checkpoint's {len(files)} tensors,"
+                " which no rule takes",
+                found=", ".join(map(repr, kinds[:_MOST_KINDS])) + more,
+                hint="If it may, say so: mapping.like(path, leave_out=['vision_tower.*', ...]);"
+                " other programs then find these weights missing. Else add rules for them.",
+            )
 
     def inverse(self) -> InverseMapping:
         """The saving direction.
@@ -280,7 +321,7 @@ class InverseMapping:
         own = Facts(leaves)
         shapes = {name: fact.shape for name, fact in own.items()}
         if checkpoint is None:
-            checkpoint = self.mapping.files or self._inferred(own, shapes)
+            checkpoint = self._completed(own, shapes)
         forward = self.mapping.bind(checkpoint, shapes)
         saved = {n: made for n, made in forward.expressions.items() if n not in forward.ties}
         try:
@@ -297,13 +338,34 @@ class InverseMapping:
         """A table: each tensor, its shape, the leaves that it takes; see `bind`."""
         return self.bind(leaves, checkpoint).explain()
 
-    def _inferred(self, leaves: Facts, shapes: LeafShapes) -> dict[str, Fact]:
-        """The tensors' shapes, from those of the leaves."""
+    def _completed(self, leaves: Facts, shapes: LeafShapes) -> Facts:
+        """The tensors that are to result: those of `Mapping.like`, and what a leaf has beside.
+
+        Of a leaf that could be tied, but need not be, no value may be lost.
+        """
+        files = self.mapping.files
+        if files is None:
+            return Facts(self._inferred(leaves, shapes))
+        loose = {rule.target for rule in self.mapping.rules if rule.tied_to is not None}
+        more = self._inferred(leaves, shapes, loose)
+        known = dict(files.known())
+        return Facts({**more, **known}, [*files, *more], files.pieces)
+
+    def _inferred(
+        self, leaves: Facts, shapes: LeafShapes, targets: Collection[str] | None = None
+    ) -> dict[str, Fact]:
+        """The tensors' shapes, from those of the leaves; of some rules, or of all."""
         inference = Inference()
         found, _, problems = match_rules(self.mapping.rules, Facts({}), shapes)
+        taken = {
+            leaf: {substitute(pattern, captures) for pattern in rule.expr.patterns()}
+            for leaf, rule, captures in found
+            if rule.expr is not None
+        }
         for leaf, rule, captures in found:
-            tied = rule.tied_to is not None and substitute(rule.tied_to, captures) in leaves
-            if rule.expr is None or tied:
+            other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
+            tied = other in leaves and taken.get(leaf, set()) <= taken.get(str(other), set())
+            if rule.expr is None or tied or not (targets is None or rule.target in targets):
                 continue
             inference.leaf, inference.dtype = leaf, leaves[leaf].dtype
             try:
@@ -345,6 +407,28 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
             yield from problems_of(error)
     for operand in expr.below():
         yield from _irreversible(operand)
+
+
+def _names_taken(expr: Expr, captures: Captures, facts: Facts) -> Iterator[str]:
+    """The tensors of a checkpoint that an expression takes."""
+    for pattern in expr.patterns():
+        yield from (name for name, _ in facts.tree.match(substitute(pattern, captures)))
+
+
+def _is_given(target: Target, facts: Facts) -> bool:
+    """Whether a checkpoint has a tensor of a leaf, or the leaf takes none."""
+    expr = target.rule.expr
+    if expr is None or next(expr.patterns(), None) is None:
+        return True
+    return next(_names_taken(expr, target.captures, facts), None) is not None
+
+
+def _compiled(where: str, patterns: str | Iterable[str]) -> list[re.Pattern[str]]:
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    try:
+        return [compile_pattern(pattern) for pattern in listed]
+    except (ValueError, re.error) as error:
+        raise MappingError(f"{where}: {error}") from error
 
 
 def _are_shapes(leaves: Any) -> bool:

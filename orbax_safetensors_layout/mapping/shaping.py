@@ -142,7 +142,7 @@ class Repeated(_Unary):
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part in divide(window, self.axis, self.count):
-            if not sink.firsts:
+            if not sink.saving:
                 self.operand.pull(part.drop(self.axis + 1), ops, sink)
                 continue
             for alone, number in _unit_parts(part, self.axis + 1):

@@ -80,7 +80,7 @@ def plan_scatter(
             continue
         made = forward.expressions[name]
         for held, box in enumerate(leaf.held.boxes):
-            for piece in made.pull_back(box, refined=True, firsts=True):
+            for piece in made.pull_back(box, refined=True, saving=True):
                 if isinstance(piece, AffinePiece):  # nothing is computed, and fills go nowhere
                     ops = _inverse_ops(piece.ops, tensors[piece.source].dtype, leaf.values)
                     if stored[piece.source] != tensors[piece.source].dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from orbax_safetensors_layout.mapping.choices import Either, Same
 from orbax_safetensors_layout.mapping.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import AS_IT_IS, Group, Leaf, Step, Tree
@@ -49,6 +50,12 @@ def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
     return Mapping(_Builder(dims, settings).rules(tree), ignore=_ignored(dims, settings))
 
 
+_UNTIE = (
+    "The configuration ties the output kernel to the embedding, but the checkpoint has another one,"
+    " which is what transformers uses: load it with untie=True."
+)
+
+
 class _Builder:
     def __init__(self, dims: Dims, settings: Settings) -> None:
         self._dims = dims
@@ -56,17 +63,24 @@ class _Builder:
 
     def rules(self, tree: Tree) -> Iterator[Rule]:
         root = self._settings.root
-        yield rule(root + tree.embedding.target, self._fitted(self._whole(tree.embedding), 0))
+        embedding = root + tree.embedding.target
+        yield rule(embedding, self._fitted(self._whole(tree.embedding), 0))
         yield rule(root + tree.norm.target, self._whole(tree.norm))
+        own = self._fitted(self._whole(tree.head), 1)
         if not self._dims.tied:
-            yield rule(root + tree.head.target, self._fitted(self._whole(tree.head), 1))
+            yield rule(root + tree.head.target, own)
         elif self._settings.untie:
             shared = dataclasses.replace(tree.head, source=tree.embedding.source)
-            expr = self._fitted(self._whole(shared), 1)
-            yield rule(root + tree.head.target, expr, tied_to=root + tree.embedding.target)
+            either = Either(own, self._fitted(self._whole(shared), 1))
+            yield rule(root + tree.head.target, either, tied_to=embedding)
         for group in tree.groups:
             if group.indices:
                 yield from self._group(group)
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the model has no output kernel of its own."""
+        return self._dims.tied and not self._settings.untie
 
     def _group(self, group: Group) -> Iterator[Rule]:
         scan = self._settings.scan
@@ -74,19 +88,12 @@ class _Builder:
         for leaf in dict.fromkeys(kept for one in group.leaves for kept in self._kept(one)):
             if scan and group.scans:
                 yield self._stacked(group, leaf)
-            elif not scan and group.indices == self._all:
-                yield self._one(group.unscanned.replace("{n}", "{i}"), leaf, "{i}")
             else:
                 for position, index in enumerate(group.indices):
                     # Layers that remain beside stacked ones are counted by themselves.
                     name, first = (group.scanned, 0) if scan else (group.unscanned, group.first)
                     number = index if first is None else first + position
                     yield self._one(name.replace("{n}", str(number)), leaf, str(index))
-
-    @property
-    def _all(self) -> tuple[int, ...] | None:
-        """All layers that the checkpoint has; None where it has others as well."""
-        return None if self._dims.extra else tuple(range(self._dims.layers))
 
     def _one(self, name: str, leaf: Leaf, layer: str) -> Rule:
         return rule(self._root(leaf) + name + leaf.target, self._leaf(leaf, layer))
@@ -130,7 +137,9 @@ class _Builder:
         return step.apply(self._source(name, step), self._settings.dtype)
 
     def _source(self, name: str, step: Step) -> Expr:
-        """All of a tensor, decoded."""
+        """All of a tensor, decoded; of a tied embedding, that of a head that is its copy."""
+        if self._is_tied and name == self._settings.prefix + EMBEDDING_TENSOR:
+            return Same(tensor(name), tensor(head_name(self._settings.prefix)), hint=_UNTIE)
         quantized = self._dims.quantized
         if quantized is not None and quantized.covers(name, step):
             return quantized.decoded(name, self._settings.dtype or "bfloat16")
@@ -156,6 +165,9 @@ class _Builder:
         return expr.pad(axis, 0, more) if more else expr
 
 
+EMBEDDING_TENSOR = "embed_tokens.weight"
+"""The source of an embedding."""
+
 HEAD = "lm_head.weight"
 """The source of an output kernel."""
 
@@ -172,8 +184,6 @@ def head_name(prefix: str) -> str:
 def _ignored(dims: Dims, settings: Settings) -> Iterator[str]:
     """Patterns of tensors that no leaf needs."""
     yield "*.rotary_emb.inv_freq"  # buffers that transformers saved until 4.31
-    if dims.tied:
-        yield head_name(settings.prefix)
     if dims.extra:
         last = dims.layers + dims.extra - 1
         yield f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"

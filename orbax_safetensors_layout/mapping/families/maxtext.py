@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.families.build import HEAD
+from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import (
     EMBEDDING,
@@ -70,7 +70,7 @@ def tree(dims: Dims) -> Tree:
     """
     gemma = dims.family in ("gemma2", "gemma3")
     return Tree(
-        Leaf("token_embedder.embedding", "embed_tokens.weight", _embedding(dims)),
+        Leaf("token_embedder.embedding", EMBEDDING_TENSOR, _embedding(dims)),
         Leaf("decoder.logits_dense.kernel", HEAD, ROUTER),
         Leaf("decoder.decoder_norm.scale", "norm.weight", _GEMMA_NORM if gemma else SAME),
         _groups(dims),

@@ -6,7 +6,7 @@ quantised weights saves back to the same bits.
 
 from __future__ import annotations
 
-from orbax_safetensors_layout.mapping.families.build import HEAD
+from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import (
     EMBEDDING,
@@ -77,7 +77,7 @@ _GPT_OSS_EXPERTS = (
 def tree(dims: Dims) -> Tree:
     """The leaves of a model."""
     return Tree(
-        Leaf("embed_tokens.embedding", "embed_tokens.weight", EMBEDDING),
+        Leaf("embed_tokens.embedding", EMBEDDING_TENSOR, EMBEDDING),
         Leaf("lm_head.kernel", HEAD, ROUTER),
         Leaf("norm.scale", "norm.weight", SAME),
         _groups(dims),

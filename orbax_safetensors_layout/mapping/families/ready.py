@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
 from orbax_safetensors_layout.mapping.families.build import Settings, build
 from orbax_safetensors_layout.mapping.families.dims import (
@@ -71,7 +72,8 @@ class Options(TypedDict, total=False):
             ones bfloat16. It does not touch leaves that hold the checkpoint's values.
         vocab_size: Rows of the model's embedding, where it has another number than the checkpoint:
             more hold zeros, fewer leave the last ones out.
-        untie: Give a model with tied embeddings an output kernel of its own, tied to the embedding.
+        untie: Give a model with tied embeddings an output kernel of its own: that of the files, or
+            where they have none the embedding.
         prefix: What stands before `embed_tokens.weight` in the checkpoint's names. By default what
             the folder's names say, else `model.`.
         root: The name of the tree that holds the leaves: `params` for MaxText, else none.
@@ -117,11 +119,13 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
     model_type = parsed.get("model_type")
     family = _FAMILY_OF.get(str(model_type))
     if family is None:
+        nearest = nearest_names(str(model_type), FAMILIES, 1)
+        function = f": osl.families.{nearest[0]}" if nearest else " of osl.families"
         raise MappingError(
             f"there is no ready mapping for model_type {model_type!r}",
             expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
-            hint="If the model is one of these by another name, call that family's function, such"
-            " as osl.families.llama; else write an osl.Mapping.",
+            hint="If the model is one of these by another name, call that family's function"
+            f"{function}; else write an osl.Mapping.",
         )
     return _made(family, config, parsed, options)
 

@@ -7,7 +7,7 @@ beside them. Layers are never stacked. Norms and embeddings are those of the che
 from __future__ import annotations
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.families.build import HEAD
+from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import (
     EMBEDDING,
@@ -44,7 +44,7 @@ def tree(dims: Dims) -> Tree:
     layers = tuple(range(dims.layers))
     leaves = _gemma(dims) if gemma else _qwen(dims)
     return Tree(
-        Leaf("embedder.input_embedding", "embed_tokens.weight", EMBEDDING),
+        Leaf("embedder.input_embedding", EMBEDDING_TENSOR, EMBEDDING),
         Leaf("lm_head.w", HEAD, ROUTER),
         Leaf("final_norm.scale" if gemma else "final_norm.w", "norm.weight", SAME),
         (Group("layers.", "layers.{n}.", layers, tuple(leaves)),),

@@ -1,0 +1,175 @@
+"""What a ready mapping refuses: folders that lack tensors, and those of another family."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+from mapping_expressions import facts_of
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from family_models import DIMS, LATENT, MODELS, MOE, copy
+from test_families import CASES, saved
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping import families
+
+__all__ = ["saved"]  # a fixture
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
+
+
+def kind(name):
+    """A tensor's name without the numbers of layers and experts."""
+    return re.sub(r"\.[0-9]+(?=\.)", ".#", name)
+
+
+def refused(call, names):
+    """A call is refused with the name of one of some tensors, or with its pattern."""
+    with pytest.raises(MappingError) as caught:
+        call()
+    told = re.sub(r"\{[a-z]\}", "#", str(caught.value))  # `{i}` and `{e}`, where names have numbers
+    assert any(f"'{name}'" in told or f"'{kind(name)}'" in told for name in names), told
+
+
+def kinds(names):
+    """The names of each kind."""
+    found = {}
+    for name in names:
+        found.setdefault(kind(name), []).append(name)
+    return found
+
+
+@pytest.mark.parametrize(("name", "target", "scan"), CASES)
+def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
+    folder, _, tensors, _ = saved[name]
+    mapping = families.mapping(folder, target=target, scan=scan)
+    facts = facts_of(tensors)
+    for names in kinds(facts).values():
+        for removed in (names, names[-1:]):
+            lacking = {n: fact for n, fact in facts.items() if n not in removed}
+            refused(functools.partial(mapping.abstract, lacking), removed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_tensor_is_needed(saved, name):
+    folder, _, tensors, _ = saved[name]
+    mapping = families.mapping(folder)
+    facts = facts_of(tensors)
+    for removed in facts:
+        lacking = {n: fact for n, fact in facts.items() if n != removed}
+        refused(functools.partial(mapping.abstract, lacking), [removed])
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "removed"),
+    [
+        ("llama", "plain", "lm_head.weight"),
+        ("llama", "maxtext", "model.norm.weight"),
+        ("llama3", "tunix", "model.embed_tokens.weight"),
+        ("mistral", "plain", "model.layers.#.mlp.up_proj.weight"),
+        ("qwen2", "plain", "model.layers.#.self_attn.q_proj.bias"),
+        ("qwen3_moe", "maxtext", "model.layers.#.mlp.experts.#.up_proj.weight"),
+        ("gemma2", "tunix", "model.layers.#.self_attn.q_proj.weight"),
+        ("gemma3", "plain", "model.layers.#.self_attn.q_norm.weight"),
+        ("mixtral", "plain", "model.layers.#.block_sparse_moe.gate.weight"),
+        ("deepseek_v3", "plain", "model.layers.#.mlp.gate.e_score_correction_bias"),
+        ("deepseek_v3", "maxtext", "model.layers.#.mlp.shared_experts.down_proj.weight"),
+        ("gpt_oss", "plain", "model.layers.#.self_attn.sinks"),
+    ],
+)
+def test_no_load_and_no_conversion_without_it(saved, tmp_path, name, target, removed):
+    whole, _, tensors, _ = saved[name]
+    names = kinds(tensors)[removed]
+    folder = copy(whole, tmp_path / "lacking", without=names)
+    mapping = families.mapping(folder, target=target)
+    wanted = families.mapping(whole, target=target).abstract(whole)
+    for call in (
+        functools.partial(mapping.abstract, folder),
+        functools.partial(osl.load, folder, mapping=mapping),
+        functools.partial(osl.load, folder, wanted, mapping=mapping),
+        functools.partial(osl.metadata, folder, mapping=mapping),
+        functools.partial(osl.convert, folder, tmp_path / "out", mapping=mapping),
+        functools.partial(mapping.like(folder).inverse().bind, facts_of_tree(wanted)),
+    ):
+        refused(call, names)
+    assert not (tmp_path / "out").exists()
+
+
+def facts_of_tree(tree, before=""):
+    """Shape and dtype by dotted name."""
+    found = {}
+    for name, value in tree.items():
+        below = isinstance(value, dict)
+        found |= facts_of_tree(value, f"{before}{name}.") if below else {
+            f"{before}{name}": (value.shape, value.dtype)
+        }  # fmt: skip
+    return found
+
+
+# Architectures whose tensors have the same names: the one is the other by another name.
+SAME_NAMES = ({"llama", "mistral"},)
+
+
+def test_no_family_takes_the_folder_of_another(saved):
+    """Whatever the configuration lacks for the other family is given to it."""
+    counts = {"refused": 0, "same": 0}
+    for theirs in families.TARGETS["plain"]:
+        facts = facts_of(saved[theirs].tensors)
+        for ours in families.TARGETS["plain"]:
+            config = saved[ours].config | saved[theirs].config
+            call = functools.partial(getattr(families, ours)(config).abstract, facts)
+            if ours == theirs or {ours, theirs} in SAME_NAMES:
+                call()
+                counts["same"] += 1
+            else:
+                with pytest.raises(MappingError, match=r"there is no tensor|no rule uses"):
+                    call()
+                counts["refused"] += 1
+    assert counts == {"refused": 88, "same": 12}
+
+
+OTHERS = {
+    "gemma": ("gemma2", {"head_dim": 16}),
+    "cohere2": ("llama", {}),
+    "deepseek_v2": ("deepseek_v3", MOE | LATENT | {"n_routed_experts": 4}),
+    "qwen2_moe": ("qwen3_moe", MOE | {"num_experts": 4}),
+    "olmo2": ("llama", {}),
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_models_that_no_family_is_for(tmp_path, model_type):
+    import transformers
+
+    nearest, more = OTHERS[model_type]
+    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(model_type, **DIMS, **ids, **more)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(MappingError, match="there is no tensor"):
+        getattr(families, nearest)(tmp_path).abstract(tmp_path)
+    with pytest.raises(MappingError, match=f"no ready mapping for model_type '{model_type}'"):
+        families.mapping(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "function"),
+    [("gemma", "gemma3"), ("deepseek_v2", "deepseek_v3"), ("qwen4", "qwen3"), ("bert", None)],
+)
+def test_the_nearest_family_is_named(model_type, function):
+    expected = f"call that family's function: osl.families.{function};"
+    with pytest.raises(MappingError) as caught:
+        families.mapping({"model_type": model_type})
+    assert (expected in str(caught.value)) == (function is not None)
+    assert "osl.families.llama" not in str(caught.value)
+
+
+def test_layers_that_the_configuration_does_not_know(saved):
+    config, tensors = saved["llama"].config, saved["llama"].tensors
+    for scan in (True, False):
+        mapping = families.mapping(config | {"num_hidden_layers": 2}, scan=scan)
+        with pytest.raises(MappingError, match=r"no rule uses tensor 'model.layers.2"):
+            mapping.abstract(facts_of(tensors))
