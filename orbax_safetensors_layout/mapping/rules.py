@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -344,19 +344,15 @@ class InverseMapping:
         Of a leaf that could be tied, but need not be, no value may be lost.
         """
         files = self.mapping.files
+        more = self._inferred(leaves, shapes)
         if files is None:
-            return Facts(self._inferred(leaves, shapes))
-        loose = {rule.target for rule in self.mapping.rules if rule.tied_to is not None}
-        more = self._inferred(leaves, shapes, loose)
-        known = dict(files.known())
-        return Facts({**more, **known}, [*files, *more], files.pieces)
+            return Facts(more)
+        return Facts({**more, **dict(files.known())}, [*files, *more], files.pieces)
 
-    def _inferred(
-        self, leaves: Facts, shapes: LeafShapes, targets: Collection[str] | None = None
-    ) -> dict[str, Fact]:
-        """The tensors' shapes, from those of the leaves; of some rules, or of all."""
-        inference = Inference()
-        found, _, problems = match_rules(self.mapping.rules, Facts({}), shapes)
+    def _inferred(self, leaves: Facts, shapes: LeafShapes) -> dict[str, Fact]:
+        """The tensors' shapes, from those of the leaves; beside known files those of ties alone."""
+        inference, files = Inference(), self.mapping.files
+        found, _, problems = match_rules(self.mapping.rules, files or Facts({}), shapes)
         taken = {
             leaf: {substitute(pattern, captures) for pattern in rule.expr.patterns()}
             for leaf, rule, captures in found
@@ -365,7 +361,7 @@ class InverseMapping:
         for leaf, rule, captures in found:
             other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
             tied = other in leaves and taken.get(leaf, set()) <= taken.get(str(other), set())
-            if rule.expr is None or tied or not (targets is None or rule.target in targets):
+            if rule.expr is None or tied or (files is not None and other is None):
                 continue
             inference.leaf, inference.dtype = leaf, leaves[leaf].dtype
             try:
