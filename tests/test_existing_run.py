@@ -226,27 +226,32 @@ def test_a_registered_item_that_can_not_be_used_is_an_error(tmp_path, save, asyn
         assert manager.all_steps() == []
 
 
-def test_a_step_without_the_registered_item_is_a_warning(tmp_path):
+def test_an_item_beside_one_that_is_not_used_yet_is_a_warning(tmp_path):
     def items(**trees):
         return ocp.args.Composite(**{k: ocp.args.StandardSave(v) for k, v in trees.items()})
 
-    registry = osl.handler_registry("state")
-    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
-        manager.save(0, args=items(a={"w": VALUES}, state={"w": VALUES}, z={"w": VALUES}))
-        manager.wait_until_finished()
+    def manager_of():
+        return ocp.CheckpointManager(tmp_path, handler_registry=osl.handler_registry("state"))
+
+    tree = {"w": VALUES}
+    with manager_of() as manager:
         with pytest.warns(UserWarning, match=r'item "a" is not registered.*Orbax\'s own format'):
-            manager.save(1, args=items(a={"w": VALUES}))
+            manager.save(0, args=items(a=tree))
+        manager.save(1, args=items(a=tree, state=tree, z=tree))
+        manager.save(2, args=items(a=tree))
         manager.wait_until_finished()
-        assert manager.all_steps() == [0, 1]
-        for step in (0, 1):
-            args = ocp.args.Composite(a=ocp.args.StandardRestore({"w": VALUES}))
+        for step in (0, 1, 2):
+            args = ocp.args.Composite(a=ocp.args.StandardRestore(tree))
             assert_same_bits(manager.restore(step, args=args).a["w"], VALUES)
-        assert_same_bits(manager.restore(0).z["w"], VALUES)
-    assert holds_safetensors(tmp_path, 0, "state")
-    assert not holds_safetensors(tmp_path, 0, "a")
+        assert_same_bits(manager.restore(1).z["w"], VALUES)
+    assert holds_safetensors(tmp_path, 1, "state")
+    assert not holds_safetensors(tmp_path, 1, "a")
+    with manager_of() as manager:  # what was restored is used
+        manager.restore(1, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree)))
+        manager.save(3, args=items(a=tree))
     with ocp.CheckpointManager(tmp_path) as manager:  # what Orbax saved needs nothing of ours
-        args = ocp.args.Composite(a=ocp.args.StandardRestore({"w": VALUES}))
-        assert_same_bits(manager.restore(1, args=args).a["w"], VALUES)
+        args = ocp.args.Composite(a=ocp.args.StandardRestore(tree))
+        assert_same_bits(manager.restore(3, args=args).a["w"], VALUES)
 
 
 TWO_PROCESSES = """

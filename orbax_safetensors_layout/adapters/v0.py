@@ -68,7 +68,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         write: How to write, where no `using(write=...)` block says otherwise.
 
     Attributes:
-        last_step: Folder in which an item was saved last, under Orbax's temporary name of a step.
+        is_used: Whether it has saved or restored anything.
 
     Example:
         >>> import tempfile, jax, numpy as np, orbax.checkpoint as ocp
@@ -93,7 +93,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         self._mapping = mapping
         self._read = read
         self._write = write
-        self.last_step = ""
+        self.is_used = False
 
     @classmethod
     def typestr(cls) -> str:
@@ -116,7 +116,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             ValueError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that can not be saved.
         """
-        self.last_step = os.path.dirname(os.fspath(directory))
+        self.is_used = True
         making = _orbax.folders_being_made()
         try:
             save = self._begin(directory, args, making)
@@ -171,6 +171,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             MismatchError: Checkpoint and tree disagree.
             StorageError: A read failed.
         """
+        self.is_used = True
         if orbax_item.is_orbax_item(directory):
             return orbax_item.restore(directory, args)
         mapping = self._mapping_of(args)

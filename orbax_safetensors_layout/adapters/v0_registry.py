@@ -37,9 +37,9 @@ def handler_registry(
     A pipeline's `StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` calls work
     unchanged with it, and so do `restore(step)` without arguments and `item_metadata(step)`. Steps
     that Orbax saved before, in its own format, are restored as well. Other items keep Orbax's
-    handlers; a step with such items alone is an error where no step can have the registered ones
-    (`handler_registry("state")` and a manager without named items, or `"default"` and one with
-    them), and else a warning.
+    handlers. To save one before any registered item was saved or restored is a warning; it is an
+    error where no step can have the registered ones (`handler_registry("state")` and a manager
+    without named items, or `"default"` and one with them).
 
     Args:
         *item_names: The items; `"default"` is the one of a manager without named items.
@@ -75,7 +75,7 @@ def handler_registry(
 
 
 def _watched(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[str, ...]) -> Any:
-    """Lets a handler of Orbax, for all other items, report steps in which none of ours is saved.
+    """Lets a handler of Orbax, for all other items, report that it saves while ours is not used.
 
     It stays of Orbax's own class, by which Orbax finds its arguments and what a step records.
     """
@@ -83,10 +83,9 @@ def _watched(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[str,
 
     async def save(directory: Any, *args: Any, **kwargs: Any) -> Any:
         await asyncio.sleep(0)  # the step's other items begin before this one goes on
-        step, item = os.path.split(os.fspath(directory))
-        if ours.last_step != step:
+        if not ours.is_used:
             try:
-                _report_unused(item.split(_TMP)[0], names)
+                _report_unused(os.path.basename(directory).split(_TMP)[0], names)
             except BaseException:
                 await asyncio.to_thread(settle)
                 raise
@@ -97,14 +96,14 @@ def _watched(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[str,
 
 
 def _report_unused(item: str, names: tuple[str, ...]) -> None:
-    """Reports that a step has an item of Orbax's, and none of those that are registered.
+    """Reports that an item is saved by Orbax, and none of those that are registered was used.
 
     Raises:
-        SafetensorsLayoutError: No later step can have one: a manager has either named items or a
-            single one without a name.
+        SafetensorsLayoutError: None will be: a manager has either named items or a single one
+            without a name.
     """
     registered = ", ".join(f'"{name}"' for name in names)
-    text = f'item "{item}" is not registered, and none that is registered is in its step'
+    text = f'item "{item}" is not registered, and none that is registered has been used'
     hint = f'handler_registry("{item}") saves it as safetensors.'
     if item == _DEFAULT or names == (_DEFAULT,):
         raise SafetensorsLayoutError(text, expected=registered, found=f'"{item}"', hint=hint)
