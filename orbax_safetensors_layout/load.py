@@ -32,16 +32,19 @@ from orbax_safetensors_layout.sharing import (
     load_group,
     steps_of,
 )
+from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.coordination import Group
 from orbax_safetensors_layout.transfer.decoding import check_booleans
 from orbax_safetensors_layout.transfer.garbage import frozen_heap
 from orbax_safetensors_layout.transfer.progress import consecutive, progress_callback
 from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
+from orbax_safetensors_layout.transfer.verifying import VerifyingReader
 from orbax_safetensors_layout.tree import HostLeaf, WantedTree
 from orbax_safetensors_layout.wants import adopts, host_leaves, wanted_leaves
 
 PathLike = str | os.PathLike[str]
+_VERIFYING = "verifying what was read"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def load(
 
     Raises:
         CheckpointNotFoundError: Nothing stands at `path`.
-        FormatError: A file is malformed.
+        FormatError: A file is malformed, or with `ReadOptions(verify=True)` not what was saved.
         MappingError: The mapping does not fit the checkpoint and the tree; tells all problems.
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
             shape or dtype; all problems of one kind are reported together.
@@ -120,11 +123,17 @@ def load(
     ):
         recorded = Recorded(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping, devices=True)
+        reader: RangeReader = catalog.storage
+        if options.verify:
+            reader = VerifyingReader.of(catalog.storage, catalog.path)
         if tree is None:
             group.meet(PLANNING, agree=agreement((), ()))
-            values, stats = _read_host(catalog, only, options)
+            values, stats = _read_host(catalog, reader, only, options)
         else:
-            values, stats = _read_tree(catalog, tree, mapping, options, group)
+            values, stats = _read_tree(catalog, reader, tree, mapping, options, group)
+        if isinstance(reader, VerifyingReader):
+            with group.together(_VERIFYING):
+                reader.check()
         if isinstance(catalog.storage, LocalStorage):
             catalog.storage.check_current()
     _record(stats)
@@ -210,14 +219,14 @@ def plan_load(
 
 
 def _read_host(
-    catalog: Catalog, only: str | Sequence[str] | None, options: ReadOptions
+    catalog: Catalog, reader: RangeReader, only: str | Sequence[str] | None, options: ReadOptions
 ) -> tuple[dict[str, np.ndarray], ReadStats]:
     """Whole tensors as a flat dict of numpy arrays."""
     leaves = host_leaves(catalog, only)
     taker = _HostArrays(leaves)
     (plan,) = _plans(catalog, [leaves], options, adopt=True)
     with progress_callback(options.progress) as progress:
-        stats = _read(plan, catalog, options, taker, progress)
+        stats = _read(plan, reader, options, taker, progress)
     return {leaf.name: taker.values[number] for number, leaf in enumerate(leaves)}, stats
 
 
@@ -261,6 +270,7 @@ def _wanted_tree(
 
 def _read_tree(
     catalog: Catalog,
+    reader: RangeReader,
     tree: WantedTree,
     mapping: Mapping | None,
     options: ReadOptions,
@@ -291,7 +301,7 @@ def _read_tree(
                 exchange.launch()  # what all have read in the step before
                 filling.begin()
                 check = functools.partial(group.check, LOADING)
-                stats += _read(plan, catalog, options, filling, report, check)
+                stats += _read(plan, reader, options, filling, report, check)
         with group.together(LOADING):
             exchange.finish()
     filled = values.values()
@@ -336,7 +346,7 @@ class _Taker(Protocol):
 
 def _read(
     plan: ReadPlan,
-    catalog: Catalog,
+    reader: RangeReader,
     options: ReadOptions,
     taker: _Taker,
     progress: Callable[[Progress], None] | None,
@@ -344,7 +354,7 @@ def _read(
 ) -> ReadStats:
     return read_leaves(
         plan,
-        catalog.storage,
+        reader,
         deliver=taker.deliver,
         convert=taker.convert,
         mmap=options.mmap,

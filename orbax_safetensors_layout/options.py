@@ -92,6 +92,10 @@ class ReadOptions:
             64-byte aligned, instead of reading them. The file must then not be overwritten in
             place or truncated while an array lives (replacing it by rename is safe), and numpy
             arrays are read-only.
+        verify: Hold what is read against the checksums of a save with `WriteOptions(digests=True)`:
+            of the manifest, the index and every file that something is read of. What a load leaves
+            out of such a file is read as well, so this suits loads of whole files. Nothing is
+            mapped. A checkpoint without checksums is refused.
         strict: Refuse a checkpoint that has tensors which the abstract tree does not name.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
@@ -106,6 +110,7 @@ class ReadOptions:
     replicated: Literal["each", "read_once"] = "each"
     timeout_seconds: float = 1800.0
     mmap: bool = False
+    verify: bool = False
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
@@ -119,7 +124,7 @@ class ReadOptions:
         _check_timeout(self)
         _check_progress(self)
         _check_retries(self)
-        for name in ("mmap", "strict"):
+        for name in ("mmap", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"ReadOptions.{name} must be True or False.")
         for name in ("latency_seconds", "bandwidth_bytes_per_second"):

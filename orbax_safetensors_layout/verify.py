@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.format.digests import DIGESTS, MAX_DIGESTS_BYTES, parse_digests
-from orbax_safetensors_layout.format.headers import read_range
+from orbax_safetensors_layout.format.digests import DIGESTS, join_crc32
 from orbax_safetensors_layout.located import located
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
 from orbax_safetensors_layout.report import Finding, Report
 from orbax_safetensors_layout.soundness import Soundness
-from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.progress import progress_callback
-from orbax_safetensors_layout.units import MIB
+from orbax_safetensors_layout.transfer.verifying import file_ranges, read_digests
 
 PathLike = str | os.PathLike[str]
-_BLOCK_BYTES = 8 * MIB
 
 
 def verify(
@@ -125,10 +122,8 @@ def _check_digests(soundness: Soundness, progress: Callable[[Progress], None] | 
     storage, folder = soundness.storage, soundness.path
     if storage.is_file(folder) or DIGESTS not in storage.list(folder):
         return 0
-    file = join(folder, DIGESTS)
     try:
-        size = min(storage.size(file), MAX_DIGESTS_BYTES)
-        found = parse_digests(read_range(storage, file, 0, size), file=file)
+        found = read_digests(storage, folder) or {}
     except SafetensorsLayoutError as error:
         soundness.findings.append(Finding("digest", str(error)))
         return 0
@@ -146,26 +141,19 @@ def _check_digests(soundness: Soundness, progress: Callable[[Progress], None] | 
     total = sum(storage.size(join(folder, name)) for name in names)
     done = 0
     for name in names:
-        value = 0
+        file, ranges = join(folder, name), []
         try:
-            for block in _blocks(storage, join(folder, name)):
-                value = zlib.crc32(block, value)
-                done += len(block)
+            size = storage.size(file)
+            for one in file_ranges(storage, file, 0, size):
+                ranges.append(one)
+                done += one[1]
                 if progress is not None:
                     progress(Progress(done, total, name))
         except StorageError as error:
             soundness.findings.append(Finding("digest", str(error)))
             continue
+        value = join_crc32(ranges, size)
         if value != found[name]:
             text = f"{name} has CRC-32 {value:08x}; it was written with {found[name]:08x}"
             soundness.findings.append(Finding("digest", text))
     return len(names)
-
-
-def _blocks(storage: Storage, file: str) -> Iterator[memoryview]:
-    size = storage.size(file)
-    memory = memoryview(bytearray(min(size, _BLOCK_BYTES)))
-    for start in range(0, size, _BLOCK_BYTES):
-        block = memory[: min(_BLOCK_BYTES, size - start)]
-        storage.read_into(file, start, [block])
-        yield block

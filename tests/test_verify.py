@@ -1,7 +1,9 @@
 """`verify`: every kind of damage is found, all of it, and nothing else is."""
 
+import contextlib
 import json
 import shutil
+import struct
 import zlib
 
 import jax
@@ -199,6 +201,68 @@ def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
     assert osl.verify(folder, digests=False).ok
     victim.rename(folder / "elsewhere")
     assert [t for t in texts(osl.verify(folder)) if "there is a checksum of it" in t]
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_no_flipped_bit_is_loaded_with_verify(tmp_path, layout):
+    """Of any file that the save wrote: tensors, headers, index, manifest, checksums."""
+    folder = saved(tmp_path, layout=layout, digests=True)
+    verifying = osl.ReadOptions(verify=True)
+    loaded = osl.load(folder, options=verifying)
+    assert {n: np.asarray(v).tobytes() for n, v in loaded.items()} == {
+        n: np.asarray(v).tobytes() for n, v in tensors().items()
+    }
+    rng = np.random.default_rng(7)
+    files = sorted(folder.iterdir())
+    silent, unnoticed_without = [], 0
+    for number in range(100):
+        file = files[number % len(files)]
+        data = bytearray(file.read_bytes())
+        at, bit = int(rng.integers(len(data))), int(rng.integers(8))
+        data[at] ^= 1 << bit
+        file.write_bytes(data)
+        with contextlib.suppress(osl.SafetensorsLayoutError):
+            osl.load(folder)
+            unnoticed_without += 1
+        with contextlib.suppress(osl.SafetensorsLayoutError):
+            osl.load(folder, options=verifying)
+            silent.append((file.name, at, bit))
+        data[at] ^= 1 << bit
+        file.write_bytes(data)
+    assert silent == []
+    assert unnoticed_without > 20
+    osl.load(folder, options=verifying)
+
+
+def test_a_load_of_parts_with_verify_looks_at_the_rest_of_their_files(tmp_path):
+    folder = saved(tmp_path, digests=True, max_file_bytes=10**6)
+    verifying = osl.ReadOptions(verify=True, mmap=True)
+    one = {"small": np.zeros(5, np.int8)}
+    np.testing.assert_array_equal(osl.load(folder, one, options=verifying)["small"], np.arange(5))
+    found = osl.load(folder, only="layers.*", options=verifying)
+    np.testing.assert_array_equal(found["layers.3.w"], tensors()["layers.3.w"])
+    single = folder / "model.safetensors"
+    assert osl.load(single, options=verifying).keys() == tensors().keys()
+    (header,) = struct.unpack("<Q", single.read_bytes()[:8])
+    data = bytearray(single.read_bytes())
+    data[8 + header + 10] ^= 1  # not of the tensor that is loaded
+    single.write_bytes(data)
+    for path, wanted in ((folder, one), (single, None)):
+        with pytest.raises(
+            osl.FormatError, match=r"not what was saved: model.safetensors \(CRC-32"
+        ):
+            osl.load(path, wanted, options=verifying)
+
+
+def test_verify_without_checksums_is_refused(tmp_path):
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"no checksums.*digests=True"):
+        osl.load(saved(tmp_path), options=osl.ReadOptions(verify=True))
+    saved(tmp_path / "sums", digests=True)
+    digests = json.loads((tmp_path / "sums" / DIGESTS).read_text())
+    del digests["files"]["model-00002-of-00004.safetensors"]
+    (tmp_path / "sums" / DIGESTS).write_text(json.dumps(digests))
+    with pytest.raises(osl.SafetensorsLayoutError, match="no checksum: model-00002-of"):
+        osl.load(tmp_path / "sums", options=osl.ReadOptions(verify=True))
 
 
 def test_a_file_that_can_not_be_read_hides_no_other(tmp_path, monkeypatch):
