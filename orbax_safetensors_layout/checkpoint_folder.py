@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping
 
+from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.format.digests import DIGESTS, dump_digests, parse_digests
 from orbax_safetensors_layout.format.headers import read_range
 from orbax_safetensors_layout.format.index import MAIN_INDEX
@@ -14,6 +16,7 @@ from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import PIECES_FOLDER, WritePlan
 from orbax_safetensors_layout.publishing import appearance_rank
 from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.resolve import open_storage
 from orbax_safetensors_layout.transfer.file_set import FileSet
 
 
@@ -112,3 +115,47 @@ class CheckpointFolder:
 
 def _own_digests(process: int) -> str:
     return f"{PIECES_FOLDER}/{DIGESTS}.{process}"
+
+
+_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+
+
+def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The configuration, tokenizer and the like of a Hugging Face folder, by name.
+
+    Args:
+        path: The folder, or one such file.
+
+    Raises:
+        StorageError: A file can not be read.
+    """
+    storage, folder = open_storage(path)
+    with storage:
+        if storage.is_file(folder):
+            files = {os.path.basename(folder): folder}
+        else:
+            files = {name: join(folder, name) for name in storage.list(folder)}
+        return {
+            name: read_range(storage, file, 0, storage.size(file))
+            for name, file in files.items()
+            if name.endswith(_SUFFIXES)
+            and appearance_rank(name) is None
+            and not name.startswith(".")
+        }
+
+
+def given_companions(config: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The files of a folder that a caller names for them, as `companions`.
+
+    Raises:
+        CheckpointNotFoundError: There are none.
+        StorageError: A file can not be read.
+    """
+    found = companions(config)
+    if not found:
+        raise CheckpointNotFoundError(
+            "there is nothing to put beside the files",
+            file=config,
+            expected="a folder with config.json, a tokenizer and the like",
+        )
+    return found

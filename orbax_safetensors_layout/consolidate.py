@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 
+from orbax_safetensors_layout.checkpoint_folder import companions
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.dtypes import DTYPES
@@ -45,14 +46,15 @@ def consolidate(
 
     Args:
         path: A checkpoint saved with `WriteOptions(layout="sharded")`.
-        target: The folder to write; by default `path` itself, whose pieces are then replaced when
-            all is complete.
+        target: The folder to write, which gets the `config.json`, tokenizer and the like of `path`,
+            too; by default `path` itself, whose pieces are then replaced when all is complete.
         options: How to write; `layout` and `dtype` do not count, and `metadata` is the saved one.
         overwrite: Replace a checkpoint that stands at `target`.
 
     Raises:
         SafetensorsLayoutError: `path` is not stored in pieces.
-        CheckpointExistsError: A checkpoint stands at `target`, without `overwrite`.
+        CheckpointExistsError: A checkpoint, or another file of these names, stands at `target`,
+            without `overwrite`.
         CheckpointNotFoundError: Nothing stands at `path`.
         FormatError: A file is malformed.
         StorageError: A read or write failed.
@@ -96,8 +98,11 @@ def consolidate(
         whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
         pieces = catalog.storage, catalog.path
         prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces=pieces)
-        target, overwrite = (path, True) if target is None else (target, overwrite)
-        prepared.publish(target, group=group, overwrite=overwrite)
+        if target is None:  # what stands beside the pieces stays there
+            prepared.publish(path, group=group, overwrite=True)
+        else:
+            documents = companions(path) if group.is_leader else {}
+            prepared.publish(target, group=group, overwrite=overwrite, documents=documents)
 
 
 def _was_interrupted(catalog: Catalog, group: Group) -> bool:

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.adapters.checkpoints import (
     open_source,
 )
 from orbax_safetensors_layout.adapters.orbax_target import orbax_target
-from orbax_safetensors_layout.conversion.companions import companions
+from orbax_safetensors_layout.checkpoint_folder import companions, given_companions
 from orbax_safetensors_layout.conversion.design import (
     Topology,
     files_target,
@@ -39,7 +39,7 @@ from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.plan.grid import DeviceGrid
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
-from orbax_safetensors_layout.publishing import appearance_rank, check_is_folder
+from orbax_safetensors_layout.publishing import appearance_rank, check_documents, check_is_folder
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.resolve import open_storage
@@ -203,14 +203,7 @@ def _documents(source: Source, config: PathLike | None) -> dict[str, bytes]:
     """What is put beside safetensors files."""
     if config is None:
         return companions(source.path) if source.kind == "hf" else {}
-    found = companions(config)
-    if not found:
-        raise CheckpointNotFoundError(
-            "there is nothing to put beside the files",
-            file=config,
-            expected="a folder with config.json, a tokenizer and the like",
-        )
-    return found
+    return given_companions(config)
 
 
 def _digest(*arguments: object) -> str:
@@ -287,21 +280,9 @@ def _check_target(
         raise CheckpointExistsError(
             "the folder is not empty", file=folder, expected="a new or empty folder"
         )
-    others = [name for name, data in documents.items() if _is_other(folder, name, data)]
-    if others and not overwrite:
-        raise CheckpointExistsError(
-            f"other files of these names stand there: {others}",
-            file=folder,
-            hint="Pass overwrite=True (--overwrite) to replace them.",
-        )
-
-
-def _is_other(folder: str, name: str, data: bytes) -> bool:
-    try:
-        with open(os.path.join(folder, name), "rb") as file:
-            return file.read() != data
-    except FileNotFoundError:
-        return False
+    if not overwrite:
+        with LocalStorage() as storage:
+            check_documents(storage, folder, documents)
 
 
 def _is_replaced(folder: str) -> Callable[[str], bool]:

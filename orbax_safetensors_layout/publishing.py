@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
 from orbax_safetensors_layout.format.digests import DIGESTS
+from orbax_safetensors_layout.format.headers import read_range
 from orbax_safetensors_layout.format.index import INDEX_SUFFIX, SUFFIX
 from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 from orbax_safetensors_layout.plan.writes import PIECES_FOLDER
-from orbax_safetensors_layout.storage.base import Publication, Storage
+from orbax_safetensors_layout.storage.base import Publication, Storage, join
 from orbax_safetensors_layout.transfer.coordination import Group
 
 
-def publication_of(storage: Storage, target: str, *, overwrite: bool) -> Publication:
+def publication_of(
+    storage: Storage, target: str, *, overwrite: bool, documents: Collection[str] = ()
+) -> Publication:
     """How a checkpoint comes to stand at a folder.
 
     Args:
         storage: Where the folder is.
         target: The folder.
         overwrite: Whether a checkpoint that stands there is replaced.
+        documents: Names of more files that come with it.
     """
-    return storage.publication(
-        target, overwrite=overwrite, rank=appearance_rank, scratch=(PIECES_FOLDER,)
-    )
+
+    def rank(name: str) -> int | None:
+        return 0 if name in documents else appearance_rank(name)
+
+    return storage.publication(target, overwrite=overwrite, rank=rank, scratch=(PIECES_FOLDER,))
 
 
 def appearance_rank(name: str) -> int | None:
@@ -53,6 +59,7 @@ def publish(
     group: Group,
     storage: Storage,
     overwrite: bool,
+    documents: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes a checkpoint, and puts it in its place when it is complete.
 
@@ -62,15 +69,17 @@ def publish(
         group: The processes.
         storage: Where the folder is.
         overwrite: Whether a checkpoint that stands there is replaced.
+        documents: More files that come with it, by name.
 
     Raises:
-        CheckpointExistsError: One stands there, without `overwrite`.
+        CheckpointExistsError: One stands there, or another file of such a name, without
+            `overwrite`.
         StorageError: A step failed.
         PeerError: Another process failed.
     """
     error: BaseException | None = None
     try:
-        _publish(publication, write, group, storage, overwrite)
+        _publish(publication, write, group, storage, overwrite, documents or {})
     except BaseException as problem:
         error = problem
         group.leave()
@@ -87,12 +96,15 @@ def _publish(
     group: Group,
     storage: Storage,
     overwrite: bool,
+    documents: Mapping[str, bytes],
 ) -> None:
     error: BaseException | None = None
     try:
         if group.is_leader:
             publication.begin()
             _check_target(storage, publication.target, overwrite)
+            if not overwrite:
+                check_documents(storage, publication.target, documents)
             publication.prepare()
     except BaseException as problem:
         error = problem
@@ -109,6 +121,33 @@ def _check_target(storage: Storage, target: str, overwrite: bool) -> None:
             "a safetensors checkpoint stands there already",
             file=target,
             hint="Pass overwrite=True to replace it.",
+        )
+
+
+def check_documents(storage: Storage, folder: str, documents: Mapping[str, bytes]) -> None:
+    """Refuses files that would replace others of their names.
+
+    Args:
+        storage: Where the folder is.
+        folder: The folder, which need not exist.
+        documents: The files, by name.
+
+    Raises:
+        CheckpointExistsError: Others stand there.
+        StorageError: They can not be read.
+    """
+    present = set(storage.list(folder)) if documents else set()
+    others = []
+    for name in sorted(present.intersection(documents)):
+        file, data = join(folder, name), documents[name]
+        size = storage.size(file)
+        if size != len(data) or read_range(storage, file, 0, size) != data:
+            others.append(name)
+    if others:
+        raise CheckpointExistsError(
+            f"other files of these names stand there: {others}",
+            file=folder,
+            hint="Pass overwrite=True (--overwrite) to replace them.",
         )
 
 

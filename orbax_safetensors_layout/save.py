@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.checkpoint_folder import CheckpointFolder
+from orbax_safetensors_layout.checkpoint_folder import CheckpointFolder, given_companions
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import (
@@ -53,6 +53,7 @@ def save(
     tree: Any,
     *,
     mapping: LeafMapping | None = None,
+    config: PathLike | None = None,
     options: WriteOptions | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -72,11 +73,15 @@ def save(
             takes, and nothing else is written beside them. The tree then holds arrays only. A
             tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
             says otherwise.
+        config: The folder of the model whose `config.json`, tokenizer and the like are put beside
+            the files, as they are: without a `config.json`, `transformers` does not open a folder.
         options: How to write.
         overwrite: Replace a safetensors checkpoint that stands there.
 
     Raises:
-        CheckpointExistsError: A safetensors checkpoint stands there, without `overwrite`.
+        CheckpointExistsError: A safetensors checkpoint, or another file of a name in `config`,
+            stands there, without `overwrite`.
+        CheckpointNotFoundError: There is no such file in `config`.
         SafetensorsLayoutError: Leaves that can not be saved; before anything is written.
         MappingError: The mapping does not invert, or does not fit; before anything is written.
         StorageError: A write failed. What stood at `path` is as it was.
@@ -92,8 +97,11 @@ def save(
     with frozen_heap(len(jax.tree.leaves(tree))):
         options = given_or_default(options, WriteOptions)
         with save_group(path, options) as group:
+            documents = {}
+            if config is not None and group.is_leader:
+                documents = given_companions(config)
             prepared = PreparedSave.of(tree, options, mapping=mapping)
-            prepared.publish(path, group=group, overwrite=overwrite)
+            prepared.publish(path, group=group, overwrite=overwrite, documents=documents)
 
 
 def plan_save(
@@ -242,24 +250,43 @@ class PreparedSave:
         """
         return self._values.wait_captured(timeout_seconds)
 
-    def publish(self, path: PathLike, *, group: Group, overwrite: bool) -> None:
+    def publish(
+        self,
+        path: PathLike,
+        *,
+        group: Group,
+        overwrite: bool,
+        documents: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Writes everything, and lets it appear at a path when it is complete.
 
         Args:
             path: A folder, or the URL of one.
             group: The processes.
             overwrite: Replace a checkpoint that stands there.
+            documents: More small files, by name; those of the leader count.
 
         Raises:
-            CheckpointExistsError: One stands there, without `overwrite`.
+            CheckpointExistsError: One stands there, or another file of such a name, without
+                `overwrite`.
             StorageError: A write failed.
             PeerError: Another process failed.
         """
         storage, target = open_storage(path, retries=self._options.retries)
         with storage:
-            publication = publication_of(storage, target, overwrite=overwrite)
-            write = functools.partial(self.write, group=group, storage=storage)
-            publish(publication, write, group=group, storage=storage, overwrite=overwrite)
+            documents = documents or {}
+            publication = publication_of(
+                storage, target, overwrite=overwrite, documents=documents.keys()
+            )
+            write = functools.partial(self.write, group=group, storage=storage, documents=documents)
+            publish(
+                publication,
+                write,
+                group=group,
+                storage=storage,
+                overwrite=overwrite,
+                documents=documents,
+            )
 
     def write(
         self,

@@ -1,0 +1,84 @@
+"""`save(config=)` and `consolidate` put a model's configuration and tokenizer beside its files."""
+
+import json
+import os
+
+import backends
+import numpy as np
+import pytest
+from checkpoints import save
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.manifest import MANIFEST
+
+TENSORS = {"w": np.arange(6, dtype=np.float32)}
+FILES = {"config.json": b'{"model_type": "llama"}', "tokenizer.model": b"\0\1"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder of Hugging Face."""
+    save(tmp_path / "model", TENSORS)
+    for name, data in FILES.items():
+        (tmp_path / "model" / name).write_bytes(data)
+    (tmp_path / "model" / "._config.json").write_bytes(b"what an archive of macOS leaves")
+    return tmp_path / "model"
+
+
+def beside(folder):
+    """The files of a folder that are no part of the checkpoint."""
+    return {
+        name: (folder / name).read_bytes()
+        for name in os.listdir(folder)
+        if not name.endswith(".safetensors") and name != MANIFEST
+    }
+
+
+def test_a_save_takes_the_files_of_a_model_along(tmp_path, model):
+    osl.save(tmp_path / "out", TENSORS, config=model)
+    assert beside(tmp_path / "out") == FILES
+    assert osl.load(tmp_path / "out")["w"].tolist() == TENSORS["w"].tolist()
+    osl.save(tmp_path / "bare", TENSORS)
+    assert beside(tmp_path / "bare") == {}
+    with pytest.raises(osl.CheckpointNotFoundError, match="nothing to put beside"):
+        osl.save(tmp_path / "none", TENSORS, config=tmp_path / "nowhere")
+    assert not (tmp_path / "none").exists()
+
+
+def test_files_of_another_model_are_replaced_only_when_asked(tmp_path, model):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "config.json").write_text("mine")
+    (target / "notes.txt").write_text("kept")
+    with pytest.raises(osl.CheckpointExistsError, match=r"\['config.json'\]"):
+        osl.save(target, TENSORS, config=model)
+    assert beside(target) == {"config.json": b"mine", "notes.txt": b"kept"}
+    osl.save(target, TENSORS, config=model, overwrite=True)
+    assert beside(target) == {**FILES, "notes.txt": b"kept"}
+    osl.save(target, TENSORS, config=model, overwrite=True)  # over the same files
+    assert beside(target) == {**FILES, "notes.txt": b"kept"}
+
+
+def test_consolidation_takes_along_what_stands_beside_the_pieces(tmp_path, model):
+    pieces = tmp_path / "pieces"
+    osl.save(pieces, TENSORS, config=model, options=osl.WriteOptions(layout="sharded"))
+    osl.consolidate(pieces, tmp_path / "whole")
+    assert beside(tmp_path / "whole") == FILES
+    osl.consolidate(pieces)
+    assert beside(pieces) == FILES
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "gemma"}))
+    osl.save(tmp_path / "again", TENSORS, config=model, options=osl.WriteOptions(layout="sharded"))
+    with pytest.raises(osl.CheckpointExistsError, match=r"config\.json"):
+        osl.consolidate(tmp_path / "again", tmp_path / "other")
+    assert beside(tmp_path / "other") == {"config.json": b'{"model_type": "gemma"}'}
+
+
+@pytest.mark.parametrize("kind", backends.REMOTE)
+def test_in_a_bucket_too(tmp_path, model, kind):
+    with backends.running(kind) as server, backends.place(server, tmp_path / "unused") as place:
+        osl.save(place.url, TENSORS, config=model)
+        osl.save(place.url, {"w": TENSORS["w"] + 1}, config=model, overwrite=True)
+        assert osl.load(place.url)["w"].tolist() == (TENSORS["w"] + 1).tolist()
+        assert set(place.names()) == {"model.safetensors", MANIFEST, *FILES}
+        assert {name: place.get(name) for name in FILES} == FILES
