@@ -197,7 +197,7 @@ def forecast(
         entries = catalog.all_entries()
         kind, files, place = catalog.storage.kind, len(catalog.files), catalog.path
     placed = {name: placer.place(name, entry.shape) for name, entry in entries.items()}
-    quantization = find_quantization(entries, read_configuration(path))
+    quantization = find_quantization(entries, read_configuration(path)[0])
     special = {} if quantization is None else quantization.parameters
     parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
     profile = options.profile(kind)

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.index import SUFFIX
 from orbax_safetensors_layout.format.nodes import ValueLeaf, leaf_names
 from orbax_safetensors_layout.format.quantization import Quantization, find_quantization
-from orbax_safetensors_layout.mapping.families.dims import read_config
+from orbax_safetensors_layout.mapping.families.config import read_config
 
 
 class TensorFacts(NamedTuple):
@@ -66,6 +66,7 @@ class Inspection(NamedTuple):
         quantization: What is quantised; None where nothing is.
         values: Name to value of what was saved beside the tensors.
         model: The model's architecture, as its configuration names it.
+        problem: What of its configuration cannot be read, or cannot be; None for nothing.
     """
 
     path: str
@@ -76,6 +77,7 @@ class Inspection(NamedTuple):
     quantization: Quantization | None
     values: dict[str, object]
     model: str | None
+    problem: str | None = None
 
     @property
     def total(self) -> Total:
@@ -111,8 +113,10 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()
         names = catalog.names if only is None else catalog.select(only)
-        config = read_configuration(path)
+        config, problem = read_configuration(path)
         quantization = find_quantization(entries, config)
+        if quantization is not None and quantization.problem:
+            problem = quantization.problem
         parameters = {} if quantization is None else quantization.parameters
         folder = os.path.dirname(catalog.path) if catalog.storage.is_file(catalog.path) else None
         root = (catalog.path if folder is None else folder).rstrip("/") + "/"
@@ -132,6 +136,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
             quantization=quantization,
             values=values,
             model=_model(config),
+            problem=problem,
         )
 
 
@@ -155,17 +160,19 @@ def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: s
     )
 
 
-def read_configuration(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The model's configuration; empty where there is none that can be read."""
+def read_configuration(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str | None]:
+    """The model's configuration, and why it cannot be read; empty where there is none."""
     try:
-        return {} if os.fspath(path).endswith(SUFFIX) else read_config(path)
-    except (CheckpointNotFoundError, FormatError):
-        return {}
+        return ({} if os.fspath(path).endswith(SUFFIX) else read_config(path)), None
+    except CheckpointNotFoundError:
+        return {}, None
+    except FormatError as error:
+        return {}, str(error)
 
 
 def _model(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
+        return names[0][:80]
     kind = config.get("model_type")
-    return kind if isinstance(kind, str) else None
+    return kind[:80] if isinstance(kind, str) else None

@@ -199,6 +199,40 @@ def test_nothing_there_and_streams(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def write_config(folder, config):
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+
+
+def test_bits_of_packed_weights(tmp_path):
+    """compressed-tensors says them of a group; what cannot be is said, and 4 are assumed."""
+    tensors = {"a.weight_packed": np.zeros((4, 2), np.int32), "a.weight_scale": np.zeros((4, 1))}
+    osl.save(tmp_path, tensors)
+    groups = {"group_0": {"weights": {"num_bits": 8}}}
+    method = {"quant_method": "compressed-tensors"}
+    for said, parameters, problem in (
+        ({"config_groups": groups}, 32, None),
+        ({"bits": 8}, 32, None),
+        ({}, 64, None),
+        ({"bits": "8"}, 64, "its configuration says '8' bits a weight; 4 are assumed"),
+    ):
+        write_config(tmp_path, {"quantization_config": method | said})
+        found = inspect(tmp_path)
+        assert (found.total.parameters, found.problem) == (parameters, problem)
+
+
+def test_configurations_that_cannot_be_read_are_told(tmp_path):
+    osl.save(tmp_path, layers())
+    write_config(tmp_path, "{")
+    done = run("inspect", tmp_path)
+    assert done.returncode == 0
+    assert "problem      can not read a model's configuration: " in done.stdout
+    write_config(tmp_path, {"quantization_config": "fp8"})
+    problem = "its quantization_config is 'fp8', not an object"
+    assert f"problem      {problem}\n" in run("inspect", tmp_path).stdout
+    document = json.loads(run("inspect", tmp_path, "--json").stdout)
+    assert document["problem"] == problem
+
+
 def test_names_do_not_command_the_terminal(tmp_path):
     name, folder = "red\x1b[31m\nline\x9b", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     osl.save(folder, {name: np.zeros(2)})

@@ -338,7 +338,7 @@ def test_mxfp4(saved, target, scan):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     _, config, tensors, _ = saved["gpt_oss"]
-    config = config | {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    config = config | {"quantization_config": {"quant_method": "mxfp4"}}
     bf16 = tensors["model.norm.weight"].dtype
     stored, decoded = dict(tensors), dict(tensors)
     rng = np.random.default_rng(0)
@@ -404,7 +404,7 @@ def test_fp8_that_is_kept(saved):
 
 def test_mxfp4_that_is_kept(saved):
     _, config, tensors, _ = saved["gpt_oss"]
-    config = config | {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    config = config | {"quantization_config": {"quant_method": "mxfp4"}}
     rng, stored, kept = np.random.default_rng(0), dict(tensors), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         del stored[name]
@@ -478,7 +478,7 @@ def test_configurations_as_version_4_of_transformers_writes_them(saved):
     assert repr(families.mapping(old)) == repr(families.mapping(config))
     inner = {"num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240}
     made = families.mapping({"model_type": "gemma3", "text_config": inner}, scan=False)
-    assert "rearrange('(h d) e -> e h d', d=256)" in repr(made)
+    assert "rearrange('(h d) e -> e h d', d=256, h=8)" in repr(made)
     assert not any(rule.target.startswith("lm_head") for rule in made.rules)
 
 

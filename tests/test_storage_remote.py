@@ -684,6 +684,6 @@ def test_a_models_configuration_is_read_from_the_hub(hub, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
     hub.add("org/model", tmp_path / "model")
-    from orbax_safetensors_layout.mapping.families.dims import read_config
+    from orbax_safetensors_layout.mapping.families.config import read_config
 
     assert read_config("hf://org/model") == {"model_type": "llama"}

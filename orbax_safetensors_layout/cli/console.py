@@ -7,7 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-_CONTROLS = {n: repr(chr(n))[1:-1] for n in (*range(32), *range(127, 160)) if chr(n) != "\n"}
+_SURROGATES = {n: f"\\u{n:04x}" for n in (*range(0xD800, 0xDC80), *range(0xDD00, 0xE000))}
+"""Halves of pairs, which JSON can hold and no stream takes alone; others are bytes of paths."""
+
+_CONTROLS = _SURROGATES | {
+    n: repr(chr(n))[1:-1] for n in (*range(32), *range(127, 160)) if chr(n) != "\n"
+}
 """What a terminal would take for a command, in names that a file may give to its tensors."""
 
 
@@ -34,7 +39,8 @@ class Console:
 
     def json(self, document: object) -> None:
         """Writes a result to stdout as one JSON document."""
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+        sys.stdout.write(text.translate(_SURROGATES) + "\n")
 
     def message(self, text: str) -> None:
         """Writes a line to stderr, unless it shall be quiet."""

@@ -71,6 +71,8 @@ def _head(found: Inspection) -> list[str]:
         stored = [f"{count:,} x {scheme}" for scheme, count in quantization.weights.items()]
         said = [f"the configuration says {quantization.method}"] if quantization.method else []
         lines.append(f"quantised    {'; '.join(stored + said)}")
+    if found.problem:
+        lines.append(f"problem      {found.problem}")
     for label, pairs in (("metadata", found.metadata), ("values", found.values)):
         if pairs:
             shown = [f"{key}={_short(value)}" for key, value in [*pairs.items()][:10]]
@@ -149,6 +151,7 @@ def _document(found: Inspection) -> dict[str, object]:
     return {
         "path": found.path,
         "model": found.model,
+        "problem": found.problem,
         "layout": found.layout,
         "quantization": None
         if quantization is None

@@ -107,5 +107,8 @@ def brief(value: object, limit: int = 80) -> str:
         value = value[:limit]
     if isinstance(value, int) and value.bit_length() > 4 * limit:
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}..."

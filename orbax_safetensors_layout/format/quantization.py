@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from orbax_safetensors_layout.format.checks import brief
 from orbax_safetensors_layout.format.header import TensorEntry
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -83,11 +84,13 @@ class Quantization(NamedTuple):
             where it says nothing.
         weights: Scheme name to how many tensors are stored so.
         parameters: Parameters of each tensor that is not one parameter an element.
+        problem: What the configuration says that cannot be, and what is assumed; None for nothing.
     """
 
     method: str | None
     weights: dict[str, int]
     parameters: dict[str, int]
+    problem: str | None = None
 
 
 def find_quantization(
@@ -102,10 +105,9 @@ def find_quantization(
     Returns:
         None where nothing is, and the configuration says so, too.
     """
-    settings = config.get("quantization_config") or config.get("compression_config")
-    settings = settings if isinstance(settings, dict) else {}
-    bits = settings.get("bits", settings.get("w_bit"))
-    bits = bits if isinstance(bits, int) and bits in (2, 3, 4, 8) else _DEFAULT_BITS
+    said = config.get("quantization_config") or config.get("compression_config")
+    settings: Mapping[str, Any] = said if isinstance(said, dict) else {}
+    bits, problem = _bits(settings)
     weights: dict[str, int] = {}
     parameters: dict[str, int] = {}
     stems: dict[str, list[Scheme]] = {}
@@ -121,7 +123,28 @@ def find_quantization(
     if stems:
         parameters |= dict.fromkeys(_beside(entries, stems), 0)
     method = _method(settings)
-    return Quantization(method, weights, parameters) if method or weights else None
+    if all(scheme.bits for schemes in stems.values() for scheme in schemes):
+        problem = None
+    if said and said is not settings:
+        problem = f"its quantization_config is {brief(said)}, not an object"
+    found = Quantization(method, weights, parameters, problem)
+    return found if method or weights or problem else None
+
+
+def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
+    """Bits of a packed value, and what is wrong with what is said of them."""
+    said = settings.get("bits", settings.get("w_bit"))
+    groups = settings.get("config_groups")
+    if said is None and isinstance(groups, dict):  # compressed-tensors
+        found = [g.get("weights") for g in groups.values() if isinstance(g, dict)]
+        counts = [w.get("num_bits") for w in found if isinstance(w, dict)]
+        said = counts[0] if counts and all(count == counts[0] for count in counts) else counts
+    if said is None:
+        return _DEFAULT_BITS, None
+    if type(said) is int and said in (2, 3, 4, 8):
+        return said, None
+    text = f"its configuration says {brief(said)} bits a weight; {_DEFAULT_BITS} are assumed"
+    return _DEFAULT_BITS, text
 
 
 def _beside(entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[Scheme]]) -> list[str]:
@@ -149,9 +172,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
     method = settings.get("quant_method") or settings.get("quant_algo")
     if not isinstance(method, str):
         return None
-    facts = [
-        f"{key}={settings[key]}"
-        for key in ("fmt", "format", "bits", "group_size", "weight_block_size", "load_in_4bit")
-        if settings.get(key)
-    ]
-    return f"{method} ({', '.join(facts)})" if facts else method
+    keys = ("fmt", "format", "bits", "group_size", "weight_block_size", "load_in_4bit")
+    said = {key: settings[key] for key in keys if settings.get(key)}
+    facts = [f"{k}={v[:80] if isinstance(v, str) else brief(v)}" for k, v in said.items()]
+    return f"{method[:80]} ({', '.join(facts)})" if facts else method[:80]

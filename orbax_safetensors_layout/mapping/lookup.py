@@ -14,7 +14,7 @@ from typing import Any, cast
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.mapping import families
-from orbax_safetensors_layout.mapping.families.dims import Config
+from orbax_safetensors_layout.mapping.families.config import Config
 from orbax_safetensors_layout.mapping.families.ready import Options
 from orbax_safetensors_layout.mapping.rules import Mapping
 

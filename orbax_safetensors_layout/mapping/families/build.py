@@ -157,11 +157,17 @@ class _Builder:
         )
 
     def _fitted(self, expr: Expr, axis: int) -> Expr:
-        """As many tokens as the model has: with room for others, or without the last ones."""
-        tokens = self._settings.vocab_size
+        """As many tokens as the model has: with room for others, or without the last ones.
+
+        The files' extents have to be those of the configuration; only where tokens are left out may
+        there be fewer, as in what was saved so.
+        """
+        tokens, hidden = self._settings.vocab_size, self._dims.hidden
         more = tokens - self._dims.vocab
+        axes = "v e -> v e" if axis == 0 else "e v -> e v"
         if more < 0:
-            return expr.slice(axis, 0, tokens)
+            return expr.rearrange(axes, e=hidden).slice(axis, 0, tokens)
+        expr = expr.rearrange(axes, v=self._dims.vocab, e=hidden)
         return expr.pad(axis, 0, more) if more else expr
 
 

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
-from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.mapping.families.config import Section
 from orbax_safetensors_layout.mapping.families.quantization import (
     Quantization,
     quantization_of,
 )
-from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.resolve import open_storage
-
-Config = Mapping[str, Any] | str | os.PathLike[str]
-"""A `config.json` as a dict, or the folder it is in, or its path."""
-
-CONFIG_FILE = "config.json"
 
 FAMILIES = (
     "llama",
@@ -76,6 +66,10 @@ _TIED_BY_EITHER = frozenset(
 )
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+# Several times the largest published models: 126 layers, 512 experts. Rules are made of each layer.
+_MOST_LAYERS = 1024
+_MOST_EXPERTS = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,68 +139,6 @@ class Dims:
         return tuple(i for i in range(self.layers) if i not in self.dense)
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `config.json` of a checkpoint's folder, or the one at a path.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        FormatError: It is no JSON object.
-    """
-    storage, text = open_storage(path)
-    with storage:
-        file = text if text.endswith(".json") else join(text, CONFIG_FILE)
-        data = bytearray(storage.size(file))
-        storage.read_into(file, 0, [memoryview(data)])
-    try:
-        config = json.loads(data)
-    except ValueError as error:
-        raise FormatError(f"can not read a model's configuration: {error}", file=file) from error
-    if not isinstance(config, dict):
-        raise FormatError("a model's configuration is no JSON object", file=file)
-    return config
-
-
-def find_prefix(path: str | os.PathLike[str]) -> str | None:
-    """What stands before `embed_tokens.weight` in a checkpoint's names; None where it is unknown.
-
-    So it is of a folder with a configuration alone.
-    """
-    if os.fspath(path).endswith(".json"):
-        return None
-    ending = "embed_tokens.weight"
-    try:
-        with Catalog.open(path) as catalog:
-            found = [name for name in catalog.names if name.endswith(ending)]
-    except CheckpointNotFoundError:
-        return None
-    return found[0].removesuffix(ending) if len(found) == 1 else None
-
-
-class _Reader:
-    """Integers and other facts of one configuration; an error names what is missing."""
-
-    def __init__(self, family: str, config: Mapping[str, Any]) -> None:
-        self._family = family
-        self._values = {**_DEFAULTS.get(family, {}), **config}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._values.get(name)
-        return default if value is None else value
-
-    def need(self, *names: str) -> int:
-        """An integer, under the first of several names that is there."""
-        for name in names:
-            if (value := self._values.get(name)) is not None:
-                if not isinstance(value, int):
-                    raise MappingError(f"{name!r} of the configuration is {value!r}, not a number")
-                return value
-        listed = " or ".join(map(repr, names))
-        raise MappingError(
-            f"the configuration of a {self._family} model lacks {listed}",
-            hint=f"Give the whole {CONFIG_FILE}, or the folder that it is in.",
-        )
-
-
 def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     """The facts of a configuration.
 
@@ -215,76 +147,90 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         config: The configuration; of one with vision, `text_config` counts.
 
     Raises:
-        MappingError: A fact is missing, or there is no mapping for what it says.
+        MappingError: A fact is missing or malformed, or there is no mapping for what it says.
     """
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping):
-        quantization = config.get("quantization_config") or inner.get("quantization_config")
-        read = _Reader(family, {**inner, "quantization_config": quantization})
-    else:
-        read = _Reader(family, config)
-    layers, hidden = read.need("num_hidden_layers"), read.need("hidden_size")
-    heads = read.need("num_attention_heads")
+    outer = Section(config, family)
+    inner = outer.section("text_config")
+    values = dict(config)
+    if inner is not None:
+        quantization = outer.get("quantization_config") or inner.get("quantization_config")
+        values = {**config["text_config"], "quantization_config": quantization}
+    read = Section({**_DEFAULTS.get(family, {}), **values}, family)
+    layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
+    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     latent = _latent(read) if family == "deepseek_v3" else None
-    head_dim = read.get("head_dim") or hidden // heads
+    head_dim = read.integer("head_dim", hidden // heads)
     sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-    rope = read.get("rope_parameters") or read.get("rope_scaling") or {}
+    more = (0, _MOST_LAYERS)
     return Dims(
         family=family,
         layers=layers,
         heads=heads,
-        kv_heads=read.get("num_key_value_heads", heads),
+        kv_heads=read.integer("num_key_value_heads", heads),
         head_dim=head_dim,
         hidden=hidden,
-        vocab=read.need("vocab_size"),
-        tied=_tied(family, config, read),
-        query_scalar=read.get("query_pre_attn_scalar", head_dim),
-        rope=str(rope.get("rope_type") or rope.get("type") or "default"),
-        experts=read.need(*_EXPERTS) if sparse else 0,
+        vocab=read.integer("vocab_size"),
+        tied=_tied(outer, read),
+        query_scalar=read.number("query_pre_attn_scalar", head_dim),
+        rope=_rope(read),
+        experts=read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS)) if sparse else 0,
         dense=_dense(family, read, layers) if sparse else tuple(range(layers)),
-        shared_experts=family == "deepseek_v3" and read.get("n_shared_experts", 1) > 0,
-        extra=read.get("num_nextn_predict_layers", 0) if family == "deepseek_v3" else 0,
+        shared_experts=family == "deepseek_v3"
+        and read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS)) > 0,
+        extra=read.integer("num_nextn_predict_layers", 0, bounds=more) if latent else 0,
         latent=latent,
         biased=_biased(family, read),
-        quantized=quantization_of(family, read.get("quantization_config")),
-        multimodal=isinstance(inner, Mapping),
+        quantized=quantization_of(family, read.section("quantization_config")),
+        multimodal=inner is not None,
     )
 
 
-def _tied(family: str, config: Mapping[str, Any], read: _Reader) -> bool:
+def _rope(read: Section) -> str:
+    """The type of rotary embedding; the older name counts first, as in transformers 5.23.0."""
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = read.section(name)
+        if rope is not None and (kind := rope.text("rope_type") or rope.text("type")):
+            return kind
+    return "default"
+
+
+def _tied(outer: Section, read: Section) -> bool:
     """Whether the output kernel is the embedding where the files have none."""
-    inner = bool(read.get("tie_word_embeddings", False))
-    if not isinstance(config.get("text_config"), Mapping):
+    inner = read.flag("tie_word_embeddings", False)
+    if outer.get("text_config") is None:
         return inner
-    kind = config.get("model_type") or family
-    outer = bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
-    return outer or (inner and kind in _TIED_BY_EITHER)
+    kind = outer.text("model_type") or outer.model
+    ties = outer.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT)
+    return ties or (inner and kind in _TIED_BY_EITHER)
 
 
-def _biased(family: str, read: _Reader) -> frozenset[str]:
+def _biased(family: str, read: Section) -> frozenset[str]:
     """The projections with a bias, as the families' classes in transformers 5.23.0 have them."""
     attention = {"q_proj", "k_proj", "v_proj"}
     if family == "qwen2":
         return frozenset(attention)
     found: set[str] = set()
-    if family not in ("mistral", "mixtral") and read.get("attention_bias", family == "gpt_oss"):
+    if family not in ("mistral", "mixtral") and read.flag("attention_bias", family == "gpt_oss"):
         found |= attention | {"o_proj"}
-    if family == "llama" and read.get("mlp_bias", False):
+    if family == "llama" and read.flag("mlp_bias", False):
         found |= {"gate_proj", "up_proj", "down_proj"}
     return frozenset(found)
 
 
-def _latent(read: _Reader) -> Latent:
-    keys, rotated = read.need("qk_nope_head_dim"), read.need("qk_rope_head_dim")
-    values = read.need("v_head_dim")
+def _latent(read: Section) -> Latent:
+    keys, rotated = read.integer("qk_nope_head_dim"), read.integer("qk_rope_head_dim")
+    values = read.integer("v_head_dim")
     # `"q_lora_rank": null` says that there is none; the default counts only where it is left out.
-    return Latent(read.get("q_lora_rank") is not None, keys + rotated, keys + values, values)
+    ranked = read.get("q_lora_rank") is not None and read.integer("q_lora_rank") > 0
+    return Latent(ranked, keys + rotated, keys + values, values)
 
 
-def _dense(family: str, read: _Reader, layers: int) -> tuple[int, ...]:
+def _dense(family: str, read: Section, layers: int) -> tuple[int, ...]:
     """The layers without experts of a model that has some."""
     if family == "deepseek_v3":
-        return tuple(range(min(read.need("first_k_dense_replace"), layers)))
+        first = read.integer("first_k_dense_replace", bounds=(0, _MOST_LAYERS))
+        return tuple(range(min(first, layers)))
     # `Qwen3MoeDecoderLayer` of transformers 5.23.0.
-    only, step = read.get("mlp_only_layers", ()), read.get("decoder_sparse_step", 1)
+    only = set(read.integers("mlp_only_layers", bounds=(0, _MOST_LAYERS)))
+    step = read.integer("decoder_sparse_step", 1)
     return tuple(i for i in range(layers) if i in only or (i + 1) % step)

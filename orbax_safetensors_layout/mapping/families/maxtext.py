@@ -244,38 +244,41 @@ def _latent(dims: Dims) -> list[Leaf]:
     rows = [
         ("kv_norm.scale", "kv_a_layernorm", SAME),
         ("wkv_a.kernel", "kv_a_proj_with_mqa", LINEAR),
-        ("wkv_b.kernel", "kv_b_proj", heads(latent.key_value_dim)),
-        ("out.kernel", "o_proj", out_of_heads(latent.value_dim)),
+        ("wkv_b.kernel", "kv_b_proj", heads(dims.heads, latent.key_value_dim)),
+        ("out.kernel", "o_proj", out_of_heads(dims.heads, latent.value_dim)),
     ]
     if latent.query_rank:
         rows += [
             ("q_norm.scale", "q_a_layernorm", SAME),
             ("wq_a.kernel", "q_a_proj", LINEAR),
-            ("wq_b.kernel", "q_b_proj", heads(latent.query_dim)),
+            ("wq_b.kernel", "q_b_proj", heads(dims.heads, latent.query_dim)),
         ]
     else:
-        rows.append(("query.kernel", "q_proj", heads(latent.query_dim)))
+        rows.append(("query.kernel", "q_proj", heads(dims.heads, latent.query_dim)))
     return [Leaf(f"self_attention.{a}", f"self_attn.{b}.weight", step) for a, b, step in rows]
 
 
 def _attention(dims: Dims, module: str) -> list[Leaf]:
-    d, factor = dims.head_dim, None
+    h, k, d, factor = dims.heads, dims.kv_heads, dims.head_dim, None
     if dims.family in _QUERY_SCALED:
         factor = float(np.float32(1 / math.sqrt(dims.query_scalar)))
     # `adjust_rope` (Llama 3.1): `LLaMARotaryEmbedding` of `layers/embeddings.py` rotates pairs of
     # neighbours; `RotaryEmbedding`, which serves where `rope_type` is not "llama3.1", halves.
     rotated = interleaved_heads if dims.family == "llama" and dims.rope == "llama3" else heads
-    steps = {"query": rotated(d, factor), "key": rotated(d), "value": heads(d)}
+    steps = {"query": rotated(h, d, factor), "key": rotated(k, d), "value": heads(k, d)}
     leaves = [
         Leaf(f"{module}.{name}.kernel", f"self_attn.{source}.weight", steps[name])
         for name, source in _ATTENTION
     ]
-    return [*leaves, Leaf(f"{module}.out.kernel", "self_attn.o_proj.weight", out_of_heads(d))]
+    return [*leaves, Leaf(f"{module}.out.kernel", "self_attn.o_proj.weight", out_of_heads(h, d))]
 
 
 def _biases(dims: Dims, module: str) -> list[Leaf]:
-    step = heads_bias(dims.head_dim)
-    return [Leaf(f"{module}.{a}.bias", f"self_attn.{b}.bias", step) for a, b in _ATTENTION]
+    counts = {"query": dims.heads, "key": dims.kv_heads, "value": dims.kv_heads}
+    return [
+        Leaf(f"{module}.{a}.bias", f"self_attn.{b}.bias", heads_bias(counts[a], dims.head_dim))
+        for a, b in _ATTENTION
+    ]
 
 
 def _scales(

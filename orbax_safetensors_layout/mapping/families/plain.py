@@ -110,8 +110,9 @@ def _attention(dims: Dims) -> tuple[Leaf, ...]:
     if dims.latent is not None:
         return _latent(dims)
     d = dims.head_dim
-    biases = {"q": heads_bias(d), "k": heads_bias(d), "v": heads_bias(d), "o": SAME}
-    kernels = {"q": heads(d), "k": heads(d), "v": heads(d), "o": out_of_heads(d)}
+    h, k = dims.heads, dims.kv_heads
+    biases = {"q": heads_bias(h, d), "k": heads_bias(k, d), "v": heads_bias(k, d), "o": SAME}
+    kernels = {"q": heads(h, d), "k": heads(k, d), "v": heads(k, d), "o": out_of_heads(h, d)}
     leaves = [
         Leaf(f"self_attn.{x}_proj.kernel", f"self_attn.{x}_proj.weight", step)
         for x, step in kernels.items()
@@ -132,15 +133,15 @@ def _latent(dims: Dims) -> tuple[Leaf, ...]:
     assert latent is not None
     steps = {
         "kv_a_proj_with_mqa": LINEAR,
-        "kv_b_proj": heads(latent.key_value_dim),
-        "o_proj": out_of_heads(latent.value_dim),
+        "kv_b_proj": heads(dims.heads, latent.key_value_dim),
+        "o_proj": out_of_heads(dims.heads, latent.value_dim),
     }
     norms = ["kv_a_layernorm"]
     if latent.query_rank:
-        steps |= {"q_a_proj": LINEAR, "q_b_proj": heads(latent.query_dim)}
+        steps |= {"q_a_proj": LINEAR, "q_b_proj": heads(dims.heads, latent.query_dim)}
         norms.append("q_a_layernorm")
     else:
-        steps["q_proj"] = heads(latent.query_dim)
+        steps["q_proj"] = heads(dims.heads, latent.query_dim)
     return (
         *(
             Leaf(f"self_attn.{name}.kernel", f"self_attn.{name}.weight", step)

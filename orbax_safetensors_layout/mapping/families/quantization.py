@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.checks import brief
 from orbax_safetensors_layout.mapping.expression import Expr, tensor
+from orbax_safetensors_layout.mapping.families.config import SIZES, Section
 from orbax_safetensors_layout.mapping.families.steps import Step
 from orbax_safetensors_layout.mapping.quantized import (
     dequantize_block,
@@ -17,6 +18,8 @@ from orbax_safetensors_layout.mapping.quantized import (
 )
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_REGEX = "re:"
+_MOST_REPETITIONS = 5
 _HINT = (
     "Write rules with osl.dequantize_block, osl.dequantize_int4 or osl.opaque; or with osl.tensor,"
     " to keep the tensors as they are."
@@ -76,52 +79,81 @@ class Quantization:
 
 
 def _names(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
+    if pattern.startswith(_REGEX):
+        return re.match(pattern.removeprefix(_REGEX), module) is not None
     return module == pattern or module.endswith(f".{pattern}")
 
 
-def quantization_of(family: str, config: Mapping[str, Any] | None) -> Quantization | None:
+def quantization_of(family: str, config: Section | None) -> Quantization | None:
     """What a `quantization_config` says; None where there is none.
 
     Raises:
-        MappingError: There is no ready mapping for it.
+        MappingError: It is malformed, or there is no ready mapping for it.
     """
-    if not config:
+    if config is None or config.is_empty:
         return None
-    method = config.get("quant_method")
+    method = config.text("quant_method")
     if method == "mxfp4" and family == "gpt_oss":
         return Quantization("mxfp4")
-    if method == "compressed-tensors" and config.get("format") == "pack-quantized":
+    if method == "compressed-tensors" and config.text("format") == "pack-quantized":
         return _int4(family, config)
-    block = config.get("weight_block_size")
+    block = config.integers("weight_block_size", bounds=SIZES)
     if method != "fp8" or not block or family == "gpt_oss":
         raise MappingError(
-            f"there is no ready mapping for {family} quantised with {method!r}"
+            f"there is no ready mapping for {family} quantised with {brief(method)}"
             + ("" if block or method != "fp8" else " and one scale for each tensor"),
             hint=_HINT,
         )
-    kept = config.get("modules_to_not_convert") or ()
+    if len(block) != 2:
+        config.refuse("weight_block_size", "rows and columns", block)
+    kept = config.texts("modules_to_not_convert") or ()
     odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
     if odd:
         raise MappingError(
-            f"the configuration leaves {odd[0]!r} unquantised, and its like quantised",
+            f"the configuration leaves {brief(odd[0])} unquantised, and its like quantised",
             hint="Write rules for them.",
         )
-    return Quantization("fp8", (int(block[0]), int(block[1])))
+    return Quantization("fp8", (block[0], block[1]))
 
 
-def _int4(family: str, config: Mapping[str, Any]) -> Quantization:
+def _int4(family: str, config: Section) -> Quantization:
     """`compressed-tensors` 0.12, `config/base.py`; Kimi K2 Thinking is stored so."""
-    groups = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+    groups = [group.section("weights") for group in config.sections("config_groups")]
     wanted = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
-    if len(groups) != 1 or any(groups[0].get(key) != value for key, value in wanted.items()):
+    weights = groups[0] if len(groups) == 1 else None
+    if weights is None or any(
+        type(weights.get(key)) is not type(value) or weights.get(key) != value
+        for key, value in wanted.items()
+    ):
         raise MappingError(
             f"there is no ready mapping for {family} quantised with 'compressed-tensors' in this"
             " way",
             expected=f"one group of weights with {wanted}",
-            found=groups,
+            found=brief(config.get("config_groups")),
             hint=_HINT,
         )
-    plain = tuple(map(str, config.get("ignore") or ()))
-    return Quantization("int4", group=int(groups[0]["group_size"]), plain=plain)
+    plain = config.texts("ignore") or ()
+    for pattern in plain:
+        if pattern.startswith(_REGEX):
+            _check_regex(config, pattern)
+    return Quantization("int4", group=weights.integer("group_size"), plain=plain)
+
+
+def _check_regex(config: Section, pattern: str) -> None:
+    """Refuses a regular expression that is none, or that may take for ever on some name.
+
+    Time is exponential where what repeats holds what repeats, and grows by a power for each other
+    repetition; published ones have two.
+    """
+    repetitions = len(re.findall(r"[*+?{]", pattern))
+    is_sound = repetitions <= _MOST_REPETITIONS and not re.search(r"\)[*+{]", pattern)
+    try:
+        re.compile(pattern.removeprefix(_REGEX))
+    except (re.error, RecursionError, OverflowError):
+        is_sound = False
+    if not is_sound:
+        config.refuse(
+            "ignore",
+            f"regular expressions with at most {_MOST_REPETITIONS} repetitions, none of a group",
+            pattern,
+        )

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import collections.abc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.checks import brief
 from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
 from orbax_safetensors_layout.mapping.families.build import Settings, build
-from orbax_safetensors_layout.mapping.families.dims import (
-    FAMILIES,
+from orbax_safetensors_layout.mapping.families.config import (
     Config,
-    Dims,
-    dims_of,
+    count_stored,
     find_prefix,
     read_config,
+    stored_names,
 )
+from orbax_safetensors_layout.mapping.families.dims import FAMILIES, Dims, dims_of
 from orbax_safetensors_layout.mapping.families.steps import Tree
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.mapping.values import as_dtype
@@ -117,12 +118,12 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
     """
     parsed = _parsed(config)
     model_type = parsed.get("model_type")
-    family = _FAMILY_OF.get(str(model_type))
+    family = _FAMILY_OF.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        nearest = nearest_names(str(model_type), FAMILIES, 1)
+        nearest = nearest_names(brief(model_type), FAMILIES, 1)
         function = f": osl.families.{nearest[0]}" if nearest else " of osl.families"
         raise MappingError(
-            f"there is no ready mapping for model_type {model_type!r}",
+            f"there is no ready mapping for model_type {brief(model_type)}",
             expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
             hint="If the model is one of these by another name, call that family's function"
             f"{function}; else write an osl.Mapping.",
@@ -181,7 +182,15 @@ def gpt_oss(config: Config, **options: Unpack[Options]) -> Mapping:
 
 
 def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
-    return read_config(config) if isinstance(config, str | os.PathLike) else config
+    if isinstance(config, str | os.PathLike):
+        return read_config(config)
+    if not isinstance(config, collections.abc.Mapping):
+        raise MappingError(
+            "a mapping needs the facts of a model",
+            expected="a checkpoint's folder, its config.json, or what that holds as a dict",
+            found=brief(config),
+        )
+    return config
 
 
 def _made(
@@ -202,11 +211,32 @@ def _made(
             f"there is no ready mapping from {family} to {name}",
             expected=f"one of {', '.join(side.families)}",
         )
-    dims = dims_of(family, parsed)
-    return build(dims, _settings(dims, config, name, side, options), side.tree(dims))
+    dims, names = dims_of(family, parsed), stored_names(config)
+    settings = _settings(dims, find_prefix(names), name, side, options)
+    _check_counts(dims, names, f"{settings.prefix}layers.")
+    return build(dims, settings, side.tree(dims))
 
 
-def _settings(dims: Dims, config: Config, name: str, side: _Target, options: Options) -> Settings:
+def _check_counts(dims: Dims, names: Sequence[str], before: str) -> None:
+    """Refuses more layers or experts than files have, before anything is built for each of them.
+
+    Raises:
+        MappingError: The configuration has more.
+    """
+    layers, experts = count_stored(names, before), count_stored(names, ".experts.")
+    for what, said, found in (("layers", dims.layers, layers), ("experts", dims.experts, experts)):
+        if found and said > found:
+            raise MappingError(
+                f"the configuration and the files disagree on the number of {what}",
+                expected=f"{said:,}, as the configuration says",
+                found=f"{found:,} in the names of the files' tensors",
+                hint="Take the config.json that belongs to these files, or complete them.",
+            )
+
+
+def _settings(
+    dims: Dims, found_prefix: str | None, name: str, side: _Target, options: Options
+) -> Settings:
     scan, axis = options.get("scan"), options.get("scan_axis")
     if scan and side.scan is None:
         raise MappingError(f"scan=True: {name} has no models with stacked layers")
@@ -218,8 +248,8 @@ def _settings(dims: Dims, config: Config, name: str, side: _Target, options: Opt
     dtype, root = options.get("dtype"), options.get("root")
     root = side.root if root is None else root
     prefix = options.get("prefix")
-    if prefix is None and isinstance(config, str | os.PathLike):
-        prefix = find_prefix(config)
+    if prefix is None:
+        prefix = found_prefix
     if prefix is None:
         prefix = _MULTIMODAL_PREFIX if dims.multimodal else "model."
     quantized = options.get("quantized", "decode")

@@ -137,36 +137,36 @@ EMBEDDING = Step("v e -> v e")
 """Rows of tokens."""
 
 
-def heads(d: int, factor: float | None = None) -> Step:
+def heads(h: int, d: int, factor: float | None = None) -> Step:
     """A projection to heads: `[heads * d, hidden]` as `[hidden, heads, d]`."""
-    return Step("(h d) e -> e h d", (("d", d),), projection=True, factor=factor)
+    return Step("(h d) e -> e h d", (("h", h), ("d", d)), projection=True, factor=factor)
 
 
-def interleaved_heads(d: int, factor: float | None = None) -> Step:
+def interleaved_heads(h: int, d: int, factor: float | None = None) -> Step:
     """A projection to heads, whose rotated pairs stand side by side.
 
     Hugging Face keeps the first elements of all pairs in the first half of a head, and the second
     ones in the second (`rotate_half` of transformers 5.23.0, `modeling_llama.py`).
     """
     pattern = "(h t f) e -> e h (f t)"
-    return Step(pattern, (("t", 2), ("f", d // 2)), projection=True, factor=factor)
+    return Step(pattern, (("h", h), ("t", 2), ("f", d // 2)), projection=True, factor=factor)
 
 
-def heads_first(d: int) -> Step:
+def heads_first(h: int, d: int) -> Step:
     """A projection to heads: `[heads * d, hidden]` as `[heads, hidden, d]`."""
-    return Step("(h d) e -> h e d", (("d", d),), projection=True)
+    return Step("(h d) e -> h e d", (("h", h), ("d", d)), projection=True)
 
 
-def heads_part(d: int) -> Step:
+def heads_part(h: int, d: int) -> Step:
     """The same as one of several: `[1, heads, hidden, d]`."""
-    return Step("(h d) e -> 1 h e d", (("d", d),), projection=True)
+    return Step("(h d) e -> 1 h e d", (("h", h), ("d", d)), projection=True)
 
 
-def heads_bias(d: int) -> Step:
+def heads_bias(h: int, d: int) -> Step:
     """The bias of a projection to heads: `[heads * d]` as `[heads, d]`."""
-    return Step("(h d) -> h d", (("d", d),))
+    return Step("(h d) -> h d", (("h", h), ("d", d)))
 
 
-def out_of_heads(d: int) -> Step:
+def out_of_heads(h: int, d: int) -> Step:
     """A projection from heads: `[hidden, heads * d]` as `[heads, d, hidden]`."""
-    return Step("e (h d) -> h d e", (("d", d),), projection=True)
+    return Step("e (h d) -> h d e", (("h", h), ("d", d)), projection=True)

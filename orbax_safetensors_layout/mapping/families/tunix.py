@@ -53,8 +53,9 @@ def tree(dims: Dims) -> Tree:
 
 def _qwen(dims: Dims) -> list[Leaf]:
     """Llama 3, Qwen 2 and Qwen 3."""
-    d = dims.head_dim
-    steps = {"q_proj": heads(d), "k_proj": heads(d), "v_proj": heads(d), "o_proj": out_of_heads(d)}
+    h, k, d = dims.heads, dims.kv_heads, dims.head_dim
+    steps = {"q_proj": heads(h, d), "k_proj": heads(k, d), "v_proj": heads(k, d)}
+    steps["o_proj"] = out_of_heads(h, d)
     leaves = [Leaf(f"{name}.w", f"{name}.weight", SAME) for name in _NORMS]
     leaves += [Leaf(f"attn.{n}.w", f"self_attn.{n}.weight", step) for n, step in steps.items()]
     if dims.family == "qwen2":
@@ -88,11 +89,11 @@ def _gemma(dims: Dims) -> list[Leaf]:
     leaves = [Leaf(f"{a}.scale", f"{b}.weight", SAME) for a, b in norms.items()]
     q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
     if dims.heads == dims.kv_heads:
-        leaves.append(Leaf("attn.qkv_einsum.w", (q, k, v), heads_part(d)))
+        leaves.append(Leaf("attn.qkv_einsum.w", (q, k, v), heads_part(dims.heads, d)))
     else:
-        leaves.append(Leaf("attn.q_einsum.w", q, heads_first(d)))
-        leaves.append(Leaf("attn.kv_einsum.w", (k, v), heads_part(d)))
-    leaves.append(Leaf("attn.attn_vec_einsum.w", o, out_of_heads(d)))
+        leaves.append(Leaf("attn.q_einsum.w", q, heads_first(dims.heads, d)))
+        leaves.append(Leaf("attn.kv_einsum.w", (k, v), heads_part(dims.kv_heads, d)))
+    leaves.append(Leaf("attn.attn_vec_einsum.w", o, out_of_heads(dims.heads, d)))
     return leaves + _mlp()
 
 
