@@ -227,6 +227,60 @@ def try_many(cases, seed, count, tmp_path):
     return counts, wrong, grown
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"head_dim": "8"}, "'head_dim' of the configuration is '8'"),
+        ("llama", {"head_dim": 0}, "'head_dim' of the configuration is 0"),
+        ("llama", {"num_hidden_layers": True}, "'num_hidden_layers' of the configuration is True"),
+        ("llama", {"num_hidden_layers": 200_000}, "is 200000"),
+        ("llama", {"num_hidden_layers": 1000}, "disagree on the number of layers"),
+        ("llama", {"tie_word_embeddings": "false"}, "expected: true or false"),
+        ("llama", {"rope_scaling": -1}, "a 'rope_scaling' that is no object"),
+        ("llama", {"rope_scaling": {"type": 3}}, "'rope_scaling.type' of the configuration is 3"),
+        ("llama", {"quantization_config": "fp8"}, "a 'quantization_config' that is no object"),
+        ("llama", {"text_config": "x"}, "a 'text_config' that is no object"),
+        ("llama", {"num_attention_heads": 16}, "does not fit"),
+        ("llama", {"vocab_size": 127}, "does not fit"),
+        ("qwen3_moe", {"num_experts": 10**9}, "is 1000000000"),
+        ("qwen3_moe", {"num_experts": 512}, "disagree on the number of experts"),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 0},
+            "'decoder_sparse_step' of the configuration is 0",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "'mlp_only_layers' of the configuration is -1"),
+        ("gemma2", {"query_pre_attn_scalar": float("nan")}, "is nan"),
+        ("gemma2", {"hidden_size": 65}, "does not fit"),
+    ],
+)
+def test_messages(cases, name, changes, message):
+    case = cases[name]
+    (case.folder / "config.json").write_text(json.dumps(case.config | changes))
+    with pytest.raises(osl.MappingError, match=message):
+        osl.families.mapping(case.folder).bind(case.folder)
+
+
+def test_what_is_no_configuration():
+    for config in (3, None, ["llama"]):
+        with pytest.raises(osl.MappingError, match="needs the facts of a model"):
+            osl.families.mapping(config)
+
+
+def test_large_files_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_bytes(b" " * (9 << 20))
+    with pytest.raises(osl.FormatError, match="configuration is too large"):
+        osl.families.mapping(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:(a*)*b", "re:.*.*.*.*.*.*x", "re:" + "a?" * 30])
+def test_regular_expressions_that_may_not_end(cases, pattern):
+    config = copy.deepcopy(cases["kimi"].config)
+    config["quantization_config"]["ignore"] = [pattern]
+    with pytest.raises(osl.MappingError, match=r"'quantization_config\.ignore' of the config"):
+        osl.families.mapping(config)
+
+
 def test_malformed_configurations(cases, tmp_path):
     counts, wrong, grown = try_many(cases, 12, 300, tmp_path)
     assert wrong == []

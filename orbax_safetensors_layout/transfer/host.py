@@ -235,11 +235,12 @@ class _ShardNumbers:
         key = (array.sharding, array.shape)
         numbers = self._found.get(key)
         if numbers is None:
-            numbers = self._found[key] = {}
+            numbers = {}
             for number, shard in enumerate(array.addressable_shards):
                 # Any number gives the one shard of a fully replicated array.
                 assert array.is_fully_replicated or _device(array, number) == shard.device
                 numbers.setdefault(box_of(shard.index, array.shape), number)
             if not array.size:  # equal to what `ProcessShards.held` says of empty arrays
                 numbers.setdefault(Box.whole(array.shape), 0)
+            self._found[key] = numbers  # complete: other threads ask, too
         return numbers
