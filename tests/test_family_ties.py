@@ -21,7 +21,7 @@ from mapping_expressions import facts_of
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import families
-from orbax_safetensors_layout.mapping.families.dims import dims_of
+from orbax_safetensors_layout.mapping.families.dims import dims_of, read_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
 
@@ -281,11 +281,23 @@ def test_each_process_compares_what_it_loads(qwen2, tmp_path):
     assert costs[1] - costs[0] == 96 * 32 * 2 // 8
 
 
+def open_again(folder, saved):
+    import transformers
+
+    (saved / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return transformers.AutoModelForImageTextToText.from_pretrained(saved, output_loading_info=True)
+
+
 def test_vision_is_not_lost_without_a_word(tmp_path):
     folder = make_nested("gemma3", tmp_path / "gemma3", True, True)
     mapping = families.mapping(folder)
     with pytest.raises(MappingError, match=r"would lack .* tensors.*vision_tower.*leave_out="):
         mapping.like(folder)
+    for name in ("out", "other"):  # a mapping of the folder, and one of its configuration alone
+        made = mapping if name == "out" else families.mapping(read_config(folder))
+        with pytest.raises(MappingError, match=r"would lack tensors.*vision_tower.*leave_out="):
+            osl.save(tmp_path / name, osl.load(folder, mapping=mapping), mapping=made)
+        assert not (tmp_path / name).exists()
     saving = mapping.like(folder, leave_out=["*vision_tower.*", "*multi_modal_projector.*"])
     osl.save(tmp_path / "text", osl.load(folder, mapping=mapping), mapping=saving)
     text, whole = osl.load(tmp_path / "text"), osl.load(folder)
@@ -294,3 +306,7 @@ def test_vision_is_not_lost_without_a_word(tmp_path):
     )
     for name, value in text.items():
         assert_same_bits(np.asarray(value), np.asarray(whole[name]))
+    vision = osl.load(folder, only=["*vision_tower.*", "*multi_modal_projector.*"])
+    osl.save(tmp_path / "both", text | vision)
+    _, report = open_again(folder, tmp_path / "both")
+    assert not any(report.values())

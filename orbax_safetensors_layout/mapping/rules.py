@@ -83,14 +83,17 @@ def rule(
 class Mapping:
     """Rules that make a model's leaves of a checkpoint's tensors.
 
-    Every leaf has to be made by one rule, every tensor to be used or ignored, and every shape to be
-    right. What is not is told in one error, all of it.
+    Every leaf has to be made by one rule, every rule to make a leaf unless it is optional, every
+    tensor to be used or ignored, and every shape to be right. What is not is told in one error, all
+    of it.
 
     Args:
         rules: The rules, as `rule` makes them. Their order does not matter.
         ignore: Patterns of tensors that no leaf needs: `*` (dots included), `?`, `[...]`, `{a,b}`
             and `{0..15}`.
         strict: Refuse tensors that are neither used nor ignored.
+        unsaved: Patterns of tensors that every checkpoint of the model has, and no leaf holds.
+            Saving is then refused, unless `like` is told to leave them out.
 
     Raises:
         MappingError: A pattern is malformed, or something else than a rule is given.
@@ -111,7 +114,12 @@ class Mapping:
     """
 
     def __init__(
-        self, rules: Iterable[Rule], *, ignore: str | Iterable[str] = (), strict: bool = True
+        self,
+        rules: Iterable[Rule],
+        *,
+        ignore: str | Iterable[str] = (),
+        strict: bool = True,
+        unsaved: Iterable[str] = (),
     ) -> None:
         self.rules = tuple(rules)
         some: Iterable[object] = self.rules
@@ -123,13 +131,15 @@ class Mapping:
         self.files: Facts | None = None
         self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self.strict = strict
+        self._unsaved = tuple(unsaved)
         self._ignored = _compiled("Mapping(ignore=...)", self.ignore)
 
     def __repr__(self) -> str:
         rules = "".join(f"    {rule!r},\n" for rule in self.rules)
         ignore = f", ignore={list(self.ignore)}" if self.ignore else ""
         strict = "" if self.strict else ", strict=False"
-        return f"Mapping([\n{rules}]{ignore}{strict})"
+        unsaved = f", unsaved={list(self._unsaved)}" if self._unsaved else ""
+        return f"Mapping([\n{rules}]{ignore}{strict}{unsaved})"
 
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
         """The loading direction: each leaf as an expression over a checkpoint's tensors.
@@ -287,6 +297,13 @@ class Mapping:
         ]
         if problems:
             raise mapping_error("The mapping can not save", problems, {})
+        if self._unsaved and self.files is None:
+            raise MappingError(
+                "what is saved would lack tensors that every checkpoint of this model has",
+                found=", ".join(self._unsaved),
+                hint="If it may, say so: save through mapping.like(path, leave_out="
+                f"{list(self._unsaved)}), with such a checkpoint.",
+            )
         return InverseMapping(self)
 
 

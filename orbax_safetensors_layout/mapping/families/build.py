@@ -47,9 +47,15 @@ def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
         settings: The user's choices.
         tree: Its leaves.
     """
-    return Mapping(_Builder(dims, settings).rules(tree), ignore=_ignored(dims, settings))
+    vision = _VISION if dims.multimodal else ()
+    return Mapping(
+        _Builder(dims, settings).rules(tree),
+        ignore=[*_ignored(dims, settings), *vision],
+        unsaved=vision,
+    )
 
 
+_VISION = ("*vision_tower.*", "*multi_modal_projector.*")
 _UNTIE = (
     "The configuration ties the output kernel to the embedding, but the checkpoint has another one,"
     " which is what transformers uses: load it with untie=True."
@@ -195,6 +201,3 @@ def _ignored(dims: Dims, settings: Settings) -> Iterator[str]:
         yield f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"
     if dims.quantized is not None and dims.quantized.method == "int4" and not settings.keep:
         yield "*.weight_shape"  # the rows and columns, which the scales tell too
-    if dims.multimodal:
-        yield "*vision_tower.*"
-        yield "*multi_modal_projector.*"
