@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         SafetensorsSave,
     )
     from orbax_safetensors_layout.adapters.v0_registry import handler_registry
-    from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, context
+    from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
+    from orbax_safetensors_layout.adapters.v1_context import context
     from orbax_safetensors_layout.consolidate import consolidate
     from orbax_safetensors_layout.convert import Converted, convert
     from orbax_safetensors_layout.errors import (
@@ -81,7 +82,8 @@ _NAMES_BY_MODULE = {
     "adapters.settings": ("using",),
     "adapters.v0": ("SafetensorsCheckpointHandler", "SafetensorsRestore", "SafetensorsSave"),
     "adapters.v0_registry": ("handler_registry",),
-    "adapters.v1": ("SafetensorsHandler", "context"),
+    "adapters.v1": ("SafetensorsHandler",),
+    "adapters.v1_context": ("context",),
     "consolidate": ("consolidate",),
     "convert": ("Converted", "convert"),
     "errors": (

@@ -223,9 +223,10 @@ def test_copies_of_numpy_arrays_are_within_the_budget(tmp_path):
     assert int(grown) < (64 + 32) * 1024
 
 
-def test_the_budget_of_orbaxs_context(tmp_path):
+@pytest.mark.parametrize("option", ["write_concurrent_bytes", "transfer_concurrent_bytes"])
+def test_the_budget_of_orbaxs_context(tmp_path, option):
     context = osl.context("state")
-    context.memory.write_concurrent_bytes = 256
+    setattr(context.memory, option, 256)
     with context:
         item = tree()
         response = ocp.save_async(tmp_path / "a", item)

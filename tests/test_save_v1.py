@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import logging
+import operator
 import threading
 from collections.abc import Awaitable
 from typing import Any
@@ -45,7 +47,7 @@ def handler_context() -> ocp.Context:
     return osl.context("state", "params", "opt", "other")
 
 
-@pytest.fixture(params=["handler", "installed", "class", "instance"])
+@pytest.fixture(params=["handler", "installed", "class"])
 def route(request):
     """Makes the contexts of one of the ways to us."""
     match request.param:
@@ -57,8 +59,6 @@ def route(request):
             osl.uninstall()
         case "class":
             yield functools.partial(layout_context, osl.SafetensorsLayout)
-        case "instance":
-            yield functools.partial(layout_context, osl.SafetensorsLayout())
 
 
 @pytest.fixture
@@ -522,3 +522,127 @@ def test_a_layout_that_would_not_take_effect_is_refused(monkeypatch):
             with pytest.raises(osl.SafetensorsLayoutError, match="take effect"):
                 layout_context(osl.SafetensorsLayout)
     layout_context(osl.SafetensorsLayout)
+
+
+def test_nothing_is_reported_as_malformed(tmp_path, route, caplog):
+    context = route()
+    with caplog.at_level(logging.WARNING, "absl"):
+        with context:
+            ocp.save(tmp_path / "a", state())
+            ocp.load(tmp_path / "a")
+            ocp.load(tmp_path / "a", state())
+            ocp.metadata(tmp_path / "a")
+        with ocp.training.Checkpointer(tmp_path / "run", context=context) as training:
+            training.save(0, state(), metrics={"loss": 0.5})
+            training.load(0)
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_orbax_reports_what_is_malformed(tmp_path, caplog):
+    with handler_context():
+        ocp.save(tmp_path / "a", state())
+        (tmp_path / "a" / "state" / "model.safetensors").unlink()
+        with caplog.at_level(logging.WARNING, "absl"), pytest.raises(osl.SafetensorsLayoutError):
+            ocp.load(tmp_path / "a")
+    assert "malformed" in caplog.text
+
+
+def test_a_context_whose_items_are_not_saved_is_an_error(tmp_path):
+    context = osl.context("pytree", "opt")
+    text = r'item "state" is not registered.*expected: "pytree", "opt".*osl\.context\("state"\)'
+    with context:
+        with pytest.raises(osl.SafetensorsLayoutError, match=text):
+            ocp.save(tmp_path / "a", state())
+        with pytest.raises(osl.SafetensorsLayoutError, match='"model"'):
+            ocp.save_async(tmp_path / "b", state(), checkpointable_name="model").result()
+    with ocp.training.Checkpointer(tmp_path / "run", context=ocp.Context(context)) as training:
+        with pytest.raises(osl.SafetensorsLayoutError, match=text):
+            training.save(0, state())
+        with pytest.raises(osl.SafetensorsLayoutError, match=text):
+            training.save_async(0, state()).result()
+    assert not writes_ocdbt(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("state", "opt"), ("opt", "state")])
+def test_other_items_stay_orbaxs_beside_a_registered_one(tmp_path, names):
+    trees = {name: state() for name in names} | {"data": Counter(3), "config": {"lr": "x"}}
+    context = osl.context("opt")
+    with context:
+        for number in range(3):
+            ocp.save_checkpointables(tmp_path / str(number), trees)
+        ocp.save_checkpointables(tmp_path / "data", {"data": Counter(3)})
+    with ocp.training.Checkpointer(tmp_path / "run", context=context) as training:
+        training.save_checkpointables(0, trees, metrics={"loss": 0.5})
+    for path in (tmp_path / "0", tmp_path / "2", tmp_path / "run" / "0"):
+        assert opened(path / "opt").keys() == {"w"}
+        assert writes_ocdbt(path / "state")
+        with ocp.Context():  # Orbax's own, which finds its handler by the name that is recorded
+            same(ocp.load(path, state(1), checkpointable_name="state"), state())
+
+
+StorageOptions = ocp.options.ArrayOptions.Saving.StorageOptions
+
+
+def in_float16(path, leaf):
+    return StorageOptions(dtype=np.float16) if "half" in jax.tree_util.keystr(path) else None
+
+
+def in_orbaxs_order(path, leaf):
+    return StorageOptions(dtype=None, chunk_byte_size=1024)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, "float32", np.int32])
+@pytest.mark.parametrize("creator", [None, in_float16, in_orbaxs_order])
+def test_storage_dtypes_are_those_of_orbax(tmp_path, dtype, creator):
+    tree = {
+        "w": place(VALUES / 3, P("x", "y")),
+        "half": {"a": place(VALUES / 7, P("x"))},
+        "host": {"half": VALUES / 9, "ints": np.arange(5)},
+        "ints": place(np.arange(8, dtype=np.int32), P("x")),
+    }
+
+    def saved(context, path, tree):
+        context.array.saving.storage_options.dtype = dtype
+        context.array.saving.scoped_storage_options_creator = creator
+        with context:
+            ocp.save(path, tree)
+            return ocp.load(path, ocp.metadata(path))
+
+    found = saved(handler_context(), tmp_path / "a", tree | {"step": 3})
+    assert found.pop("step") == 3
+    same(found, saved(ocp.Context(), tmp_path / "b", tree))
+
+
+def test_storage_dtypes_in_a_training_step(tmp_path, route):
+    context = route()
+    context.array.saving.storage_options.dtype = jnp.bfloat16
+    with ocp.training.Checkpointer(tmp_path, context=context) as training:
+        training.save(0, {"w": VALUES / 3, "key": jax.random.key(0), "step": 70_001})
+        found = training.load(0)
+    assert_same_bits(found["w"], (VALUES / 3).astype(jnp.bfloat16))
+    assert found["step"] == 70_001
+    assert found["key"] == jax.random.key(0)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("safetensors", "read_chunk_bytes", 0),
+        ("memory", "read_concurrent_bytes", -1),
+        ("memory", "write_concurrent_bytes", 0),
+        ("memory", "transfer_concurrent_bytes", 0.5),
+        ("array.saving", "storage_options", StorageOptions(dtype="none such")),
+        ("array.saving", "storage_options", np.float32),
+        ("array.saving", "scoped_storage_options_creator", lambda path, leaf: np.float32),
+    ],
+)
+def test_options_of_orbaxs_context_are_refused_by_name(tmp_path, route, group, name, value):
+    with route():
+        ocp.save(tmp_path / "a", state())
+    context = route()
+    setattr(operator.attrgetter(group)(context), name, value)
+    run = functools.partial(ocp.save, tmp_path / "b", state())
+    if name.startswith("read"):
+        run = functools.partial(ocp.load, tmp_path / "a")
+    with context, pytest.raises(ValueError, match=f"context.{group}.{name} "):
+        run()

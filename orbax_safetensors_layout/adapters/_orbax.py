@@ -7,7 +7,7 @@ orbax whose name begins with an underscore.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orbax.checkpoint.experimental.v1 as ocp
@@ -55,6 +55,7 @@ __all__ = [
     "NoEntryError",
     "PartialSave",
     "add_args",
+    "count_as_data",
     "folders_being_made",
     "get_context",
     "get_hooks",
@@ -132,6 +133,19 @@ async def orbaxs_layout(path: ocp.path.Path) -> Any:
     """What reads a step that Orbax saved, with either API."""
     kind: Any = await registry.get_layout_class(ocp.options.CheckpointLayout.ORBAX, path)
     return kind()
+
+
+def count_as_data(holds: Callable[[Any], Awaitable[bool]]) -> None:
+    """Tells Orbax of other files that make an item complete.
+
+    It warns of a malformed checkpoint where it sees none of its own format.
+    """
+    original = orbax_layout.has_tensorstore_data_files
+
+    async def has_data_files(path: Any) -> bool:
+        return await original(path) or await holds(path)
+
+    orbax_layout.has_tensorstore_data_files = has_data_files
 
 
 def handlers_used(context: ocp.Context, state: Any) -> list[Any]:

@@ -94,24 +94,40 @@ def read_options_v1(own: Settings = NOTHING) -> ReadOptions:
     `ctx.memory.read_concurrent_bytes` of Orbax's context is the memory budget and
     `ctx.safetensors.read_chunk_bytes` the largest request. `ctx.safetensors.max_over_read_ratio`
     has no counterpart: what is read through is decided by the cost model of `StorageProfile`.
+
+    Raises:
+        ValueError: An option of Orbax's context is no positive number.
     """
     read = current(own).read
     if read is not None:
         return read
-    context = _orbax.get_context()
-    read = ReadOptions(request_bytes=context.safetensors.read_chunk_bytes)
-    budget = context.memory.read_concurrent_bytes
+    read = ReadOptions(request_bytes=_byte_count("safetensors", "read_chunk_bytes"))
+    budget = _byte_count("memory", "read_concurrent_bytes")
     return read if budget is None else dataclasses.replace(read, memory_budget_bytes=budget)
 
 
 def write_options_v1(own: Settings = NOTHING) -> WriteOptions:
     """How to write, for an operation of Orbax v1; call it in the blocking phase.
 
-    `using(write=...)`, or the layout's own, decides alone. Without it,
-    `ctx.memory.write_concurrent_bytes` of Orbax's context is the memory budget.
+    `using(write=...)`, or the layout's own, decides alone. Without it, the smaller of
+    `ctx.memory.write_concurrent_bytes` and `transfer_concurrent_bytes` of Orbax's context is the
+    memory budget.
+
+    Raises:
+        ValueError: An option of Orbax's context is no positive number.
     """
     write = current(own).write
     if write is not None:
         return write
-    budget = _orbax.get_context().memory.write_concurrent_bytes
+    names = ("write_concurrent_bytes", "transfer_concurrent_bytes")
+    limits = [_byte_count("memory", name) for name in names]
+    budget = min((limit for limit in limits if limit is not None), default=None)
     return WriteOptions(memory_budget_bytes=budget)
+
+
+def _byte_count(group: str, name: str) -> int | None:
+    """An option of Orbax's context, refused under its own name."""
+    value = getattr(getattr(_orbax.get_context(), group), name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"context.{group}.{name} is {value!r}; a positive integer, or None.")
+    return value

@@ -13,7 +13,9 @@ The other way is the layout; see `layout` and `install`. Both leave the same fol
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
+import os
 from collections.abc import Awaitable
 from typing import Any
 
@@ -25,13 +27,18 @@ from orbax_safetensors_layout.adapters import _orbax, settings
 from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents, StoredArray
 from orbax_safetensors_layout.adapters.restore_args import HostArray
+from orbax_safetensors_layout.adapters.save_args import storage_dtypes
 from orbax_safetensors_layout.adapters.saving import ItemSave
 from orbax_safetensors_layout.adapters.settings import Settings
 from orbax_safetensors_layout.adapters.strictness import load_item
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _VALUES = (bool, int, float, str)
+
+steps_begun: collections.deque[str] = collections.deque(maxlen=100)
+"""The folders, under Orbax's temporary names, in which items were saved last."""
 
 
 class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
@@ -41,15 +48,16 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     `ctx.pytree.loading.partial_load` is set.
 
     Orbax makes handlers itself, without arguments; `using(mapping=..., read=..., write=...)` and
-    the `memory` options of Orbax's context say how to read and write.
+    the `memory` options of Orbax's context say how to read and write. The `dtype` of its
+    `array.saving` options is the one in which arrays are written; numbers stay as they are.
 
     Args:
         own: What the layout that chose this handler was made with.
 
     Example:
-        >>> import tempfile, numpy as np
+        >>> import tempfile, numpy as np, orbax_safetensors_layout as osl
         >>> path = f"{tempfile.mkdtemp()}/checkpoint"
-        >>> with context("state"):
+        >>> with osl.context("state"):
         ...     ocp.save(path, {"weight": np.arange(4.0, dtype=np.float32), "step": 3})
         ...     ocp.load(path)
         {'weight': array([0., 1., 2., 3.], dtype=float32), 'step': 3}
@@ -68,16 +76,18 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             checkpointable: Any pytree that `osl.save` takes.
 
         Raises:
-            ValueError: The tree is an empty container.
+            ValueError: The tree is an empty container, or an option of Orbax's context is invalid.
             SafetensorsLayoutError: Leaves that can not be saved, or Orbax's context leaves out
                 some of the processes.
         """
         _check_processes()
+        steps_begun.append(os.path.dirname(os.fspath(directory.path)))
         save = ItemSave(
             directory.path,
             checkpointable,
             settings.write_options_v1(self._own),
             mapping=settings.current(self._own).mapping,
+            dtypes=storage_dtypes(checkpointable),
         )
         if save.is_captured:
             return _write(save, directory)
@@ -120,6 +130,13 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         return all(map(_is_abstract_leaf, jax.tree.leaves(abstract_checkpointable)))
 
 
+async def _holds_data(directory: ocp.path.Path) -> bool:
+    return await in_background(is_safetensors_checkpoint, directory)
+
+
+_orbax.count_as_data(_holds_data)
+
+
 def _check_processes() -> None:
     """All processes write their shares of one checkpoint, and the first what is written once."""
     options, count = _orbax.get_context().multiprocessing, jax.process_count()
@@ -144,33 +161,6 @@ async def _write(save: ItemSave, directory: ocp.path.PathAwaitingCreation) -> No
 
 async def _finish(writing: concurrent.futures.Future[None]) -> None:
     await asyncio.wrap_future(writing)  # for the loop that waits, not the one that began
-
-
-def context(*item_names: str) -> ocp.Context:
-    """A new Orbax context that gives these items to `SafetensorsHandler`.
-
-    Args:
-        *item_names: The items; `"state"` is the one that `ocp.save`, `ocp.load` and
-            `ocp.training.Checkpointer` use where none is named. Others keep Orbax's handlers.
-
-    Example:
-        >>> with context("state") as ctx:
-        ...     ctx.checkpointables.registry.get("state")
-        <class 'orbax_safetensors_layout.adapters.v1.SafetensorsHandler'>
-    """
-    if not item_names:
-        raise ValueError('context needs the items\' names; the one of `ocp.load` is "state".')
-    known = ocp.handlers.global_registry()
-    registry = ocp.handlers.local_registry(include_global_registry=False)
-    for handler, name in known.get_all_entries():
-        if name not in item_names:
-            typestrs = known.get_secondary_typestrs(handler)
-            registry.add(handler, checkpointable_name=name, secondary_typestrs=typestrs)
-    for name in item_names:
-        registry.add(SafetensorsHandler, checkpointable_name=name)
-    made = ocp.Context()
-    made.checkpointables.registry = registry
-    return made
 
 
 def describe(contents: Contents) -> Any:
