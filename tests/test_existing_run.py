@@ -131,6 +131,56 @@ def test_restore_args_on_a_step_of_orbax(tmp_path):
             same(manager.restore(0, args=args), {"w": place(VALUES + 1, P())})
 
 
+def items_of(state, metadata):
+    """What `SafetensorsRestore` takes for the leaves of a state."""
+    unplaced = jax.ShapeDtypeStruct((8, 8), np.float32)
+    return {
+        "concrete": state,
+        "abstract": abstract(state),
+        "without a sharding": state | {"w": unplaced},
+        "types": state | {"step": int, "rate": float, "name": str},
+        "a placeholder": state | {"w": ..., "layers": [{"b": ...}]},
+        "metadata": metadata,
+        "the metadata's tree": metadata.tree,
+    }
+
+
+def test_both_formats_are_restored_alike(tmp_path):
+    tree = state(3) | {"name": "run"}
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    ours.save(tmp_path / "ours", args=ocp.args.PyTreeSave(tree))
+    orbaxs = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    orbaxs.save(tmp_path / "orbaxs", args=ocp.args.PyTreeSave(tree))
+
+    def restored(name, args):
+        return ours.restore(tmp_path / name, args=args)
+
+    metadata = ours.metadata(tmp_path / "orbaxs").item_metadata
+    for item in items_of(tree, metadata).values():
+        args = osl.SafetensorsRestore(item)
+        same(restored("orbaxs", args), restored("ours", args))
+    part = {"w": jax.ShapeDtypeStruct((8, 8), np.float32), "step": 0}
+    args = osl.SafetensorsRestore(part, partial_restore=True)
+    same(restored("orbaxs", args), restored("ours", args))
+
+
+def test_a_mapping_is_for_safetensors_files_alone(tmp_path):
+    def tree(step):
+        return {"kernel": place(VALUES + step, P("x", "y"))}
+
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(tree(0)))
+    mapping = osl.Mapping([osl.rule("kernel", osl.tensor("weight").transpose())])
+    registry = osl.handler_registry("default", mapping=mapping)
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+        manager.save(1, args=ocp.args.StandardSave(tree(1)))
+        manager.wait_until_finished()
+        for step in (0, 1):
+            restored = manager.restore(step, args=ocp.args.StandardRestore(abstract(tree(0))))
+            same(restored, tree(step))
+    assert_same_bits(opened(tmp_path / "1" / "default")["weight"], (VALUES + 1).T)
+
+
 @pytest.mark.parametrize("change", NAMED)
 def test_named_items_beside_a_json_item(tmp_path, change):
     def items(step):

@@ -8,11 +8,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
+from jax.tree_util import tree_flatten_with_path
 
 from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA
+from orbax_safetensors_layout.adapters.restore_args import HostArray, described, plain_tree
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
+from orbax_safetensors_layout.mapping.keys import dotted_name
+
+_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 # The last two are all that releases before the metadata file left in the folder.
 _FILES = (ITEM_METADATA, "checkpoint", "manifest.ocdbt")
@@ -38,22 +45,34 @@ def restore(directory: str | os.PathLike[str], args: Any) -> Any:
     folder = ocp_v1.path.Path(directory)
     if args is None or isinstance(args, ocp.args.StandardRestore):
         return ocp.StandardCheckpointHandler().restore(folder, args=args)
+    item = plain_tree(getattr(args, "item", None))
+    restore_args = getattr(args, "restore_args", None)
     if not isinstance(args, ocp.args.PyTreeRestore):
-        args = _as_orbaxs(args)
-        if isinstance(args, ocp.args.StandardRestore):
-            return restore(folder, args)
+        if item is None and restore_args is None:
+            return restore(folder, None)
+        if restore_args is None:
+            restore_args = _restore_args(item, metadata(folder).tree)
+        partial = getattr(args, "partial_restore", False)
+        args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
-def _as_orbaxs(args: Any) -> Any:
-    item = getattr(args, "item", None)
-    restore_args = getattr(args, "restore_args", None)
-    partial = getattr(args, "partial_restore", False)
-    if restore_args is None and not partial:
-        return ocp.args.StandardRestore(item)
-    if restore_args is None and item is not None:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-    return ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
+def _restore_args(item: Any, saved: Any) -> Any:
+    """What restores the leaves of an item as `abstract_tree` understands them."""
+    by_name = {dotted_name(path): leaf for path, leaf in tree_flatten_with_path(saved)[0]}
+
+    def leaf_args(path: Any, leaf: Any) -> Any:
+        leaf = described(leaf)
+        if isinstance(leaf, type):
+            return ocp.RestoreArgs(restore_type=leaf)
+        if isinstance(leaf, HostArray):
+            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+        if getattr(leaf, "sharding", ...) is None:
+            sharding = getattr(described(by_name.get(dotted_name(path))), "sharding", None)
+            leaf = _struct(leaf.shape, leaf.dtype, sharding=sharding)
+        return ocp.checkpoint_utils.construct_restore_args(leaf)
+
+    return jax.tree_util.tree_map_with_path(leaf_args, item)
 
 
 def metadata(directory: str | os.PathLike[str]) -> Any:

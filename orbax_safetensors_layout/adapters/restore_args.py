@@ -51,8 +51,8 @@ def abstract_tree(args: Any) -> Any:
                 f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
                 hint="Restore under the checkpoint's own names, then change the tree.",
             )
-    item = jax.tree.map(_described, _plain(getattr(args, "item", None)))
-    overrides = _plain(getattr(args, "restore_args", None))
+    item = jax.tree.map(described, plain_tree(getattr(args, "item", None)))
+    overrides = plain_tree(getattr(args, "restore_args", None))
     if overrides is None and isinstance(args, ocp.args.PyTreeRestore):
         overrides = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
     if overrides is not None:
@@ -64,12 +64,12 @@ def abstract_tree(args: Any) -> Any:
     return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)
 
 
-def _plain(tree: Any) -> Any:
+def plain_tree(tree: Any) -> Any:
     """Orbax's `TreeMetadata` is a pytree of its own; its `tree` has the checkpoint's structure."""
     return tree.tree if hasattr(tree, "custom_metadata") and hasattr(tree, "tree") else tree
 
 
-def _described(leaf: Any) -> Any:
+def described(leaf: Any) -> Any:
     """A leaf of `metadata` as one that `osl.load` takes; other leaves as they are."""
     if isinstance(leaf, ocp.metadata.StringMetadata):
         return str
