@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.pieces import AffinePiece, assemble_box
-from orbax_safetensors_layout.mapping.values import apply_ops
-from orbax_safetensors_layout.origins import ComposedBox, Plain
+from orbax_safetensors_layout.mapping.values import ValueOp, apply_ops, in_chunks
+from orbax_safetensors_layout.origins import ComposedBlock, Plain
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.transfer.buffers import allocate
-from orbax_safetensors_layout.transfer.casting import cast
+from orbax_safetensors_layout.transfer.casting import cast_into
 from orbax_safetensors_layout.transfer.decoding import check_booleans
 from orbax_safetensors_layout.wants import Fidelity, PlannedLeaf, WantedLeaf, subject_of
 
@@ -23,10 +23,10 @@ Take = Callable[[WantedLeaf, Sequence[int], Sequence[np.ndarray]], Wait | None]
 
 
 class _Input(NamedTuple):
-    """What a read is for: a leaf itself, or one input of a box that is put together."""
+    """What a read is for: a leaf itself, or one input of a block that is put together."""
 
     leaf: int
-    box: ComposedBox | None = None
+    block: int | None = None
     number: int = 0
 
 
@@ -42,6 +42,7 @@ class Filling:
         self._leaves = leaves
         self._take = take
         self._boxes: dict[int, dict[int, np.ndarray]] = {}
+        self._blocks_left: dict[int, int] = {}
         self._arrays: dict[tuple[int, int], dict[int, np.ndarray]] = {}
         self.reads: list[LeafRead] = []
         self._inputs: list[_Input] = []
@@ -55,9 +56,11 @@ class Filling:
             if plan.read is not None:
                 self._add(plan.read, _Input(number))
                 continue
-            for box in plan.composed:
-                for which, read in enumerate(box.inputs):
-                    self._add(read, _Input(number, box, which))
+            self._blocks_left[number] = len(plan.blocks)
+            for at, block in enumerate(plan.blocks):
+                unit = len(self.reads)
+                for which, read in enumerate(block.inputs):
+                    self._add(read._replace(unit=unit), _Input(number, at, which))
 
     def begin(self) -> None:
         """Fills what nothing has to be read for."""
@@ -65,26 +68,21 @@ class Filling:
             plan = self._leaves[number].plan
             if plan.read is not None:
                 continue
-            for box in plan.composed:
-                if not box.inputs:
-                    self._composed(number, box, {})
-            if not plan.composed:
+            for block in plan.blocks:
+                if not block.inputs:
+                    self._compose(number, block, {})
+            if not plan.blocks:
                 self._finish(number, [], [])
 
     def _add(self, read: LeafRead, made: _Input) -> None:
         self.reads.append(read)
         self._inputs.append(made)
 
-    def convert(self, number: int, values: np.ndarray) -> np.ndarray:
-        """Values of a read, as they stand in the file, in the dtype that the read wants."""
-        made = self._inputs[number]
-        leaf, plan = self._leaves[made.leaf]
-        if made.box is not None:
-            return values
+    def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
+        """Puts values of a read, as they are in the file, in their place as the read wants them."""
+        leaf, plan = self._leaves[self._inputs[number].leaf]
         self._check(leaf, values)
-        if plan.ops:
-            values = apply_ops(values, plan.ops)
-        return _cast(leaf, values)
+        _put(leaf, plan.ops, values, out)
 
     def _check(self, leaf: WantedLeaf, values: np.ndarray) -> None:
         check_booleans([values], file=leaf.origin.file, name=leaf.name)
@@ -94,19 +92,20 @@ class Filling:
     ) -> Wait | None:
         """Takes some boxes of a read."""
         made = self._inputs[number]
-        if made.box is None:
+        if made.block is None:
             return self._finish(made.leaf, boxes, parts)
-        arrays = self._arrays.setdefault((made.leaf, made.box.number), {})
+        block = self._leaves[made.leaf].plan.blocks[made.block]
+        arrays = self._arrays.setdefault((made.leaf, made.block), {})
         (arrays[made.number],) = parts
-        if len(arrays) < len(made.box.inputs):
+        if len(arrays) < len(block.inputs):
             return None
-        del self._arrays[made.leaf, made.box.number]
-        return self._composed(made.leaf, made.box, arrays)
+        del self._arrays[made.leaf, made.block]
+        return self._compose(made.leaf, block, arrays)
 
-    def _composed(
-        self, number: int, box: ComposedBox, arrays: dict[int, np.ndarray]
+    def _compose(
+        self, number: int, block: ComposedBlock, arrays: dict[int, np.ndarray]
     ) -> Wait | None:
-        leaf, plan = self._leaves[number]
+        leaf = self._leaves[number].leaf
         in_order = iter(range(len(arrays)))
 
         def read(piece: AffinePiece) -> np.ndarray:
@@ -114,22 +113,30 @@ class Filling:
             self._check(leaf, values)
             return values
 
-        shape, dtype = box.box.shape, leaf.origin.dtype
-        out = allocate(box.box.size * dtype.itemsize).view(dtype).reshape(shape)
+        boxes = self._boxes.setdefault(number, {})
+        values = boxes.get(block.number)
+        if values is None:
+            shape, nbytes = block.whole.shape, block.whole.size * leaf.dtype.itemsize
+            values = boxes[block.number] = allocate(nbytes).view(leaf.dtype).reshape(shape)
+        at: tuple[Any, ...] = (*block.box.within(block.whole).slices, ...)
+        place: np.ndarray = values[at]
+        dtype = leaf.origin.dtype
+        out = place if dtype == leaf.dtype else np.empty(place.shape, dtype)
         try:
-            values = assemble_box(box.pieces, box.box, dtype, read, out=out, refined=True)
+            assemble_box(block.pieces, block.box, dtype, read, out=out, refined=True)
         except SafetensorsLayoutError as error:
             error.tensor = error.tensor or leaf.name
             raise
         except Exception as error:
             error.add_note(f"In a function that makes leaf {leaf.name!r}, of osl.opaque.")
             raise
-        done = self._boxes.setdefault(number, {})
-        done[box.number] = _cast(leaf, values)
-        if len(done) < len(plan.composed):
+        if out is not place:
+            _put(leaf, (), out, place)
+        self._blocks_left[number] -= 1
+        if self._blocks_left[number]:
             return None
         del self._boxes[number]
-        return self._finish(number, [*done], [*done.values()])
+        return self._finish(number, [*boxes], [*boxes.values()])
 
     def _finish(
         self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
@@ -154,7 +161,7 @@ def _likeness(planned: PlannedLeaf) -> object:
     leaf, plan = planned
     if isinstance(leaf.origin, Plain):
         return leaf.number
-    boxes = [box.box for box in plan.composed] if plan.read is None else plan.read.local.boxes
+    boxes = [block.box for block in plan.blocks] if plan.read is None else plan.read.local.boxes
     return origin_of(leaf), leaf.local, tuple(boxes)
 
 
@@ -166,8 +173,12 @@ def origin_of(leaf: WantedLeaf) -> object:
     return id(origin.bound), leaf.dtype, leaf.cast
 
 
-def _cast(leaf: WantedLeaf, values: np.ndarray) -> np.ndarray:
-    if values.dtype == leaf.dtype:
-        return values
-    exact = leaf.cast is Fidelity.EXACT
-    return cast(values, leaf.dtype, exact=exact, subject=subject_of(leaf))
+def _put(leaf: WantedLeaf, ops: tuple[ValueOp, ...], values: np.ndarray, out: np.ndarray) -> None:
+    """Puts values into the memory of a leaf, after some operations, in its dtype."""
+    for part, place in in_chunks(values, out):
+        found = apply_ops(part, ops)
+        if found.dtype == leaf.dtype:
+            place[...] = found
+        else:
+            exact = leaf.cast is Fidelity.EXACT
+            cast_into(place, found, exact=exact, subject=subject_of(leaf))

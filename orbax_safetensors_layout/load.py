@@ -240,8 +240,8 @@ class _HostArrays:
         check_booleans(parts, file=leaf.file, name=leaf.name)
         (self.values[number],) = parts
 
-    def convert(self, number: int, values: np.ndarray) -> np.ndarray:
-        return values
+    def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
+        out[...] = values
 
 
 def _wanted_tree(
@@ -339,8 +339,8 @@ class _Taker(Protocol):
         """Takes some boxes of a read."""
         ...
 
-    def convert(self, number: int, values: np.ndarray) -> np.ndarray:
-        """Stored values of a read in the dtype that it wants."""
+    def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
+        """Puts stored values of a read in their place, in the dtype that it wants."""
         ...
 
 

@@ -152,10 +152,11 @@ class ReadOptions:
             request_bytes = min(base.request_bytes, max(self.memory_budget_bytes, 64 * KIB))
             if total_bytes is not None:
                 request_bytes = min(request_bytes, profile.balanced_request_bytes(total_bytes))
+        staged = max(self.memory_budget_bytes // (4 * profile.concurrency), 64 * KIB)
         return dataclasses.replace(
             profile,
             request_bytes=request_bytes,
-            staging_bytes=min(base.staging_bytes, request_bytes),
+            staging_bytes=min(base.staging_bytes, request_bytes, staged),
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,10 +17,11 @@ from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.geometry.box import Box, tile
+from orbax_safetensors_layout.geometry.box import Box, Tile, tile
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.mapping.binding import BoundMapping
 from orbax_safetensors_layout.mapping.bound import Bound
+from orbax_safetensors_layout.mapping.computed import Computed
 from orbax_safetensors_layout.mapping.facts import Facts
 from orbax_safetensors_layout.mapping.functions import Whole
 from orbax_safetensors_layout.mapping.pieces import (
@@ -35,17 +38,19 @@ from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, LocalBoxes, Sou
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 
 
-class ComposedBox(NamedTuple):
-    """A box that is put together from several arrays, after they have been read.
+class ComposedBlock(NamedTuple):
+    """A part of a box that is put together from several arrays, after they have been read.
 
     Attributes:
         number: Number of the box among the leaf's local ones.
-        box: The box.
+        whole: The box.
+        box: The part of it.
         pieces: What it is made of.
         inputs: The reads of its affine pieces, in their order.
     """
 
     number: int
+    whole: Box
     box: Box
     pieces: tuple[Piece, ...]
     inputs: tuple[LeafRead, ...]
@@ -57,12 +62,12 @@ class LeafPlan(NamedTuple):
     Attributes:
         read: Their read, where one is enough.
         ops: Operations on the values of `read`.
-        composed: The boxes, where several arrays make one.
+        blocks: The parts of the boxes, where several arrays make one.
     """
 
     read: LeafRead | None
     ops: tuple[ValueOp, ...] = ()
-    composed: tuple[ComposedBox, ...] = ()
+    blocks: tuple[ComposedBlock, ...] = ()
 
 
 class Plain(NamedTuple):
@@ -94,7 +99,9 @@ class Plain(NamedTuple):
         """How many bytes lie between neighbours along each dimension of a box."""
         return _in_bytes(row_major_strides(self.shape), self.entry.dtype.bits)
 
-    def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
+    def plan(
+        self, name: str, local: LocalBoxes, dtype: np.dtype, block_bytes: int | None = None
+    ) -> LeafPlan:
         """How the leaf `name` is read from it."""
         return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
@@ -154,11 +161,19 @@ class Mapped(NamedTuple):
             return None
         return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
 
-    def plan(self, name: str, local: LocalBoxes, dtype: np.dtype) -> LeafPlan:
+    def plan(
+        self, name: str, local: LocalBoxes, dtype: np.dtype, block_bytes: int | None = None
+    ) -> LeafPlan:
         """How the leaf `name` is read from its tensors.
 
         Where all of it are elements of tensors, with the same operations on their values, or one
         value, they are read straight into the leaf's shards.
+
+        Args:
+            name: The leaf's name.
+            local: The boxes that are read.
+            dtype: The dtype that the leaf will have.
+            block_bytes: Bytes of the parts in which boxes are put together; None for whole boxes.
         """
         pieces = self._pieces([found.box for found in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
@@ -169,8 +184,52 @@ class Mapped(NamedTuple):
             ops = affine[0].ops
             read = self._read(name, self.shape, affine, local, dtype)
             return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
-        boxes = enumerate(local.boxes)
-        return LeafPlan(None, composed=tuple(self._compose(name, n, box) for n, box in boxes))
+        blocks = [
+            [(n, box, part) for part in self._parts(box, block_bytes)]
+            for n, box in enumerate(local.boxes)
+        ]
+        # The first of all boxes, then the second of all: neighbours in the file come together.
+        in_turn = [block for some in itertools.zip_longest(*blocks) for block in some if block]
+        return LeafPlan(None, blocks=tuple(self._compose(name, *block) for block in in_turn))
+
+    def _parts(self, box: Box, most_bytes: int | None) -> Iterator[Box]:
+        """A box in parts whose values, and what they are computed from, are of a bounded size.
+
+        They are near together in the files. A function of whole arrays is called once.
+        """
+        nodes = self.bound.nodes()
+        whole = any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in nodes)
+        if most_bytes is None or whole or box.size * self.dtype.itemsize <= most_bytes // 4:
+            yield box
+            return
+        taken = sum(
+            math.prod(piece.view.shape) * self.entries[piece.source].dtype.bits // 8
+            for piece in affine_pieces(self.bound.pull_back(box, refined=True), refined=True)
+        )
+        most = box.size * most_bytes // max(taken, box.size * self.dtype.itemsize)
+        rank = len(box.start)
+        axes = sorted(range(rank), key=lambda axis: self._distance(box, axis), reverse=True)
+        tile = Tile(box, (1,) * rank, (0,)).permuted(axes)
+        back = sorted(range(rank), key=axes.__getitem__)
+        for slab in tile.slabs(max(1, most)):
+            yield slab.permuted(back).box
+
+    def _distance(self, box: Box, axis: int) -> float:
+        """How far apart in the files the ends of an axis of a box are."""
+        first = Box(box.start, tuple(start + 1 for start in box.start))
+        far = box.stop[axis] - 1
+        last = Box(
+            (*first.start[:axis], far, *first.start[axis + 1 :]),
+            (*first.stop[:axis], far + 1, *first.stop[axis + 1 :]),
+        )
+        ends = []
+        for corner in (first, last):
+            pieces = affine_pieces(self.bound.pull_back(corner, refined=True), refined=True)
+            ends.append(next(((p.source, p.view.offset) for p in pieces), None))
+        one, two = ends
+        if one is None or two is None or one[0] != two[0]:
+            return math.inf if one != two else 0
+        return abs(one[1] - two[1])
 
     def _fillable(self, dtype: np.dtype, kind: tuple[DType, tuple[ValueOp, ...]]) -> bool:
         """Whether values can be put beside those that are read: of whole bytes, and not cast."""
@@ -204,7 +263,7 @@ class Mapped(NamedTuple):
                 return plain
         return LeafRead(name, shape, stored, sources, local, dtype)
 
-    def _compose(self, name: str, number: int, box: Box) -> ComposedBox:
+    def _compose(self, name: str, number: int, whole: Box, box: Box) -> ComposedBlock:
         pieces = self.bound.pull_back(box, refined=True)
         inputs = []
         for piece in affine_pieces(pieces, refined=True):
@@ -214,7 +273,7 @@ class Mapped(NamedTuple):
             moved = piece._replace(box=region)
             local = LocalBoxes((region,), (False,))
             inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
-        return ComposedBox(number, box, pieces, tuple(inputs))
+        return ComposedBlock(number, whole, box, pieces, tuple(inputs))
 
 
 def _is_refined(pieces: Sequence[Piece]) -> bool:

@@ -94,7 +94,7 @@ def steps_of(
         # Pieces are read by those that hold them, each from files of its own.
         sharing = _Sharing(shards, limits, has_bands=catalog.pieces is None)
         stages = plan_spread(filter(None, map(sharing.leaf, _tied(leaves))), limits)
-    index = shards.process_index
+    index, budget = shards.process_index, options.memory_budget_bytes
     local_boxes = functools.lru_cache(None)(_local_boxes)
     steps = []
     for stage in stages:
@@ -103,12 +103,12 @@ def steps_of(
             for fragment in one.fragments(index):
                 boxes.setdefault(fragment.leaf, []).append(fragment.box)
         portions = [(leaves[n], local_boxes(tuple(found))) for n, found in boxes.items()]
-        steps.append(Step(planned_leaves(catalog, portions), stage))
+        steps.append(Step(planned_leaves(catalog, portions, budget), stage))
     spread = {item.leaf for stage in stages for item in _items(stage)}
     private = [
         (leaf, leaf.local) for leaf in leaves if leaf.number not in spread or not leaf.local.boxes
     ]
-    return [*steps, Step(planned_leaves(catalog, private), ())]
+    return [*steps, Step(planned_leaves(catalog, private, budget), ())]
 
 
 def _local_boxes(boxes: tuple[Box, ...]) -> LocalBoxes:

@@ -139,7 +139,12 @@ class CatalogSide:
             (values[leaf.number],) = parts
 
         filling = Filling(
-            planned_leaves(self._catalog, [(leaf, leaf.local) for leaf in leaves]), take
+            planned_leaves(
+                self._catalog,
+                [(leaf, leaf.local) for leaf in leaves],
+                self._options.memory_budget_bytes,
+            ),
+            take,
         )
         reads = plan_reads(
             filling.reads,

@@ -32,7 +32,11 @@ from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.transfer.assemble import jax_holds
 from orbax_safetensors_layout.transfer.casting import Subject, check_castable
 from orbax_safetensors_layout.tree import Want, WantedTree
+from orbax_safetensors_layout.units import KIB, MIB
 
+_BLOCKS_IN_BUDGET = 4  # of all boxes of a leaf: some are read while others are computed
+_MOST_BLOCK_BYTES = 8 * MIB
+_LEAST_BLOCK_BYTES = 4 * KIB
 _MAX_RANK = 64  # numpy's, which is asked itself about larger ones
 
 
@@ -193,15 +197,22 @@ def wanted_leaves(
 
 
 def planned_leaves(
-    catalog: Catalog, portions: Sequence[tuple[WantedLeaf, LocalBoxes]]
+    catalog: Catalog,
+    portions: Sequence[tuple[WantedLeaf, LocalBoxes]],
+    memory_budget_bytes: int,
 ) -> list[PlannedLeaf]:
     """How boxes of leaves are read.
 
     Args:
         catalog: The checkpoint.
         portions: Leaves, and the boxes of each that the process reads.
+        memory_budget_bytes: Bound on what is held beyond the arrays.
     """
-    plans = [leaf.origin.plan(leaf.name, boxes, leaf.dtype) for leaf, boxes in portions]
+    plans = []
+    for leaf, boxes in portions:
+        at_once = memory_budget_bytes // (_BLOCKS_IN_BUDGET * max(1, len(boxes.boxes)))
+        block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_once))
+        plans.append(leaf.origin.plan(leaf.name, boxes, leaf.dtype, block_bytes))
     if all(isinstance(leaf.origin, Plain) for leaf, _ in portions):
         found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]

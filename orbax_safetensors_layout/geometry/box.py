@@ -127,6 +127,20 @@ class Tile(NamedTuple):
                         tuple(numbers[(*cells, cell)].ravel().tolist()),
                     )
 
+    def permuted(self, axes: Sequence[int]) -> Tile:
+        """The tile with its dimensions in another order, as `numpy.transpose`."""
+        start, stop = self.box.start, self.box.stop
+        box = Box(tuple(start[axis] for axis in axes), tuple(stop[axis] for axis in axes))
+        members = np.array(self.members).reshape(self.grid).transpose(axes)
+        return Tile(box, members.shape, tuple(members.ravel().tolist()))
+
+    def cells(self) -> Iterator[Box]:
+        """The region of each member within the tile."""
+        shape = self.member_shape
+        for cell in itertools.product(*map(range, self.grid)):
+            start = self._offset(tuple(map(operator.mul, cell, shape)))
+            yield Box(start, tuple(map(operator.add, start, shape)))
+
     def _offset(self, index: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(map(operator.add, self.box.start, index))
 

@@ -30,7 +30,7 @@ MXFP4_GROUP = 32
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FP4_VALUES = np.concatenate([_E2M1, -_E2M1])  # the high bit is the sign
-_CHUNK_ELEMENTS = 1 << 20  # bounds the float32 values that are held besides the result
+_CHUNK_ELEMENTS = 1 << 17  # bounds the float32 values that are held besides the result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

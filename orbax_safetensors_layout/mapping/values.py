@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar, NoReturn
 
 import ml_dtypes
@@ -17,7 +18,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 from orbax_safetensors_layout.mapping.integers import is_integer, is_whole, to_whole
 
-_CHUNK_ELEMENTS = 1 << 20  # bounds what a chain of operations holds besides its result
+_CHUNK_ELEMENTS = 1 << 16  # bounds what a chain of operations holds besides its result
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
@@ -244,17 +245,19 @@ def apply_ops(
         for op in ops:
             values = op.apply(values)
         return values
+    for part, place in in_chunks(values, out):
+        place[...] = apply_ops(part, ops)
+    return out
+
+
+def in_chunks(values: np.ndarray, out: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Parts of an array that a core's cache holds, each with its place in one of equal shape."""
     if values.size <= _CHUNK_ELEMENTS or not values.ndim:
-        out[...] = apply_ops(values, ops)
-        return out
-    if len(values) == 1:
-        apply_ops(values[0], ops, out[0])
-        return out
+        yield values, out
+        return
     rows = max(1, _CHUNK_ELEMENTS * len(values) // values.size)
     for start in range(0, len(values), rows):
-        part = slice(start, start + rows)
         if rows == 1:
-            apply_ops(values[start], ops, out[start, ...])
+            yield from in_chunks(values[start], out[start, ...])
         else:
-            out[part] = apply_ops(values[part], ops)
-    return out
+            yield values[start : start + rows], out[start : start + rows]

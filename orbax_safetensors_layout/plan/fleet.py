@@ -24,7 +24,7 @@ from orbax_safetensors_layout.plan.groups import Bound, fetches_of
 from orbax_safetensors_layout.plan.holdings import Holding, Ints
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
-from orbax_safetensors_layout.plan.reads import held_bytes
+from orbax_safetensors_layout.plan.reads import held_bytes, slab_bytes
 from orbax_safetensors_layout.plan.regions import Region
 from orbax_safetensors_layout.profiles import StorageProfile
 
@@ -92,7 +92,8 @@ def plan_fleet(
         kind_of.append(number)
     holdings = [_holding(leaf, grid) for leaf in firsts]
     chosen, distinct = _distinct(holdings, grid.processes)
-    planner = RegionPlanner(profile, memory_budget_bytes)
+    slabs = slab_bytes(profile, memory_budget_bytes)
+    planner = RegionPlanner(profile, memory_budget_bytes, slabs)
     kinds = tuple(
         Kind(
             count,

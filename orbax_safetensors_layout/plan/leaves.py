@@ -94,6 +94,8 @@ class LeafRead(NamedTuple):
         dtype: The dtype that the leaf will have.
         is_computed: Whether its values are computed from the stored ones, beyond a cast.
         fills: What of it is not read; with `sources` they cover each of `local`.
+        unit: Number of what it is computed into, with all other reads of that number. Their
+            memory is held until the last of them is there.
     """
 
     name: str
@@ -104,6 +106,12 @@ class LeafRead(NamedTuple):
     dtype: np.dtype
     is_computed: bool = False
     fills: tuple[Fill, ...] = ()
+    unit: int | None = None
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it is read into other memory than that of the arrays."""
+        return self.is_converted or self.unit is not None
 
     @property
     def is_converted(self) -> bool:

@@ -24,11 +24,13 @@ class RegionPlanner:
     Args:
         profile: The cost model.
         most_bytes: Tiles of more bytes are taken apart into their members.
+        slab_bytes: Tiles of more bytes whose values are computed are cut into slabs.
     """
 
-    def __init__(self, profile: StorageProfile, most_bytes: int | None) -> None:
+    def __init__(self, profile: StorageProfile, most_bytes: int | None, slab_bytes: int) -> None:
         self._profile = profile
         self._most_bytes = most_bytes
+        self._slab_bytes = slab_bytes
         self._reads: dict[tuple[object, ...], RegionRead] = {}
         # The values hold the `LocalBoxes`, so that an id stays its own.
         self._layouts: dict[tuple[object, ...], tuple[LocalBoxes, list[TileLayout]]] = {}
@@ -51,6 +53,7 @@ class RegionPlanner:
         key = (
             leaf.shape,
             leaf.stored.code,
+            leaf.is_staged,
             id(leaf.local),
             view,
             box,
@@ -113,21 +116,34 @@ class RegionPlanner:
 
     def _layouts_of(self, leaf: LeafRead) -> list[TileLayout]:
         itemsize = leaf.stored.bits // 8
-        key = (itemsize, id(leaf.local))
+        axes = _file_order(leaf) if leaf.is_converted else None
+        key = (itemsize, leaf.is_staged, axes, id(leaf.local))
         found = self._layouts.get(key)
         if found is None:
-            layouts = list(self._tiled(leaf.local, itemsize))
+            layouts = [
+                TileLayout.of(slab, itemsize, shared=shared, staged=leaf.is_staged)
+                for tile, shared in self._tiled(leaf.local, itemsize)
+                for slab in self._slabs(tile, itemsize, axes)
+            ]
             found = self._layouts[key] = (leaf.local, layouts)
         return found[1]
 
-    def _tiled(self, local: LocalBoxes, itemsize: int) -> Iterator[TileLayout]:
+    def _slabs(self, tile: Tile, itemsize: int, axes: Sequence[int] | None) -> Iterator[Tile]:
+        """The tile, or parts of it that are near together in the file, outermost axis first."""
+        if not axes:
+            yield tile
+            return
+        back = sorted(range(len(axes)), key=axes.__getitem__)
+        for slab in tile.permuted(axes).slabs(max(1, self._slab_bytes // itemsize)):
+            yield slab.permuted(back)
+
+    def _tiled(self, local: LocalBoxes, itemsize: int) -> Iterator[tuple[Tile, bool]]:
         # Shared and private boxes are tiled apart: they are read differently.
         for shared in (False, True):
             numbers = [i for i, s in enumerate(local.shared) if s is shared]
             boxes = [local.boxes[i] for i in numbers]
             for found in self._bounded(tile(boxes), boxes, itemsize):
-                found = found._replace(members=tuple(numbers[i] for i in found.members))
-                yield TileLayout.of(found, itemsize, shared=shared)
+                yield found._replace(members=tuple(numbers[i] for i in found.members)), shared
 
     def _bounded(
         self, tiles: Sequence[Tile], boxes: Sequence[Box], itemsize: int
@@ -144,11 +160,28 @@ class RegionPlanner:
         """Elements that share bytes: each box by itself, as whole bytes."""
         ((entry, _, _),) = leaf.sources
         local = leaf.local
-        for index, (box, shared) in enumerate(zip(local.boxes, local.shared, strict=True)):
+        for index, box, shared in self._packed_slabs(local, leaf.stored.bits):
             packed = packed_box(entry.shape, leaf.stored.bits, box)
             alone = Tile(packed.box, (1,) * len(packed.shape), (index,))
-            layout = TileLayout.of(alone, 1, shared=shared)
+            layout = TileLayout.of(alone, 1, shared=shared, staged=True, regions=[box])
             view = AffineView.row_major(packed.shape)
             source = Source(entry, Box.whole(packed.shape), view)
             start, at, read = self._overlap(source, layout)
             yield Region(number, 0, start, at, read, layout, 1)
+
+    def _packed_slabs(self, local: LocalBoxes, bits: int) -> Iterator[tuple[int, Box, bool]]:
+        """The boxes, or rows of them, by number."""
+        for index, (box, shared) in enumerate(zip(local.boxes, local.shared, strict=True)):
+            whole = Tile(box, (1,) * len(box.start), (index,))
+            most = self._slab_bytes * 8 // bits
+            for slab in whole.slabs(max(1, most), 8):
+                yield index, slab.box, shared
+
+
+def _file_order(leaf: LeafRead) -> tuple[int, ...]:
+    """The axes, those first along which a step goes farthest in the files."""
+    box, strides = leaf.sources[0].box, leaf.sources[0].view.strides
+    farthest = [
+        (n < whole, abs(s)) for n, whole, s in zip(box.shape, leaf.shape, strides, strict=True)
+    ]
+    return tuple(sorted(range(len(strides)), key=farthest.__getitem__, reverse=True))

@@ -7,6 +7,7 @@ O(pieces x shards x dimensions) and never a Python object per row. See ARCHITECT
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import operator
@@ -16,14 +17,16 @@ from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.groups import Bound, Group, grouped
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
-from orbax_safetensors_layout.plan.regions import Region
+from orbax_safetensors_layout.plan.regions import Region, TileKey
 from orbax_safetensors_layout.plan.tiles import TileLayout
 from orbax_safetensors_layout.profiles import StorageProfile
+from orbax_safetensors_layout.units import KIB
 
 Batch = tuple[str, tuple[Region, ...]]
 """A file, and regions of it by offset."""
 
 _BUNDLES_IN_BUDGET = 4  # while one is on its way to the devices, others are read
+_SLABS_IN_BUDGET = 8  # so are they
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +61,10 @@ class ReadPlan:
             number: Number of the leaf.
             layout: One of its tiles.
         """
-        return 0 if self.adopt else held_bytes(self.leaves[number], layout)
+        leaf = self.leaves[number]
+        if self.adopt:
+            return read_bytes(leaf, layout) if layout.staged else 0
+        return held_bytes(leaf, layout)
 
     @classmethod
     def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
@@ -82,7 +88,7 @@ class ReadPlan:
         needed = read = requests = held = most_held = 0
         staged = padded = False
         touched: set[int] = set()
-        opened: set[tuple[int, int]] = set()
+        opened: set[TileKey] = set()
         for group in self.groups():
             regions = group.regions
             group_read, group_requests = group.cost(self.profile)
@@ -91,11 +97,12 @@ class ReadPlan:
             staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(region.read.runs.total_bytes for region in regions)
             touched.update(region.leaf for region in regions)
-            if not self.adopt:
-                fresh = {r.tile: r for r in regions if r.tile not in opened}
-                opened.update(tile for tile, region in fresh.items() if region.parts > 1)
-                group_held = sum(self.held_bytes(r.leaf, r.layout) for r in fresh.values())
-                held, most_held = held + group_held, max(most_held, group_held)
+            if self.adopt and not any(region.layout.staged for region in regions):
+                continue
+            fresh = {r.tile: r for r in regions if r.tile not in opened}
+            opened.update(tile for tile, region in fresh.items() if region.parts > 1)
+            group_held = sum(self.held_bytes(r.leaf, r.layout) for r in fresh.values())
+            held, most_held = held + group_held, max(most_held, group_held)
         staging = staging_bytes(self.profile, padded=padded) if staged else 0
         return Cost(
             tensors=len(touched),
@@ -165,20 +172,34 @@ def plan_reads(
     Raises:
         SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
     """
-    planner = RegionPlanner(profile, None if adopt else memory_budget_bytes)
+    planner = RegionPlanner(
+        profile,
+        None if adopt else memory_budget_bytes,
+        slab_bytes(profile, memory_budget_bytes),
+    )
+    units = collections.Counter(leaf.unit for leaf in leaves)
     whole: list[Region] = []
     parts: list[Region] = []
     for number, leaf in enumerate(leaves):
         if leaf.local.boxes and 0 not in leaf.shape:
             regions = planner.regions(number, leaf)
-            by_file = adopt or (len(leaf.sources) == 1 and not in_order)
-            (whole if by_file else parts).extend(regions)
+            alone = leaf.unit is None or units[leaf.unit] == 1
+            for region in regions:
+                near = region.parts == 1 if adopt else len(leaf.sources) == 1
+                by_file = near and alone and not in_order
+                by_file = by_file or (adopt and not leaf.is_staged)
+                (whole if by_file else parts).append(region)
     batches = [*_by_file(leaves, whole)]
     for bundle in _bundles(leaves, parts, memory_budget_bytes):
         batches += _by_file(leaves, bundle)
     if not joins_gaps:
         profile = dataclasses.replace(profile, latency_seconds=0.0)
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
+
+
+def slab_bytes(profile: StorageProfile, memory_budget_bytes: int) -> int:
+    """The largest part of a tile that is read before its values are computed."""
+    return min(profile.request_bytes, max(memory_budget_bytes // _SLABS_IN_BUDGET, 64 * KIB))
 
 
 def staging_bytes(profile: StorageProfile, *, padded: bool) -> int:
@@ -190,11 +211,16 @@ def staging_bytes(profile: StorageProfile, *, padded: bool) -> int:
 
 def held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
     """Host bytes that a tile holds until its arrays are on devices with memory of their own."""
-    elements = sum(leaf.local.boxes[number].size for number in layout.tile.members)
-    unpacked = elements if leaf.stored.packed or leaf.stored.one_a_byte else 0
     is_cast = leaf.is_computed or leaf.dtype != leaf.stored.numpy
-    cast = elements * leaf.dtype.itemsize if is_cast else 0
-    return layout.memory_bytes + unpacked + cast
+    cast = sum(box.size for box in layout.regions) * leaf.dtype.itemsize if is_cast else 0
+    return read_bytes(leaf, layout) + cast
+
+
+def read_bytes(leaf: LeafRead, layout: TileLayout) -> int:
+    """Host bytes of a tile as it is in the file, and of its elements where these are decoded."""
+    decoded = leaf.stored.packed or leaf.stored.one_a_byte
+    unpacked = sum(box.size for box in layout.regions) if decoded else 0
+    return layout.memory_bytes + unpacked
 
 
 def _by_file(leaves: Sequence[LeafRead], regions: Sequence[Region]) -> Iterator[Batch]:

@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.geometry.affine import AffineView
+from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.plan.axes import Axis, axes_of, memory_runs
 from orbax_safetensors_layout.plan.blocking import Blocking
 from orbax_safetensors_layout.plan.tiles import TileLayout
 from orbax_safetensors_layout.profiles import StorageProfile
+
+TileKey = tuple[int, Box]
+"""The number of a leaf, and the part of it that the first member of a tile is."""
 
 _DIRECT_SPAN_BYTES = 32 << 10
 """Pieces of this size are read straight into their places, however many they are: a buffer more
@@ -139,6 +143,6 @@ class Region(NamedTuple):
         return self.start + self.read.requests.stop
 
     @property
-    def tile(self) -> tuple[int, int]:
+    def tile(self) -> TileKey:
         """What tells its tile from all others of the plan."""
-        return self.leaf, self.layout.tile.members[0]
+        return self.leaf, self.layout.regions[0]

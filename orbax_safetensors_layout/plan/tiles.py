@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.geometry.box import Tile
+from orbax_safetensors_layout.geometry.box import Box, Tile
 
 SLOT_ALIGNMENT = 64
 """Shards begin at multiples of this many bytes: what JAX's CPU backend asks of a buffer that it
@@ -18,8 +19,10 @@ class TileLayout:
     """One tile of a leaf in memory; made once for all leaves of a shape and sharding.
 
     Attributes:
-        tile: The tile; its members are box numbers of the leaf.
+        tile: The tile; its members are box numbers of the leaf, of which it may have a part.
+        regions: The part of the leaf that each member is.
         shared: Other processes hold this tile too.
+        staged: Its values are computed from this memory into that of the arrays.
         itemsize: Bytes of an element (1 where elements are packed into bytes).
         member_shape: Shape of a member box.
         member_bytes: Bytes of a member box.
@@ -30,7 +33,9 @@ class TileLayout:
     """
 
     tile: Tile
+    regions: tuple[Box, ...]
     shared: bool
+    staged: bool
     itemsize: int
     member_shape: tuple[int, ...]
     member_bytes: int
@@ -40,14 +45,24 @@ class TileLayout:
     across: tuple[int, ...]
 
     @classmethod
-    def of(cls, tile: Tile, itemsize: int, *, shared: bool) -> TileLayout:
+    def of(
+        cls,
+        tile: Tile,
+        itemsize: int,
+        *,
+        shared: bool,
+        staged: bool,
+        regions: Iterable[Box] | None = None,
+    ) -> TileLayout:
         """The layout of a tile of elements of `itemsize` bytes."""
         member_shape = tile.member_shape
         member_bytes = math.prod(member_shape) * itemsize
         slot_bytes = -(-member_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         return cls(
             tile=tile,
+            regions=tuple(tile.cells() if regions is None else regions),
             shared=shared,
+            staged=staged,
             itemsize=itemsize,
             member_shape=member_shape,
             member_bytes=member_bytes,

@@ -8,10 +8,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.mapping.integers import is_whole, to_whole
-from orbax_safetensors_layout.mapping.values import is_number, rounded
-from orbax_safetensors_layout.transfer.buffers import allocate
-
-_CHUNK_ELEMENTS = 1 << 20  # bounds what a cast holds besides its result
+from orbax_safetensors_layout.mapping.values import assign, is_number, rounded
 
 
 class Subject(NamedTuple):
@@ -50,26 +47,37 @@ def check_castable(source: np.dtype, dtype: np.dtype) -> None:
 
 
 def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, subject: Subject) -> np.ndarray:
-    """`value` as `dtype`, in memory that JAX's CPU backend adopts.
+    """`value` as `dtype`; see `cast_into`."""
+    out = np.empty(value.shape, dtype)
+    cast_into(out, value, exact=exact, subject=subject)
+    return out
+
+
+def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subject) -> None:
+    """Puts `value` into `out`, in its dtype.
 
     Floating-point targets round as numpy does, unless `exact`. Integer and boolean targets must
     hold every value.
 
     Args:
-        value: One box of the tensor, contiguous.
-        dtype: The target.
+        out: Where they go.
+        value: Some values of a tensor.
         exact: Every value must survive: the cast was not asked for, JAX imposes it (x64 is off).
         subject: What is cast, for the error.
 
     Raises:
         DtypeMismatchError: A value would change.
     """
-    flat = value.reshape(-1)
-    result = allocate(flat.size * dtype.itemsize).view(dtype)
-    for start in range(0, flat.size, _CHUNK_ELEMENTS):
-        part = flat[start : start + _CHUNK_ELEMENTS]
-        result[start : start + part.size] = _cast(part, dtype, exact, subject)
-    return result.reshape(value.shape)
+    if is_whole(out.dtype):
+        result, lost = to_whole(value, out.dtype)
+        _refuse(lost, out.dtype, subject, exact or not is_whole(value.dtype))
+        out[...] = result
+        return
+    assign(out, value)
+    if exact:
+        back = rounded(out, value.dtype)
+        kept = (back == value) | ((back != back) & (value != value))
+        _refuse(value[~kept], out.dtype, subject, exact)
 
 
 def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int | float:
@@ -93,19 +101,6 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
             found=f"{found} ({value.dtype})",
         )
     return scalar
-
-
-def _cast(value: np.ndarray, dtype: np.dtype, exact: bool, subject: Subject) -> np.ndarray:
-    if is_whole(dtype):
-        result, lost = to_whole(value, dtype)
-        _refuse(lost, dtype, subject, exact or not is_whole(value.dtype))
-        return result
-    result = rounded(value, dtype)
-    if exact:
-        back = rounded(result, value.dtype)
-        kept = (back == value) | ((back != back) & (value != value))
-        _refuse(value[~kept], dtype, subject, exact)
-    return result
 
 
 def _refuse(lost: np.ndarray, dtype: np.dtype, subject: Subject, exact: bool) -> None:

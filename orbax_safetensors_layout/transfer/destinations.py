@@ -9,7 +9,8 @@ import numpy as np
 
 from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.plan.groups import SMALL_REGION_BYTES, Group
-from orbax_safetensors_layout.plan.regions import Region
+from orbax_safetensors_layout.plan.regions import Region, TileKey
+from orbax_safetensors_layout.plan.tiles import TileLayout
 from orbax_safetensors_layout.storage.base import Buffer
 from orbax_safetensors_layout.transfer.buffers import Bytes, allocate
 
@@ -77,7 +78,7 @@ class Destination(NamedTuple):
         return [view[low:high] for low, high in self.spans(start, stop)]
 
 
-def destinations_of(group: Group, opened: Mapping[tuple[int, int], Room]) -> list[Destination]:
+def destinations_of(group: Group, opened: Mapping[TileKey, Room]) -> list[Destination]:
     """Makes room for the tiles of a group's regions.
 
     Small tiles share memory with their like: an array that is kept then does not keep much larger
@@ -96,14 +97,14 @@ def destinations_of(group: Group, opened: Mapping[tuple[int, int], Room]) -> lis
             offset = max(0, region.start - region.at)
             room = Room(allocate(region.layout.memory_bytes, file_offset=offset), 0)
         return [Destination(region, room)]
-    known: dict[tuple[int, int], Room | None] = dict(opened)
+    known: dict[TileKey, Room | None] = dict(opened)
     fresh = []
     for region in regions:
         if region.parts > 1:
             if region.tile in known:
                 continue
             known[region.tile] = None
-        fresh.append(region.layout.memory_bytes)
+        fresh.append(region.layout)
     rooms = iter(_rooms(fresh))
     destinations = []
     for region in regions:
@@ -116,19 +117,23 @@ def destinations_of(group: Group, opened: Mapping[tuple[int, int], Room]) -> lis
     return destinations
 
 
-def _rooms(sizes: Sequence[int]) -> list[Room]:
-    """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other."""
+def _rooms(layouts: Sequence[TileLayout]) -> list[Room]:
+    """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other.
+
+    That of values which are computed on is apart from what arrays keep.
+    """
     kinds = [
-        -1 if n < TINY_TILE_BYTES else -2 if n < SMALL_REGION_BYTES else i
-        for i, n in enumerate(sizes)
+        (layout.staged, -1 if n < TINY_TILE_BYTES else -2 if n < SMALL_REGION_BYTES else i)
+        for i, layout in enumerate(layouts)
+        for n in [layout.memory_bytes]
     ]
     totals = dict.fromkeys(kinds, 0)
-    for size, kind in zip(sizes, kinds, strict=True):
-        totals[kind] += size
+    for layout, kind in zip(layouts, kinds, strict=True):
+        totals[kind] += layout.memory_bytes
     arenas = {kind: allocate(total) for kind, total in totals.items()}
     used = dict.fromkeys(arenas, 0)
     rooms = []
-    for size, kind in zip(sizes, kinds, strict=True):
+    for layout, kind in zip(layouts, kinds, strict=True):
         rooms.append(Room(arenas[kind], used[kind]))
-        used[kind] += size
+        used[kind] += layout.memory_bytes
     return rooms

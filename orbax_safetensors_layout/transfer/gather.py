@@ -88,7 +88,11 @@ def gather(work: Completion) -> WriteStats:
         in_order=work.in_order,
     )
     stats = read_leaves(
-        reads, storage, deliver=deliver, convert=lambda _, value: value, check=work.check
+        reads,
+        storage,
+        deliver=deliver,
+        convert=lambda _, values, out: np.copyto(out, values),
+        check=work.check,
     )
     pool.join()
     written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)

@@ -6,18 +6,21 @@ the buffers are dropped, and the one error names file, tensor, byte range and ca
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.groups import Group
-from orbax_safetensors_layout.plan.reads import ReadPlan
-from orbax_safetensors_layout.plan.regions import Region
-from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT, TileLayout
+from orbax_safetensors_layout.plan.reads import ReadPlan, read_bytes
+from orbax_safetensors_layout.plan.regions import Region, TileKey
+from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.blocks import Scratch
@@ -34,8 +37,8 @@ Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], obje
 """Takes a leaf's number, some of its boxes by number, and their values. What it returns, if
 anything, is called before the buffers count as free: it waits for a transfer."""
 
-Convert = Callable[[int, np.ndarray], np.ndarray]
-"""Takes a leaf's number and one box as it stands in the file; gives it in the wanted dtype."""
+Convert = Callable[[int, np.ndarray, np.ndarray], None]
+"""Takes a leaf's number, values as they are in the file, and where they go in its dtype."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +99,16 @@ class _OpenTile:
         self.bytes_read = 0
 
 
+class _OpenBox:
+    """A box whose values are computed, from the first part of it to the last."""
+
+    __slots__ = ("left", "values")
+
+    def __init__(self, values: np.ndarray, parts: int) -> None:
+        self.values = values
+        self.left = parts
+
+
 class _Reader:
     """The state of one run. Only the calling thread touches it; workers see jobs and a queue."""
 
@@ -121,16 +134,27 @@ class _Reader:
         threads = _threads(plan, storage)
         self._workers = Workers(threads, "safetensors-read", storage.interrupt, check)
         self._budget = Budget(plan.memory_budget_bytes)
-        self._tiles: dict[tuple[int, int], _OpenTile] = {}
+        self._tiles: dict[TileKey, _OpenTile] = {}
+        self._boxes: dict[tuple[int, int], _OpenBox] = {}  # by leaf and number
+        self._parts: dict[tuple[int, int], int] = {}  # of each of those that are computed
+        self._reserved: set[tuple[int, int]] = set()  # those whose memory has room in the budget
+        self._units = collections.Counter(leaf.unit for leaf in plan.leaves)  # reads to come
+        self._unit_bytes: collections.Counter[int | None] = collections.Counter()
         self._total_bytes = self._done_bytes = 0
         self._bytes_read = self._num_reads = self._storage_reads = self._mapped_bytes = 0
 
     def run(self) -> ReadStats:
         needing: dict[int, set[int]] = {}
+        computed: set[TileKey] = set()
         for _, regions in self._plan.batches:
             for region in regions:
                 needing.setdefault(region.leaf, set()).update(region.layout.tile.members)
                 self._total_bytes += region.read.runs.total_bytes
+                if self._plan.leaves[region.leaf].is_converted and region.tile not in computed:
+                    computed.add(region.tile)
+                    for member in region.layout.tile.members:
+                        key = (region.leaf, member)
+                        self._parts[key] = self._parts.get(key, 0) + 1
         for number, leaf in enumerate(self._plan.leaves):
             if number not in needing or leaf.fills:
                 self._deliver_unread(number, needing.get(number, ()))
@@ -143,6 +167,7 @@ class _Reader:
                 self._workers.take_all()
         finally:
             self._tiles.clear()  # an error's traceback holds this object
+            self._boxes.clear()
         self._budget.release_all()
         for file in self._mapped_files:
             self._storage.check_unchanged(file)
@@ -153,13 +178,19 @@ class _Reader:
         leaf = self._plan.leaves[number]
         rest = [box for box in range(len(leaf.local.boxes)) if box not in read]
         parts = []
-        for box in map(leaf.local.boxes.__getitem__, rest):
-            values = allocate(box.size * leaf.dtype.itemsize).view(leaf.dtype).reshape(box.shape)
-            for fill in leaf.fills:
-                fill.put(box, values, fill.value)
-            parts.append(values)
+        for box in rest:
+            parts.append(self._filled(number, box))
         if rest or not leaf.local.boxes:
-            self._deliver(number, rest, parts)
+            self._hold(number, self._deliver(number, rest, parts), 0)
+
+    def _filled(self, number: int, box: int) -> np.ndarray:
+        """Memory for a box in which is put what is not read."""
+        leaf = self._plan.leaves[number]
+        region = leaf.local.boxes[box]
+        values = allocate(region.size * leaf.dtype.itemsize).view(leaf.dtype).reshape(region.shape)
+        for fill in leaf.fills:
+            fill.put(region, values, fill.value)
+        return values
 
     def _schedule(self, group: Group) -> None:
         destinations = self._destinations(group)
@@ -180,10 +211,7 @@ class _Reader:
 
     def _destinations(self, group: Group) -> list[Destination]:
         """The memory of a group's regions; waits until there is room for tiles that are new."""
-        if not self._plan.adopt:
-            fresh = {r.tile: r.layout for r in group.regions if r.tile not in self._tiles}
-            held = (self._plan.held_bytes(leaf, layout) for (leaf, _), layout in fresh.items())
-            self._budget.reserve(sum(held), self._workers.take)
+        self._reserve(group.regions)
         tiles = {r.tile for r in group.regions if r.parts > 1}
         opened = {tile: self._tiles[tile].room for tile in tiles if tile in self._tiles}
         try:
@@ -195,6 +223,33 @@ class _Reader:
             if region.parts > 1 and region.tile not in self._tiles:
                 self._tiles[region.tile] = _OpenTile(room, region.parts)
         return destinations
+
+    def _reserve(self, regions: Sequence[Region]) -> None:
+        """Waits until there is room for what is not in the memory of arrays that adopt it."""
+        fresh = {r.tile: r for r in regions if r.tile not in self._tiles}
+        held = 0
+        for region in fresh.values():
+            held += self._read_bytes(region)
+            if not self._plan.leaves[region.leaf].is_converted:
+                continue
+            for member in region.layout.tile.members:
+                if (region.leaf, member) not in self._reserved:
+                    self._reserved.add((region.leaf, member))
+                    held += self._box_bytes(region.leaf, member)
+        self._budget.reserve(held, self._workers.take)
+
+    def _read_bytes(self, region: Region) -> int:
+        """Host bytes of a tile as it is read, where the budget counts them."""
+        if self._plan.adopt and not region.layout.staged:
+            return 0
+        return read_bytes(self._plan.leaves[region.leaf], region.layout)
+
+    def _box_bytes(self, number: int, box: int) -> int:
+        """Host bytes of a box whose values are computed, where the budget counts them."""
+        leaf = self._plan.leaves[number]
+        if self._plan.adopt and leaf.unit is None:
+            return 0
+        return leaf.local.boxes[box].size * leaf.dtype.itemsize
 
     def _submit_job(self, job: Job, done: Callable[[], None]) -> None:
         def work() -> Callable[[], None]:
@@ -233,6 +288,7 @@ class _Reader:
             return False
         if any(self._plan.leaves[region.leaf].fills for region in group.regions):
             return False  # it would be written into the mapped pages
+        self._reserve(group.regions)
         mapped = np.frombuffer(self._map(group.file), np.uint8)
         self._mapped_files.add(group.file)
         for region in group.regions:
@@ -253,43 +309,79 @@ class _Reader:
         leaf = self._plan.leaves[region.leaf]
         values = destination.members(leaf.stored)
         if not leaf.is_converted:
-            self._finish(region, values, nbytes)
+            wait = self._deliver(region.leaf, region.layout.tile.members, values)
+            self._hold(region.leaf, wait, self._read_bytes(region))
+            self._tell(region, nbytes)
             return
+        layout = region.layout
+        outs = [
+            self._open(region.leaf, member, part)
+            for member, part in zip(layout.tile.members, layout.regions, strict=True)
+        ]
 
         def work() -> Callable[[], None]:
-            converted = self._converted(region.leaf, region.layout, values)
-            return lambda: self._finish(region, converted, nbytes)
+            for box, value, out in zip(layout.regions, values, outs, strict=True):
+                self._compute(region.leaf, box, value, out)
+            return lambda: self._computed(region, nbytes)
 
         self._submit(work, leaf.file, [region])
 
-    def _converted(
-        self, number: int, layout: TileLayout, values: list[np.ndarray]
-    ) -> list[np.ndarray]:
+    def _open(self, number: int, member: int, part: Box) -> np.ndarray:
+        """Where a part of a box goes, in the memory of the array."""
+        box = self._boxes.get((number, member))
+        if box is None:
+            parts = self._parts[number, member]
+            box = self._boxes[number, member] = _OpenBox(self._filled(number, member), parts)
+        whole = self._plan.leaves[number].local.boxes[member]
+        at: tuple[Any, ...] = (*part.within(whole).slices, ...)
+        place: np.ndarray = box.values[at]
+        return place
+
+    def _compute(self, number: int, box: Box, values: np.ndarray, out: np.ndarray) -> None:
+        """Puts the values of a region of a leaf in their place, from those in the file."""
         leaf = self._plan.leaves[number]
         dtype = leaf.stored
         if dtype.packed:
-            boxes = [leaf.local.boxes[member] for member in layout.tile.members]
-            packed = [packed_box(leaf.shape, dtype.bits, box) for box in boxes]
-            values = [
-                unpack_box(value, dtype.bits, at).view(dtype.numpy)
-                for value, at in zip(values, packed, strict=True)
-            ]
-        boxes = [leaf.local.boxes[member] for member in layout.tile.members]
+            at = packed_box(leaf.shape, dtype.bits, box)
+            values = unpack_box(values, dtype.bits, at).view(dtype.numpy)
         for fill in leaf.fills:
-            for box, value in zip(boxes, values, strict=True):
-                fill.put(box, value, 0)  # nothing has been read there
+            fill.put(box, values, 0)  # nothing has been read there
         if dtype.one_a_byte:
-            values = [one_a_byte(leaf, value) for value in values]
+            values = one_a_byte(leaf, values)
         if leaf.is_computed or leaf.dtype != dtype.numpy:
-            values = [self._convert(number, value) for value in values]
+            self._convert(number, values, out)
+        else:
+            out[...] = values
         for fill in leaf.fills:
-            for box, value in zip(boxes, values, strict=True):
-                fill.put(box, value, fill.value)
-        return values
+            fill.put(box, out, fill.value)
 
-    def _finish(self, region: Region, values: Sequence[np.ndarray], nbytes: int) -> None:
-        wait = self._deliver(region.leaf, region.layout.tile.members, values)
-        self._budget.hold(wait, self._plan.held_bytes(region.leaf, region.layout))
+    def _computed(self, region: Region, nbytes: int) -> None:
+        number = region.leaf
+        self._budget.hold(None, self._read_bytes(region))
+        whole, parts = [], []
+        for member in region.layout.tile.members:
+            box = self._boxes[number, member]
+            box.left -= 1
+            if not box.left:
+                whole.append(member)
+                parts.append(self._boxes.pop((number, member)).values)
+        if whole:
+            held = sum(self._box_bytes(number, member) for member in whole)
+            self._hold(number, self._deliver(number, whole, parts), held)
+        self._tell(region, nbytes)
+
+    def _hold(self, number: int, wait: Callable[[], object] | None, nbytes: int) -> None:
+        """Frees the room of a read once its values are on their way, and those of its unit."""
+        unit = self._plan.leaves[number].unit
+        if unit is not None:
+            self._units[unit] -= 1
+            self._unit_bytes[unit] += nbytes
+            if self._units[unit]:
+                return
+            nbytes = self._unit_bytes.pop(unit)
+        self._budget.hold(wait, nbytes)
+
+    def _tell(self, region: Region, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self._progress is not None:
             name = self._plan.leaves[region.leaf].name

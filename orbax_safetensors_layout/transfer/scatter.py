@@ -195,7 +195,7 @@ def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) ->
         reads,
         work.storage,
         deliver=deliver,
-        convert=lambda number, values: values.view(leaves[number].dtype),
+        convert=lambda number, values, out: np.copyto(out, values.view(leaves[number].dtype)),
         check=work.check,
     )
     return stats.bytes_read
