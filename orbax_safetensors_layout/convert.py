@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+from absl import logging
 
 from orbax_safetensors_layout.adapters.checkpoints import (
     holds_checkpoint,
@@ -26,7 +27,7 @@ from orbax_safetensors_layout.conversion.design import (
     plain_tree,
 )
 from orbax_safetensors_layout.conversion.location import Location
-from orbax_safetensors_layout.conversion.pipeline import Conversion
+from orbax_safetensors_layout.conversion.pipeline import Conversion, conversion_limits
 from orbax_safetensors_layout.conversion.source import Source, arrays_of, rerooted
 from orbax_safetensors_layout.conversion.target import Target
 from orbax_safetensors_layout.errors import (
@@ -163,12 +164,21 @@ def convert(
             backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
             made = mapped_tree(tree, mapping, inverse=backwards)
         topology = _topology(mesh, spec, processes)
+        limits = conversion_limits(folder, options.memory_budget_bytes, restart=restart)
         way = mapping and fingerprint(mapping)
         planned: Target
         documents: dict[str, bytes] = {}
         if kind == "orbax":
             saved_item = None if kept is None else location.item or "default"
-            planned = orbax_target(made, opened, arrays, topology, options, item=saved_item)
+            planned = orbax_target(
+                made,
+                opened,
+                arrays,
+                topology,
+                options,
+                most_chunk_bytes=limits.block_bytes,
+                item=saved_item,
+            )
         else:
             documents = _documents(opened, config)
             planned = files_target(
@@ -180,6 +190,8 @@ def convert(
                 identity=_digest(opened.identity(), way, backwards, subtree, options.dtype),
                 documents=documents,
             )
+        for rule in () if topology is None or not spec else topology.unused_rules:
+            logging.warning("The sharding rule %s is used by no array.", rule)
         with frozen_heap(len(planned.leaves)):
             conversion = Conversion(
                 opened,
@@ -187,6 +199,8 @@ def convert(
                 planned,
                 folder,
                 options,
+                limits,
+                restart=restart,
                 arguments=(way, backwards, subtree),
                 reopen=lambda path: open_source(locate(path), options.memory_budget_bytes),
                 is_replaced=_is_replaced(folder),
@@ -194,7 +208,6 @@ def convert(
             resumed = conversion.run(
                 group,
                 lambda: _check_target(folder, kind, documents, overwrite),
-                restart=restart,
             )
         return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
 

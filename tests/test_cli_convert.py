@@ -36,11 +36,14 @@ def test_there_through_a_mapping_and_back(tmp_path):
     save(tmp_path / "hf", weights)
     (tmp_path / "mine.py").write_text(MAPPINGS)
     mapped = ("--mapping", "mine:doubled")
-    arguments = ("hf", "orbax", "--mesh", "fsdp=4", "--spec", "'.*' = -,fsdp", *mapped)
+    rules = ("--spec", "'none' = fsdp", "--spec", "'.*' = -,fsdp")
+    arguments = ("hf", "orbax", "--mesh", "fsdp=4", *rules, *mapped)
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path}/orbax\n"
     assert "2 arrays" in done.stderr
+    assert done.stderr.count("is used by no array") == 1
+    assert "The sharding rule 'none' = fsdp is used by no array." in done.stderr
     assert "every bit compared" in done.stderr
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(tmp_path / "orbax")

@@ -241,6 +241,51 @@ def test_other_arguments_and_other_sources_are_refused(server, tmp_path):
     assert not workspace.exists()
 
 
+@pytest.mark.parametrize("budget", [72 << 10, 16 << 20])
+def test_another_memory_budget_continues_the_same_conversion(server, tmp_path, budget):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    workspace = interrupted(server, tmp_path, source)
+    given = CONTINUED | {"options": osl.ConvertOptions(memory_budget_bytes=budget)}
+    done = osl.convert(source, tmp_path / "target", **given)
+    assert done.resumed_bytes > 0
+    assert osl.verify(tmp_path / "target", source).ok
+    assert not workspace.exists()
+
+
+def test_chunks_of_orbax_do_not_depend_on_the_memory_of_the_run_that_continues(tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+
+    def interrupt(progress):
+        if progress.done_bytes * 2 > progress.total_bytes:
+            raise KeyboardInterrupt
+
+    def convert(target, budget, progress=False):
+        options = osl.ConvertOptions(memory_budget_bytes=budget, progress=progress)
+        return osl.convert(source, tmp_path / target, options=options)
+
+    with pytest.raises(KeyboardInterrupt):
+        convert("target", 128 << 10, interrupt)
+    assert convert("target", 16 << 20).resumed_bytes > 0
+    convert("whole", 128 << 10)
+    files = [
+        sorted((p.relative_to(root), p.stat().st_size) for p in root.rglob("*.zarr*"))
+        for root in (tmp_path / "target", tmp_path / "whole")
+    ]
+    assert files[0] == files[1]
+    assert osl.verify(tmp_path / "target", source).ok
+
+
+def test_far_less_memory_than_a_conversion_began_with_is_refused(server, tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    workspace = interrupted(server, tmp_path, source)
+    less = {"options": osl.ConvertOptions(memory_budget_bytes=32 << 10)}
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"at least 65,536.*--restart"):
+        osl.convert(source, tmp_path / "target", **CONTINUED | less)
+    assert workspace.exists()
+    assert osl.convert(source, tmp_path / "target", restart=True, **CONTINUED | less)
+    assert osl.verify(tmp_path / "target", source).ok
+
+
 def test_a_mapping_that_differs_late_in_a_long_list_is_another(tmp_path):
     """What such a list is in messages leaves out most of it."""
     layers = {f"layers.{n}": np.full((64, 32), n, np.float32) for n in range(12)}

@@ -23,7 +23,6 @@ from orbax_safetensors_layout.adapters.streaming import (
 from orbax_safetensors_layout.conversion.boxes import chunk_blocks
 from orbax_safetensors_layout.conversion.design import TargetArray, Topology, arrays_in
 from orbax_safetensors_layout.conversion.leaves import Leaf, Region
-from orbax_safetensors_layout.conversion.run import Limits
 from orbax_safetensors_layout.conversion.source import Source, SourceArray
 from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.errors import (
@@ -240,6 +239,7 @@ def orbax_target(
     topology: Topology | None,
     options: ConvertOptions,
     *,
+    most_chunk_bytes: int,
     item: str | None,
 ) -> OrbaxTarget:
     """A target in Orbax's own format.
@@ -249,7 +249,8 @@ def orbax_target(
         source: The source, for typed PRNG keys and custom metadata.
         arrays: Its arrays by name.
         topology: What arrays are cut for; None leaves each in one chunk, as far as memory allows.
-        options: Memory, dtype, format.
+        options: The dtype and the format.
+        most_chunk_bytes: What a chunk may hold, unless a single element is more.
         item: The item's name in a step; None for a checkpoint that is the tree alone.
 
     Raises:
@@ -273,7 +274,7 @@ def orbax_target(
         ),
         item=item,
         custom=source.custom,
-        most_chunk_bytes=Limits.of(options.memory_budget_bytes).block_bytes,
+        most_chunk_bytes=most_chunk_bytes,
     )
 
 

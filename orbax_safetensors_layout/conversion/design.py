@@ -142,6 +142,7 @@ class Topology:
         self._rules = ShardingRules(rules, grid)
         self._mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
         self._misfits: list[Misfit] = []
+        self._used: set[int] = set()
 
     def shard(self, array: TargetArray) -> tuple[int, ...]:
         """Shape of a shard of an array."""
@@ -158,9 +159,17 @@ class Topology:
 
     def _spec(self, array: TargetArray) -> Spec:
         placed = self._rules.place(array.name, array.shape)
+        if placed.rule is not None:
+            self._used.add(placed.rule)
         if placed.misfit is not None:
             self._misfits.append(placed.misfit)
         return placed.spec
+
+    @property
+    def unused_rules(self) -> list[ShardingRule]:
+        """The rules that no array has used so far."""
+        rules = self._rules.rules
+        return [rule for number, rule in enumerate(rules) if number not in self._used]
 
     def raise_misfits(self) -> None:
         """Refuses arrays that can not be sharded as their rules say; names all.

@@ -10,7 +10,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.storage.local_write import storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
-_VERSION = 2
+_VERSION = 3
 
 
 class Journal:
@@ -20,16 +20,42 @@ class Journal:
         folder: Where the files are.
         source: Digest of what is read.
         arguments: Digest of what is made of it.
+        block_bytes: What is read at once, which decides what the groups are.
+        groups: Digest of the groups.
     """
 
-    def __init__(self, folder: str, source: str, arguments: str) -> None:
+    def __init__(
+        self, folder: str, source: str, arguments: str, *, block_bytes: int, groups: str
+    ) -> None:
         self._folder = folder
-        self._head = {"version": _VERSION, "source": source, "arguments": arguments}
+        self._identity = {"version": _VERSION, "source": source, "arguments": arguments}
+        self._head = {**self._identity, "groups": groups, "block_bytes": block_bytes}
+
+    @property
+    def identity(self) -> str:
+        """Equal for conversions of the same, whatever memory they may take."""
+        return json.dumps(self._identity)
 
     @property
     def digest(self) -> str:
-        """Equal on processes that convert the same."""
+        """Equal on processes that convert the same in the same groups."""
         return json.dumps(self._head)
+
+    @staticmethod
+    def block_bytes(folder: str) -> int | None:
+        """Returns what the conversion reads at once whose journal is there; None without one."""
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+            if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+                file = os.path.join(folder, name)
+                with (
+                    storage_errors("can not read the journal", file),
+                    open(file, encoding="utf-8") as f,
+                ):
+                    first = f.readline()
+                found = json.loads(first).get("block_bytes") if first.endswith("\n") else None
+                if isinstance(found, int):
+                    return found
+        return None
 
     def read(self) -> dict[int, list[str]]:
         """The groups that are written, with the digests of their regions.
@@ -54,6 +80,7 @@ class Journal:
             ("version", "by another version of this package"),
             ("source", "of another checkpoint, or of one that has changed since"),
             ("arguments", "with other arguments"),
+            ("groups", "in other parts"),
         ):
             if head.get(key) != self._head[key]:
                 raise SafetensorsLayoutError(

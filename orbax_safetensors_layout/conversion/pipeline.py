@@ -26,7 +26,36 @@ from orbax_safetensors_layout.transfer.coordination import Group as Processes
 from orbax_safetensors_layout.transfer.progress import progress_callback
 
 _CHUNKS_IN_BUDGET = 4
+_LARGER_BLOCKS = 2  # a continued run may take blocks so many times as large as its own would be
 _UNFINISHED, _PUBLISHED = "unfinished", "published"
+
+
+def conversion_limits(folder: str, memory_budget_bytes: int, *, restart: bool) -> Limits:
+    """Returns limits with the blocks of the run that is continued, which its journal counts in.
+
+    Args:
+        folder: Where the conversion goes.
+        memory_budget_bytes: What it may take.
+        restart: Drop what an interrupted run has done.
+
+    Raises:
+        SafetensorsLayoutError: Its blocks are too large for the memory budget.
+    """
+    limits = Limits.of(memory_budget_bytes)
+    workspace = partial_folder(folder, "convert")
+    begun = None if restart else Journal.block_bytes(workspace)
+    if begun is None:
+        return limits
+    if begun > _LARGER_BLOCKS * limits.block_bytes:
+        needed = memory_budget_bytes * begun // (_LARGER_BLOCKS * limits.block_bytes)
+        raise SafetensorsLayoutError(
+            "an unfinished conversion that was given more memory stands beside the target",
+            file=workspace,
+            expected=f"memory_budget_bytes of at least {needed:,}",
+            found=f"{memory_budget_bytes:,}",
+            hint="Continue it with that much, or pass restart=True (--restart) to drop it.",
+        )
+    return limits._replace(block_bytes=begun)
 
 
 class Conversion:
@@ -42,6 +71,8 @@ class Conversion:
         target: The target.
         folder: Where it goes.
         options: Memory, and what else counts.
+        limits: How the memory is spent, from `conversion_limits`.
+        restart: Drop what an interrupted run has done.
         arguments: What distinguishes this conversion from others of the same source and target, to
             be compared by `repr`.
         reopen: Opens what was written, to compare it.
@@ -58,7 +89,9 @@ class Conversion:
         target: Target,
         folder: str,
         options: ConvertOptions,
+        limits: Limits,
         *,
+        restart: bool,
         arguments: object,
         reopen: Callable[[str], Source],
         is_replaced: Callable[[str], bool],
@@ -70,8 +103,9 @@ class Conversion:
         self._options = options
         self._reopen = reopen
         self._is_replaced = is_replaced
-        self._limits = Limits.of(options.memory_budget_bytes)
+        self._restart = restart
         self._workspace = partial_folder(folder, "convert")
+        self._limits = limits
         self._finished = os.path.join(self._workspace, FINISHED)
         self._claim: Claim | None = None
         self._check_chunks()
@@ -79,10 +113,16 @@ class Conversion:
         regions = [target.regions(leaf, most) for leaf in target.leaves]
         self.groups = make_groups(source, arrays, target.leaves, regions, most)
         self.nbytes = sum(group.nbytes for group in self.groups)
-        digest = hashlib.sha256(repr((arguments, target.describe())).encode())
+        digest = hashlib.sha256()
         for group in self.groups:
             digest.update(repr(group).encode())
-        self._journal = Journal(self._workspace, source.identity(), digest.hexdigest())
+        self._journal = Journal(
+            self._workspace,
+            source.identity(),
+            hashlib.sha256(repr((arguments, target.describe())).encode()).hexdigest(),
+            block_bytes=most,
+            groups=digest.hexdigest(),
+        )
 
     def _check_chunks(self) -> None:
         most = self._options.memory_budget_bytes // _CHUNKS_IN_BUDGET
@@ -99,20 +139,19 @@ class Conversion:
                 hint=f"Set memory_budget_bytes to {needed:,} or more.",
             )
 
-    def run(self, group: Processes, check: Callable[[], None], *, restart: bool) -> int:
+    def run(self, group: Processes, check: Callable[[], None]) -> int:
         """Runs it.
 
         Args:
             group: The processes.
             check: Refuses a target that may not be replaced.
-            restart: Drop what an interrupted run has done.
 
         Returns:
             Bytes that an interrupted run had written.
         """
         with contextlib.ExitStack() as stack:
             agreed = Agreement(
-                f"{self._journal.digest} {self._options.verify} {restart}",
+                f"{self._journal.digest} {self._options.verify} {self._restart}",
                 f"{len(self.groups)} groups",
                 "All processes must convert the same checkpoint with the same arguments.",
             )
@@ -122,9 +161,11 @@ class Conversion:
             def prepare() -> None:
                 nonlocal is_published
                 self._claim = stack.enter_context(claimed(self._folder))
-                is_published = not restart and self._claim.was_published(self._journal.digest)
+                is_published = not self._restart and self._claim.was_published(
+                    self._journal.identity
+                )
                 if not is_published:
-                    self._prepare(self._claim, check, restart)
+                    self._prepare(self._claim, check)
 
             _together(group, "preparing the folder", prepare, leader_only=True)
             state = _PUBLISHED if is_published else _UNFINISHED
@@ -140,12 +181,12 @@ class Conversion:
             _together(group, "publishing the checkpoint", self._publish, leader_only=True)
         return self.nbytes - sum(group.nbytes for group in left)
 
-    def _prepare(self, claim: Claim, check: Callable[[], None], restart: bool) -> None:
+    def _prepare(self, claim: Claim, check: Callable[[], None]) -> None:
         claim.forget()
         check()
         check_replaceable(self._folder)
         with LocalStorage() as storage:
-            if restart:
+            if self._restart:
                 storage.remove(self._workspace)
             storage.make_folder(self._workspace)
         self._journal.read()
@@ -187,7 +228,7 @@ class Conversion:
         self._claim.publish(
             self._finished,
             is_replaced=lambda name: name in names or self._is_replaced(name),
-            made=self._journal.digest,
+            made=self._journal.identity,
         )
         with LocalStorage() as storage:
             storage.remove(self._workspace)
