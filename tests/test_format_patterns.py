@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.format.patterns import compile_pattern, is_plain
+from orbax_safetensors_layout.format.selection import select_names
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,63 @@ def test_malformed_pattern(pattern: str, problem: str) -> None:
 @given(st.text("ab.*?", max_size=8), st.text("ab.", max_size=8))
 def test_agrees_with_fnmatch(pattern: str, name: str) -> None:
     assert bool(compile_pattern(pattern).fullmatch(name)) == fnmatch.fnmatchcase(name, pattern)
+
+
+@given(st.data())
+def test_braces_agree_with_what_they_stand_for(data: st.DataObject) -> None:
+    texts = st.text("ab.*?", max_size=4)
+    inner = st.one_of(texts, st.just("{8..11}"), st.builds("{{{},{}}}".format, texts, texts))
+    braces = st.builds("{{{},{}}}".format, inner, texts)
+    drawn = st.lists(st.one_of(texts, braces, st.just("{8..11}")), max_size=3)
+    pattern = "".join(data.draw(drawn))
+    name = data.draw(st.text("ab.189", max_size=8))
+    alone = pattern.replace("{8..11}", "{8,9,10,11}")
+    with contextlib.suppress(ValueError):  # it would take too long
+        found = bool(compile_pattern(pattern).fullmatch(name))
+        assert found == any(fnmatch.fnmatchcase(name, one) for one in alternatives(alone))
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The patterns without braces that one with braces stands for."""
+    start = pattern.find("{")
+    if start < 0:
+        return [pattern]
+    depth, at, parts = 0, start + 1, []
+    for stop in range(start, len(pattern)):
+        depth += {"{": 1, "}": -1}.get(pattern[stop], 0)
+        if (pattern[stop] == "," and depth == 1) or not depth:
+            parts.append(pattern[at:stop])
+            at = stop + 1
+        if not depth:
+            break
+    heads = [pattern[:start] + one for part in parts for one in alternatives(part)]
+    return [head + rest for head in heads for rest in alternatives(pattern[stop + 1 :])]
+
+
+@pytest.mark.parametrize("pattern", ["*a" * 30 + "b", "*{a,b}" * 30 + "c", "*?a*{0..9}" * 20 + "b"])
+def test_many_stars_take_no_long(pattern: str) -> None:
+    compiled = compile_pattern(pattern)
+    assert not compiled.fullmatch("a0" * 200)
+    assert compile_pattern(pattern[:-1] + "*").fullmatch("a0aa0" * 200)
+
+
+@pytest.mark.parametrize("pattern", ["{*a,b}" * 30, "*{a,bb}" * 30 + "c", "{" * 5000 + "}" * 5000])
+def test_what_would_take_long_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"take too long|within one another"):
+        compile_pattern(pattern)
+    assert compile_pattern("{a*,b*,c*,d*,e*,f*,g*,h*}").fullmatch("gx")
+
+
+def test_names_that_are_patterns_are_spelled() -> None:
+    names = ["a[0", "a[0]", "a0", "}", "*"]
+    assert select_names(names, "a[0", path="x") == ["a[0"]
+    assert select_names(names, ["}", "a[0]"], path="x") == ["a[0]", "a0", "}"]
+    assert select_names(names, "*", path="x") == names
+    with pytest.raises(ValueError, match="not closed"):
+        select_names(names, "a[1", path="x")
+    for wrong in (7, b"a", ["a0", 7], None):
+        with pytest.raises(ValueError, match="patterns, which are strings"):
+            select_names(names, wrong, path="x")  # type: ignore[arg-type]
 
 
 def test_is_plain() -> None:

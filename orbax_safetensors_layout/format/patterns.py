@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 _MAX_RANGE = 10_000
-_NUMERIC_RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
+_MAX_DEPTH = 20
+_MAX_LOOSE = 5
+_NUMERIC_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _SPECIAL = frozenset("*?[{}")
 
 
@@ -21,14 +25,15 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         pattern: The pattern.
 
     Raises:
-        ValueError: A bracket or brace is not closed or not opened, or a range is empty or has more
-            than 10,000 numbers.
+        ValueError: It is no string, a bracket or brace is not closed or not opened, a range is
+            empty or has more than 10,000 numbers, or the pattern would take long to match.
 
     >>> bool(compile_pattern("layers.{0..3}.*.{weight,bias}").fullmatch("layers.3.mlp.up.bias"))
     True
     """
-    translated, _ = _translate(pattern, 0, in_braces=False)
-    return re.compile(translated, re.DOTALL)
+    if not isinstance(pattern, str):
+        raise ValueError(f"A pattern of names is a string, not {pattern!r}.")
+    return re.compile(_Translator(pattern).translate(), re.DOTALL)
 
 
 def is_plain(pattern: str) -> bool:
@@ -36,37 +41,134 @@ def is_plain(pattern: str) -> bool:
     return _SPECIAL.isdisjoint(pattern)
 
 
-def _translate(pattern: str, position: int, *, in_braces: bool) -> tuple[str, int]:
-    """The regular expression of `pattern[position:]` up to the brace that closes it."""
-    parts: list[str] = []
-    while position < len(pattern):
-        character = pattern[position]
-        if character == "*":
-            while pattern.startswith("*", position + 1):
-                position += 1
-            parts.append(".*")
-        elif character == "?":
-            parts.append(".")
-        elif character == "[":
-            translated, position = _translate_set(pattern, position)
-            parts.append(translated)
-            continue
-        elif character == "{":
-            translated, position = _translate_braces(pattern, position)
-            parts.append(translated)
-            continue
-        elif character == "}":
-            if not in_braces:
-                raise ValueError(f"Pattern {pattern!r}: '}}' at {position} closes nothing.")
-            return "".join(parts), position
-        elif character == "," and in_braces:
-            parts.append("|")
-        else:
-            parts.append(re.escape(character))
-        position += 1
-    if in_braces:
-        raise ValueError(f"Pattern {pattern!r}: a '{{' is not closed.")
-    return "".join(parts), position
+class _Part(NamedTuple):
+    """A part of a pattern.
+
+    Attributes:
+        text: Its regular expression.
+        width: How many characters it matches; None if that varies.
+        loose: How many of its `*`s the matching may have to try again.
+    """
+
+    text: str
+    width: int | None
+    loose: int = 0
+
+
+class _Alternative:
+    """One of several patterns in braces, or a pattern itself.
+
+    A `*` before a text of fixed width that another `*` follows is never tried again: the first
+    place where the text stands will do. It is an atomic group, so that the time that matching takes
+    is not exponential in the number of `*`s.
+    """
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._texts: list[str] = []  # since the last `*`
+        self._width: int | None = 0  # theirs
+        self._loose = 0
+        self._has_star = False
+
+    def add(self, part: _Part) -> None:
+        self._texts.append(part.text)
+        fixed = self._width is not None and part.width is not None
+        self._width = (self._width or 0) + (part.width or 0) if fixed else None
+        self._loose += part.loose
+
+    def star(self) -> None:
+        if self._has_star and not self._texts:
+            return
+        self._close(atomic=self._width is not None)
+        self._has_star, self._width = True, 0
+
+    def finish(self) -> _Part:
+        self._close(atomic=False)
+        return _Part("".join(self._done), None if self._has_star else self._width, self._loose)
+
+    def _close(self, *, atomic: bool) -> None:
+        text = "".join(self._texts)
+        if self._has_star:
+            self._loose += not atomic
+            text = f"(?>.*?{text})" if atomic else f".*{text}"
+        self._done.append(text)
+        self._texts = []
+
+
+class _Translator:
+    """Translates a pattern from left to right."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self._depth = 0
+
+    def translate(self) -> str:
+        whole = self._alternatives()
+        if self._at < len(self._pattern):
+            raise self._error(f"'}}' at {self._at} closes nothing")
+        if whole.loose > _MAX_LOOSE:
+            raise self._error(f"more than {_MAX_LOOSE} '*' beside braces take too long to match")
+        return whole.text
+
+    def _alternatives(self) -> _Part:
+        """Up to the brace that closes them, or the end; only within braces commas separate them."""
+        found = [_Alternative()]
+        while self._at < len(self._pattern):
+            character = self._pattern[self._at]
+            if character == "}":
+                break
+            if character == "[":
+                text, self._at = _translate_set(self._pattern, self._at)
+                found[-1].add(_Part(text, 1))
+                continue
+            if character == "{":
+                found[-1].add(self._braces())
+                continue
+            self._at += 1
+            if character == "*":
+                found[-1].star()
+            elif character == "?":
+                found[-1].add(_Part(".", 1))
+            elif character == "," and self._depth:
+                found.append(_Alternative())
+            else:
+                found[-1].add(_Part(re.escape(character), 1))
+        return _any_of([alternative.finish() for alternative in found])
+
+    def _braces(self) -> _Part:
+        numeric = _NUMERIC_RANGE.match(self._pattern, self._at)
+        if numeric is not None:
+            self._at = numeric.end()
+            numbers = self._numbers(*numeric.groups())
+            found = _any_of([_Part(number, len(number)) for number in numbers])
+            return found._replace(text=f"(?:{found.text})")
+        if self._depth == _MAX_DEPTH:
+            raise self._error(f"more than {_MAX_DEPTH} braces within one another")
+        self._at += 1
+        self._depth += 1
+        found = self._alternatives()
+        self._depth -= 1
+        if self._at == len(self._pattern):
+            raise self._error("a '{' is not closed")
+        self._at += 1
+        return found._replace(text=f"(?:{found.text})")
+
+    def _numbers(self, low: str, high: str) -> list[str]:
+        if not 0 <= int(high) - int(low) < _MAX_RANGE:
+            raise self._error(f"the range {{{low}..{high}}} must have 1 to {_MAX_RANGE} numbers")
+        padded = any(len(end) > 1 and end.startswith("0") for end in (low, high))
+        width = max(len(low), len(high)) if padded else 0
+        return [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
+
+    def _error(self, problem: str) -> ValueError:
+        return ValueError(f"Pattern {self._pattern[:200]!r}: {problem}.")
+
+
+def _any_of(parts: Sequence[_Part]) -> _Part:
+    widths = {part.width for part in parts}
+    width = widths.pop() if len(widths) == 1 else None
+    return _Part("|".join(part.text for part in parts), width, max(part.loose for part in parts))
 
 
 def _translate_set(pattern: str, position: int) -> tuple[str, int]:
@@ -89,19 +191,3 @@ def _translate_set(pattern: str, position: int) -> tuple[str, int]:
             body += re.escape(low)
             index += 1
     return f"[{'^' if negated else ''}{body}]", stop + 1
-
-
-def _translate_braces(pattern: str, position: int) -> tuple[str, int]:
-    numeric = _NUMERIC_RANGE.match(pattern, position)
-    if numeric is None:
-        inner, stop = _translate(pattern, position + 1, in_braces=True)
-        return f"(?:{inner})", stop + 1
-    low, high = numeric.groups()
-    if not 0 <= int(high) - int(low) < _MAX_RANGE:
-        raise ValueError(
-            f"Pattern {pattern!r}: the range {numeric.group()} must have 1 to {_MAX_RANGE} numbers."
-        )
-    padded = any(len(end) > 1 and end.startswith("0") for end in (low, high))
-    width = max(len(low), len(high)) if padded else 0
-    numbers = (f"{number:0{width}d}" for number in range(int(low), int(high) + 1))
-    return f"(?:{'|'.join(numbers)})", numeric.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from orbax_safetensors_layout.errors import MissingTensorError
 from orbax_safetensors_layout.format.nearest import nearest_names
@@ -28,13 +29,16 @@ def select_names(names: Collection[str], patterns: str | Sequence[str], *, path:
     known = frozenset(names)
     chosen: set[str] = set()
     unmatched: list[tuple[str, str]] = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    is_one = isinstance(patterns, str) or not hasattr(patterns, "__iter__")
+    given: list[Any] = [patterns] if is_one else list(patterns)
+    if not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"Tensors are chosen by patterns, which are strings, not {patterns!r}.")
+    for pattern in given:
         if is_plain(pattern):
             matching = [pattern] if pattern in known else []
             problem = f"Tensor '{pattern}' not found"
         else:
-            matches = compile_pattern(pattern).fullmatch
-            matching = [name for name in names if name == pattern or matches(name)]
+            matching = _matching(names, known, pattern)
             problem = f"Pattern '{pattern}' matches no tensor"
         if not matching:
             unmatched.append((problem, pattern))
@@ -42,6 +46,16 @@ def select_names(names: Collection[str], patterns: str | Sequence[str], *, path:
     if unmatched:
         raise missing_names(unmatched, names, path=path)
     return [name for name in names if name in chosen]
+
+
+def _matching(names: Collection[str], known: Collection[str], pattern: str) -> list[str]:
+    try:
+        matches = compile_pattern(pattern).fullmatch
+    except ValueError:
+        if pattern in known:  # it is a name, and no pattern
+            return [pattern]
+        raise
+    return [name for name in names if name == pattern or matches(name)]
 
 
 def missing_names(

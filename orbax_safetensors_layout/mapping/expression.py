@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import ops
+from orbax_safetensors_layout.mapping.arguments import integer, integers, number
 from orbax_safetensors_layout.mapping.bound import Bound, Constant, Source
 from orbax_safetensors_layout.mapping.division import divided
 from orbax_safetensors_layout.mapping.facts import Facts, Shapes
@@ -38,7 +38,7 @@ class Expr(abc.ABC):
 
     def transpose(self, *axes: int) -> Expr:
         """The axes in another order, as `numpy.transpose`; without `axes`, in reverse."""
-        return Apply(self, ops.Transpose(_integers(axes)))
+        return Apply(self, ops.Transpose(_listed(axes, "transpose")))
 
     def rearrange(self, pattern: str, **sizes: int) -> Expr:
         """Axes split, moved and merged in the notation of einops: `"(h d) e -> e h d"`.
@@ -55,7 +55,7 @@ class Expr(abc.ABC):
 
     def reshape(self, *shape: int) -> Expr:
         """Another shape of the same row-major elements; one extent may be -1."""
-        return Apply(self, ops.Reshape(_integers(shape)))
+        return Apply(self, ops.Reshape(_listed(shape, "reshape")))
 
     def slice(
         self, axis: int, start: int | None = None, stop: int | None = None, step: int = 1
@@ -66,19 +66,20 @@ class Expr(abc.ABC):
         """
         if step == 0:
             raise MappingError("slice: the step can not be 0")
-        start, stop = (None if at is None else operator.index(at) for at in (start, stop))
-        return Apply(self, ops.Slice(operator.index(axis), start, stop, operator.index(step)))
+        axis, step = integers((axis, step), "slice")
+        start, stop = (None if at is None else integer(at, "slice") for at in (start, stop))
+        return Apply(self, ops.Slice(axis, start, stop, step))
 
     def take(self, axis: int, indices: Iterable[int]) -> Expr:
         """Any indices of an axis, as `numpy.take`."""
-        return Apply(self, ops.Take(operator.index(axis), tuple(map(operator.index, indices))))
+        return Apply(self, ops.Take(integer(axis, "take"), integers(indices, "take")))
 
     def pad(self, axis: int, before: int, after: int, value: Any = 0) -> Expr:
         """`before` and `after` indices more along an axis, that hold `value`.
 
         Saving leaves them out.
         """
-        axis, before, after = map(operator.index, (axis, before, after))
+        axis, before, after = integers((axis, before, after), "pad")
         if before < 0 or after < 0:
             raise MappingError(f"pad: {before} and {after} must not be negative")
         return Apply(self, ops.Pad(axis, before, after, value))
@@ -88,7 +89,7 @@ class Expr(abc.ABC):
 
         Saving takes the first of each.
         """
-        axis, n = operator.index(axis), operator.index(n)
+        axis, n = integers((axis, n), "repeat")
         if n < 1:
             raise MappingError(f"repeat: {n} is less than once")
         return Apply(self, ops.Repeat(axis, n))
@@ -112,7 +113,7 @@ class Expr(abc.ABC):
                 value, unless this accepts it. It does for powers of two in a dtype that holds
                 every product: after a cast to a wider one.
         """
-        return Apply(self, ops.Value(Scale(_number(c), lossy_inverse)))
+        return Apply(self, ops.Value(Scale(number(c, "scale"), lossy_inverse)))
 
     def add(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element plus `c`, in the tensor's own dtype, to which `c` is rounded first.
@@ -122,7 +123,7 @@ class Expr(abc.ABC):
             lossy_inverse: Saving subtracts, which is exact for integers and else refused, unless
                 this accepts the rounding.
         """
-        return Apply(self, ops.Value(Add(_number(c), lossy_inverse)))
+        return Apply(self, ops.Value(Add(number(c, "add"), lossy_inverse)))
 
     def bind(self, captures: Captures, facts: Shapes) -> Bound:
         """The expression with names, shapes and dtypes.
@@ -295,7 +296,7 @@ def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
     Raises:
         MappingError: An extent is negative.
     """
-    extents = tuple(map(operator.index, shape))
+    extents = integers(shape, "a shape")
     if min(extents, default=0) < 0:
         raise MappingError(f"{extents} is no shape")
     return extents
@@ -309,11 +310,7 @@ def given(operand: Bound) -> str:
     return f"shape {list(operand.shape)} {operand.dtype.name}{of}"
 
 
-def _integers(items: tuple[Any, ...]) -> tuple[int, ...]:
-    if len(items) == 1 and isinstance(items[0], Sequence):
-        items = tuple(items[0])
-    return tuple(map(operator.index, items))
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, int) else float(value)
+def _listed(items: tuple[Any, ...], what: str) -> tuple[int, ...]:
+    """Integers that are given one by one, or as one list or array."""
+    is_one = len(items) == 1 and (not hasattr(items[0], "__index__") or np.ndim(items[0]))
+    return integers(items[0] if is_one else items, what)

@@ -139,6 +139,8 @@ def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: An
         >>> opaque(np.linalg.inv, tensor("rotation"), shape=(4, 4), dtype="float32")
         opaque(inv, tensor('rotation'), shape=(4, 4), dtype='float32')
     """
+    if not callable(fn):
+        raise MappingError("opaque takes a function, then expressions", found=repr(fn))
     operands = tuple(as_expr(expr, "opaque") for expr in exprs)
     return Compute(operands, _Opaque(fn, as_shape(shape), as_dtype(dtype)))
 

@@ -49,10 +49,11 @@ def whole_or_lost(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray,
     low, high = (0, 1) if dtype.kind == "b" else whole_range(dtype)
     kept = np.ones(values.shape, np.bool_)
     if not is_whole(values.dtype):
-        values = values.astype(np.float64)  # holds every float of 32 bits and fewer
-        # As floats: `high + 1` is a power of two and exact, `high` may not be.
-        kept = np.isfinite(values) & (np.trunc(values) == values)
-        kept &= (values >= low) & (values < float(high + 1))
+        with np.errstate(invalid="ignore"):  # of signalling NaN
+            values = values.astype(np.float64)  # holds every float of 32 bits and fewer
+            # As floats: `high + 1` is a power of two and exact, `high` may not be.
+            kept = np.isfinite(values) & (np.trunc(values) == values)
+            kept &= (values >= low) & (values < float(high + 1))
     elif values.dtype.kind != "b":
         if values.dtype.name in NARROW_INTEGERS:
             values = values.astype(np.int8)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import ops
+from orbax_safetensors_layout.mapping.arguments import integer, integers, several, text
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.builders import concatenated, stacked
 from orbax_safetensors_layout.mapping.expression import Expr, as_expr, given
@@ -170,12 +170,17 @@ def stack(
         stack(tensor('model.layers.{i}.norm.weight'), over='i')
     """
     if indices is not None and not isinstance(indices, slice):
-        indices = tuple(map(operator.index, indices))
+        indices = integers(indices, "stack(indices=...)")
         if not indices:
             raise MappingError(f"stack over {over!r}: there are no indices")
+    if isinstance(indices, slice):
+        for bound in (indices.start, indices.stop, indices.step):
+            integer(0 if bound is None else bound, "a slice of stack(indices=...)")
     if isinstance(indices, slice) and ((indices.step or 1) < 1 or (indices.start or 0) < 0):
         raise MappingError(f"stack over {over!r}: {indices} has to go up from 0 or more")
-    return Stack(as_expr(expr, "stack"), over, operator.index(axis), indices)
+    return Stack(
+        as_expr(expr, "stack"), text(over, "stack(over=...)"), integer(axis, "stack"), indices
+    )
 
 
 def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None = None) -> Expr:
@@ -187,13 +192,14 @@ def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None 
         sizes: The extent of each along the axis. Only saving without the shapes of the files
             needs it, for all but one.
     """
-    operands = tuple(as_expr(expr, "concat") for expr in exprs)
+    operands = tuple(as_expr(expr, "concat") for expr in several(exprs, "concat"))
     if not operands:
         raise MappingError("concat: there is nothing to concatenate")
-    known = None if sizes is None else tuple(sizes)
+    known = None if sizes is None else several(sizes, "concat(sizes=...)")
+    integers([size for size in known or () if size is not None], "concat(sizes=...)")
     if known is not None and len(known) != len(operands):
         raise MappingError(f"concat: there are {len(operands)} parts and {len(known)} sizes")
-    return Concat(operands, operator.index(axis), known)
+    return Concat(operands, integer(axis, "concat"), known)
 
 
 def _spans(numbers: Iterable[int]) -> str:

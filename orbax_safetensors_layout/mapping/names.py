@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.arguments import text
 
 Captures = Mapping[str, str]
 """What each wildcard stands for."""
@@ -34,10 +35,10 @@ class Component(NamedTuple):
     def format(self, captures: Captures) -> str | None:
         """The text, where all wildcards are known; else None."""
         parts = [self.texts[0]]
-        for name, text in zip(self.wildcards, self.texts[1:], strict=True):
+        for name, literal in zip(self.wildcards, self.texts[1:], strict=True):
             if name not in captures:
                 return None
-            parts += captures[name], text
+            parts += captures[name], literal
         return "".join(parts)
 
     def match(self, text: str, captures: dict[str, str]) -> dict[str, str] | None:
@@ -59,7 +60,6 @@ def _compiled(component: Component) -> re.Pattern[str]:
     return re.compile("(.+)".join(map(re.escape, component.texts)))
 
 
-@functools.lru_cache(1 << 14)
 def parse_pattern(pattern: str) -> tuple[Component, ...]:
     """The components of a pattern.
 
@@ -67,11 +67,16 @@ def parse_pattern(pattern: str) -> tuple[Component, ...]:
     or `layers_{i}.kernel`. The same wildcard stands for the same text everywhere.
 
     Raises:
-        MappingError: A brace is left alone, or a wildcard has no name.
+        MappingError: It is no string, a brace is left alone, or a wildcard has no name.
     """
+    return _parse_pattern(text(pattern, "a pattern of names"))
+
+
+@functools.lru_cache(1 << 14)
+def _parse_pattern(pattern: str) -> tuple[Component, ...]:
     components = []
-    for text in pattern.split("."):
-        parts = WILDCARD.split(text)
+    for dotted in pattern.split("."):
+        parts = WILDCARD.split(dotted)
         names = parts[1::2]
         if not all(name.isidentifier() for name in names) or any(
             brace in literal for literal in parts[::2] for brace in "{}"

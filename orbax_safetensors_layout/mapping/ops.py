@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any, Protocol
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping import einops
+from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.mapping import arguments, einops
 from orbax_safetensors_layout.mapping.bound import Bound, Valued
 from orbax_safetensors_layout.mapping.builders import (
     padded,
@@ -23,6 +23,7 @@ from orbax_safetensors_layout.mapping.builders import (
 )
 from orbax_safetensors_layout.mapping.extents import Extent, product, quotient
 from orbax_safetensors_layout.mapping.inference import LIKE
+from orbax_safetensors_layout.mapping.integers import is_whole, whole_or_lost
 from orbax_safetensors_layout.mapping.shaping import inverse_permutation
 from orbax_safetensors_layout.mapping.values import ValueOp, rounded
 
@@ -89,12 +90,12 @@ class Rearrange:
         Raises:
             MappingError: It is malformed, or lacks a name of `sizes`; or one of these is negative.
         """
-        pattern = einops.parse(text)
+        pattern = einops.parse(arguments.text(text, "rearrange"))
         names = {name for group in pattern.left for name in group}
         unknown = sorted(set(sizes) - names)
         if unknown:
             raise MappingError(f"rearrange pattern {text!r} has no {', '.join(unknown)}")
-        sizes = {name: operator.index(n) for name, n in sizes.items()}
+        sizes = {name: arguments.integer(n, f"rearrange({name}=...)") for name, n in sizes.items()}
         negative = [f"{name}={n}" for name, n in sizes.items() if n < 0]
         if negative:
             raise MappingError(f"rearrange: {', '.join(negative)} is no size")
@@ -288,13 +289,14 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
     Raises:
         MappingError: The dtype can not hold it.
     """
-    try:
-        held = rounded(np.asarray(value), dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MappingError(f"{value!r} is no {dtype.name}") from error
-    if dtype.kind in "iub" and held != value:
-        raise MappingError(f"{value!r} is no {dtype.name}")
-    return held[()]
+    if isinstance(value, complex | np.complexfloating) and (dtype.kind == "c" or not value.imag):
+        held = np.asarray(value if dtype.kind == "c" else value.real)
+    else:
+        held = np.asarray(arguments.number(value, f"{brief(value)} is no {dtype.name}; a value"))
+    made, kept = whole_or_lost(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
+    if not np.all(kept) or (np.isfinite(held) and not np.isfinite(made)):
+        raise MappingError(f"{brief(value)} is no {dtype.name}")
+    return made[()]
 
 
 def short_list(indices: Any, most: int = 8) -> str:

@@ -9,7 +9,6 @@ to save keeps quantised tensors as they are, with a `tensor` for the values and 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +17,12 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import unpack_bits
+from orbax_safetensors_layout.mapping.arguments import integer, integers
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.mapping.computed import Computed
-from orbax_safetensors_layout.mapping.expression import Expr
+from orbax_safetensors_layout.mapping.expression import Expr, as_expr
 from orbax_safetensors_layout.mapping.functions import Compute
-from orbax_safetensors_layout.mapping.integers import is_integer
+from orbax_safetensors_layout.mapping.integers import is_integer, is_whole
 from orbax_safetensors_layout.mapping.values import as_dtype
 
 MXFP4_GROUP = 32
@@ -203,10 +203,10 @@ def dequantize_block(
         dequantize_block(tensor('up.weight'), tensor('up.weight_scale_inv'), block=(128, 128),
             dtype='bfloat16').transpose()
     """
-    sizes = tuple(map(operator.index, block))
+    sizes = integers(block, "dequantize_block(block=...)")
     if not sizes or min(sizes) < 1:
         raise MappingError(f"dequantize_block: {block} is no block")
-    return Compute((weight, scale), BlockScale(sizes, as_dtype(dtype)))
+    return _decoded("dequantize_block", (weight, scale), BlockScale(sizes, as_dtype(dtype)))
 
 
 def dequantize_mxfp4(blocks: Expr, scales: Expr, dtype: Any = "bfloat16") -> Expr:
@@ -217,7 +217,7 @@ def dequantize_mxfp4(blocks: Expr, scales: Expr, dtype: Any = "bfloat16") -> Exp
         scales: `[..., groups]` exponents, plus 127.
         dtype: The result's dtype. The result is `[..., groups * 32]`.
     """
-    return Compute((blocks, scales), Mxfp4(as_dtype(dtype)))
+    return _decoded("dequantize_mxfp4", (blocks, scales), Mxfp4(as_dtype(dtype)))
 
 
 def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bfloat16") -> Expr:
@@ -230,9 +230,22 @@ def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bf
         group: Values of a row that share a scale.
         dtype: The result's dtype.
     """
+    group = integer(group, "dequantize_int4(group=...)")
     if group < 1:
         raise MappingError(f"dequantize_int4: {group} is no group")
-    return Compute((packed, scale), Int4(operator.index(group), as_dtype(dtype)))
+    return _decoded("dequantize_int4", (packed, scale), Int4(group, as_dtype(dtype)))
+
+
+def _decoded(name: str, operands: tuple[Expr, ...], kernel: BlockScale | Mxfp4 | Int4) -> Expr:
+    """A decoder of expressions, to a floating-point dtype.
+
+    Raises:
+        MappingError: The dtype is another, or an operand is no expression.
+    """
+    dtype = kernel.dtype
+    if is_whole(dtype) or dtype.kind == "c":
+        raise MappingError(f"{name} gives floating-point numbers", found=dtype.name)
+    return Compute(tuple(as_expr(operand, name) for operand in operands), kernel)
 
 
 def _by_rows(

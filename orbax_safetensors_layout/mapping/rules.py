@@ -14,6 +14,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.patterns import compile_pattern
 from orbax_safetensors_layout.grouping import pattern_of
+from orbax_safetensors_layout.mapping.arguments import several
 from orbax_safetensors_layout.mapping.binding import Binder, BoundMapping
 from orbax_safetensors_layout.mapping.expression import Apply, Expr, as_expr
 from orbax_safetensors_layout.mapping.extents import known
@@ -121,7 +122,7 @@ class Mapping:
         strict: bool = True,
         unsaved: Iterable[str] = (),
     ) -> None:
-        self.rules = tuple(rules)
+        self.rules = several(rules, "Mapping")
         some: Iterable[object] = self.rules
         odd = [rule for rule in some if not isinstance(rule, Rule)]
         if odd:
@@ -129,7 +130,7 @@ class Mapping:
                 "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(odd[0])
             )
         self.files: Facts | None = None
-        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self.ignore = (ignore,) if isinstance(ignore, str) else several(ignore, "ignore=")
         self.strict = strict
         self._unsaved = tuple(unsaved)
         self._ignored = _compiled("Mapping(ignore=...)", self.ignore)
@@ -437,7 +438,7 @@ def _is_given(target: Target, facts: Facts) -> bool:
 
 
 def _compiled(where: str, patterns: str | Iterable[str]) -> list[re.Pattern[str]]:
-    listed = [patterns] if isinstance(patterns, str) else patterns
+    listed = [patterns] if isinstance(patterns, str) else several(patterns, where)
     try:
         return [compile_pattern(pattern) for pattern in listed]
     except (ValueError, re.error) as error:

@@ -31,9 +31,11 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     dtype(bfloat16)
     """
     try:
-        known: np.dtype[Any] = np.dtype(dtype)
-    except TypeError as error:
+        known: np.dtype[Any] = np.dtype([] if dtype is None else dtype)  # None would be float64
+    except (TypeError, ValueError) as error:
         raise MappingError(f"{dtype!r} is no dtype") from error
+    if not is_number(known):
+        raise MappingError(f"{dtype!r} is no dtype of numbers")
     return known.newbyteorder("=")
 
 
@@ -148,7 +150,10 @@ class _Arithmetic:
         if dtype.kind == "b" or not is_number(dtype):
             raise MappingError(f"{self} of {dtype.name} has no numeric meaning")
         if not is_integer(dtype):
-            return rounded(np.asarray(self.constant), dtype)
+            made = rounded(np.asarray(self.constant), dtype)
+            if np.isfinite(self.constant) and not np.isfinite(made):
+                raise MappingError(f"{self} of {dtype.name}: the dtype can not hold the constant")
+            return made
         result, lost = to_whole(np.asarray(self.constant), dtype)
         if lost.size:
             raise MappingError(

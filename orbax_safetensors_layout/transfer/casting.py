@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
-from orbax_safetensors_layout.mapping.integers import is_whole, to_whole
+from orbax_safetensors_layout.mapping.integers import is_whole, to_whole, whole_or_lost
 from orbax_safetensors_layout.mapping.values import assign, is_number, rounded
 
 
@@ -75,9 +75,21 @@ def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subje
         return
     assign(out, value)
     if exact:
-        back = rounded(out, value.dtype)
-        kept = (back == value) | ((back != back) & (value != value))
-        _refuse(value[~kept], out.dtype, subject, exact)
+        _refuse(value[~_survived(value, out)], out.dtype, subject, exact)
+
+
+def _survived(value: np.ndarray, result: np.ndarray) -> np.ndarray:
+    """Which values a cast to floating-point numbers has kept."""
+    made = result if value.dtype.kind == "c" else result.real
+    kept: np.ndarray
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        if is_whole(value.dtype):
+            back, held = whole_or_lost(made, value.dtype)
+            kept = held & (back == value)
+        else:
+            back = rounded(made, value.dtype)
+            kept = (back == value) | ((back != back) & (value != value))
+    return kept
 
 
 def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int | float:
