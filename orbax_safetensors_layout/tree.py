@@ -183,13 +183,25 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
 def _placement(leaf: Any) -> Placement | None:
     format_ = getattr(leaf, "format", None)
     if isinstance(format_, Format) and format_.layout is not None and not _is_array(leaf):
-        return format_
+        order = getattr(format_.layout, "major_to_minor", None)
+        row_major = order is not None and order == tuple(sorted(order))
+        # Host memory has no other layout, and JAX takes none for it.
+        return format_.sharding if row_major and in_host_memory(format_.sharding) else format_
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding) and is_abstract(sharding):
         return _with_devices(sharding)
     if sharding is not None and not isinstance(sharding, Sharding):
         sharding = sharding.to_jax_sharding()  # orbax's ShardingMetadata
     found: Sharding | None = sharding
+    return found
+
+
+def in_host_memory(sharding: Sharding | None) -> bool:
+    """Whether a sharding puts arrays beside the memory that its devices use by default."""
+    if sharding is None or sharding.memory_kind is None or is_abstract(sharding):
+        return False
+    device: Any = next(iter(sharding.device_set))
+    found: bool = sharding.memory_kind != device.default_memory().kind
     return found
 
 

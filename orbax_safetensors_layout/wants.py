@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
@@ -31,7 +32,7 @@ from orbax_safetensors_layout.plan.shards import (
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.transfer.assemble import jax_holds
 from orbax_safetensors_layout.transfer.casting import Subject, check_castable
-from orbax_safetensors_layout.tree import Want, WantedTree
+from orbax_safetensors_layout.tree import Want, WantedTree, in_host_memory
 from orbax_safetensors_layout.units import KIB, MIB
 
 _BLOCKS_IN_BUDGET = 4  # of all boxes of a leaf: some are read while others are computed
@@ -275,11 +276,23 @@ def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
 
 
 def check_placeable(want: Want, devices: bool) -> None:
-    """Refuses a sharding without devices, where there have to be some.
+    """Refuses a sharding without devices, where there have to be some, and what JAX can not place.
 
     Raises:
-        MismatchError: The sharding is over an abstract mesh.
+        MismatchError: The sharding is over an abstract mesh, or a layout is for host memory.
     """
+    placement = want.placement
+    if (
+        isinstance(placement, Format)
+        and in_host_memory(sharding_of(placement))
+        and _on_cpu(placement)
+    ):
+        raise MismatchError(
+            "JAX has no arrays of a device layout in another memory of a CPU",
+            expected="a layout in the memory of the device, or a sharding alone",
+            found=placement,
+            hint="Leave out the layout, or the memory kind.",
+        )
     if devices and want.placement is not None and is_abstract(sharding_of(want.placement)):
         raise MismatchError(
             "the sharding names no devices",

@@ -185,6 +185,18 @@ def test_format(path, tensors):
     assert_same_bits(array, tensors["layers.0.kernel"])
 
 
+def test_formats_in_host_memory(path, tensors):
+    name = "layers.0.kernel"
+    sharding = NamedSharding(mesh(), PartitionSpec("a"), memory_kind="pinned_host")
+    in_order = sds((8, 4), sharding=Format(Layout(major_to_minor=(0, 1)), sharding))
+    array = osl.load(path, {name: in_order})[name]
+    assert array.sharding.memory_kind == "pinned_host"
+    assert_same_bits(array, tensors[name])
+    other = sds((8, 4), sharding=Format(Layout(major_to_minor=(1, 0)), sharding))
+    with pytest.raises(osl.MismatchError, match=r"Leave out the layout, or the memory kind"):
+        osl.load(path, {name: other})
+
+
 def test_only_reads_what_the_patterns_name(path, tensors):
     loaded = osl.load(path, only="layers.{0..0}.*")
     assert sorted(loaded) == ["layers.0.bias", "layers.0.kernel"]

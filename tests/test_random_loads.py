@@ -136,10 +136,6 @@ def number_as_array(value: Any, dtype: np.dtype, exact: bool) -> np.ndarray | No
     return None if array is None else converted(array, dtype, exact)
 
 
-def wrong_sharding(spec: P, mesh: Mesh, shape: tuple[int, ...]) -> bool:
-    return any(n % mesh.shape[axis] for n, axis in zip(shape, spec, strict=False) if axis)
-
-
 class Case:
     """One checkpoint, and loads of it."""
 
