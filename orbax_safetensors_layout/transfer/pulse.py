@@ -44,7 +44,11 @@ class Pulse:
         self._stopped = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._next_look_seconds = 0.0
-        self._thread = threading.Thread(target=self._beat, name="safetensors-pulse", daemon=True)
+        self._beats = 0
+        self._beat()  # at once: whoever is killed from now on is missed
+        self._thread = threading.Thread(
+            target=self._keep_beating, name="safetensors-pulse", daemon=True
+        )
         self._thread.start()
 
     def end(self) -> None:
@@ -68,11 +72,11 @@ class Pulse:
         return {p for p, (_, seen) in self._seen.items() if now - seen > SILENCE_SECONDS}
 
     def _beat(self) -> None:
-        key, count = f"{self._prefix}/{self._process_index}", 0
-        while True:
-            # Where the store is gone, so is the first process: whoever waits for it is told.
-            with contextlib.suppress(Exception):
-                self._store.renew(key, str(count))
-            count += 1
-            if self._stopped.wait(PULSE_SECONDS):
-                return
+        # Where the store is gone, so is the first process: whoever waits for it is told.
+        with contextlib.suppress(Exception):
+            self._store.renew(f"{self._prefix}/{self._process_index}", str(self._beats))
+        self._beats += 1
+
+    def _keep_beating(self) -> None:
+        while not self._stopped.wait(PULSE_SECONDS):
+            self._beat()
