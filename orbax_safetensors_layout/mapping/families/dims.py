@@ -157,7 +157,8 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         values = {**config["text_config"], "quantization_config": quantization}
     read = Section({**_DEFAULTS.get(family, {}), **values}, family)
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
-    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    hidden = read.integer("hidden_size")
+    heads = read.integer("num_attention_heads", bounds=(1, hidden))
     latent = _latent(read) if family == "deepseek_v3" else None
     head_dim = read.integer("head_dim", hidden // heads)
     sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.checks import brief
 from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import (
@@ -55,6 +56,9 @@ _GEMMA_NORM = dataclasses.replace(SAME, term=1.0)
 # of queries nor a `query_pre_attn_scalar`. For Gemma 2 the hook takes the head's size, which is
 # wrong for 27B alone; `convert_gemma2_chkpt.py` takes 144 there, as the model's configuration says.
 _QUERY_SCALED = ("llama", "mistral", "mixtral", "gemma2")
+
+# `ROPE_INIT_FUNCTIONS` of transformers 5.23.0; which of them it is decides how heads are turned.
+_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 # `GEMMA3_ATTENTION_PATTERN` of `models/gemma3.py`, and `inhomogeneous_layer_cycle_interval` of
 # `configs/models/gpt-oss-*.yml`: layers that are scanned together.
@@ -264,6 +268,12 @@ def _attention(dims: Dims, module: str) -> list[Leaf]:
         factor = float(np.float32(1 / math.sqrt(dims.query_scalar)))
     # `adjust_rope` (Llama 3.1): `LLaMARotaryEmbedding` of `layers/embeddings.py` rotates pairs of
     # neighbours; `RotaryEmbedding`, which serves where `rope_type` is not "llama3.1", halves.
+    if dims.family == "llama" and dims.rope not in _ROPES:
+        raise MappingError(
+            "MaxText's Llama has no rotary embedding of the configuration's rope_type",
+            expected=f"one of {', '.join(_ROPES)}",
+            found=brief(dims.rope),
+        )
     rotated = interleaved_heads if dims.family == "llama" and dims.rope == "llama3" else heads
     steps = {"query": rotated(h, d, factor), "key": rotated(k, d), "value": heads(k, d)}
     leaves = [

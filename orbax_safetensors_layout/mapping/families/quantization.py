@@ -104,8 +104,9 @@ def quantization_of(family: str, config: Section | None) -> Quantization | None:
             + ("" if block or method != "fp8" else " and one scale for each tensor"),
             hint=_HINT,
         )
-    if len(block) != 2:
-        config.refuse("weight_block_size", "rows and columns", block)
+    # Scales of blocks of 128 and of 129 have one shape: only what is published is believed.
+    if len(block) != 2 or any(extent & (extent - 1) for extent in block):
+        config.refuse("weight_block_size", "rows and columns, powers of two", block)
     kept = config.texts("modules_to_not_convert") or ()
     odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
     if odd:
