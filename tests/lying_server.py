@@ -184,8 +184,8 @@ def _echo(rng: random.Random, asked: bytes) -> bytes:
     )
     words = line.split()
     choices = [line, words[-1], words[1], urllib.parse.unquote_to_bytes(words[1])]
-    if b"Basic" in line:
-        choices.append(base64.b64decode(words[-1]))
+    with contextlib.suppress(ValueError):  # no credentials
+        choices.append(base64.b64decode(words[-1], validate=True))
     return rng.choice(choices).replace(b"\n", b" ").replace(b"\r", b" ")
 
 

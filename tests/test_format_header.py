@@ -318,10 +318,10 @@ def test_nearly_full_stack_is_a_typed_error() -> None:
 
 
 def test_memory_error_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(text: str) -> None:
+    def fail(text: str, opened: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(header_module.strict_json, "members", fail)
+    monkeypatch.setattr(header_module.strict_json, "bounded_members", fail)
     error = refusal("{}", b"")
     assert "does not fit into memory" in str(error)
 
@@ -533,3 +533,41 @@ def test_memory_per_entry_is_small() -> None:
     assert len(header.tensors) == count
     assert kept / count < 600
     assert (peak - len(data)) / count < 800
+
+
+# Texts that would build much.
+
+
+def test_entries_and_metadata_longer_than_what_is_read_at_once() -> None:
+    """Members cross the window's ends at every place; strings may be of any length."""
+    long = "x" * (3 << 20)
+    metadata = {"long": long, **{f"key {n}": "é" * (n % 977) for n in range(3_000)}}
+    entries = {f"t{n}": entry("U8", [0, n], 0, 0) for n in range(20_000)}
+    entries[long] = entry("U8", [2], 0, 2)
+    header = parse(file_bytes({"__metadata__": metadata, **entries}, b"\0\0"))
+    assert header.metadata == metadata
+    assert set(header.tensors) == set(entries)
+    assert {name: list(found.shape) for name, found in header.tensors.items()} == {
+        name: raw["shape"] for name, raw in entries.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "inside"),
+    [("entry", "1.5"), ("unknown key", '{"": 0}'), ("metadata", "[]"), ("list", '["a"]')],
+)
+def test_what_a_hostile_header_builds_is_bounded(inside: str, where: str) -> None:
+    bomb = f"[{','.join([inside] * (3_000_000 // len(inside)))}]"
+    text = {
+        "entry": f'{{"a": {bomb}}}',
+        "unknown key": json.dumps({"a": entry("U8", [0], 0, 0) | {"x": 0}})[:-3] + bomb + "}}",
+        "metadata": f'{{"__metadata__": {{"a": {bomb}}}}}',
+        "list": f'{{"a": ["U8", {bomb}, [0, 0]]}}',
+    }[where].encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidHeaderError, match="more than 1048576 characters"):
+            parse_header(text, file="f", file_size=8 + len(text))
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(text)
+    finally:
+        tracemalloc.stop()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from format_helpers import index_bytes
@@ -146,3 +147,23 @@ def test_large_index() -> None:
         {f"layers.{i}.weight": f"model-{i // 600}.safetensors" for i in range(92_000)}
     )
     assert len(parse_index(data, file=FILE).weight_map) == 92_000
+
+
+def test_a_large_index_and_one_that_would_build_much() -> None:
+    files = {f"layer {n}": f"model-{n % 7}.safetensors" for n in range(40_000)}
+    data = json.dumps({"metadata": {"total_size": 1}, "weight_map": files, "x": [{}]}).encode()
+    assert parse_index(data, file="i").weight_map == files
+    for text in (
+        '{"weight_map": {"a": %s}}',
+        '{"weight_map": %s}',
+        '{"x": %s}',
+        '{"metadata": %s}',
+    ):
+        bomb = (text % f"[{'1.5,' * 400_000}0]").encode()
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidIndexError, match="more than 1048576 characters"):
+                parse_index(bomb, file="i")
+            assert tracemalloc.get_traced_memory()[1] < 20 * len(bomb)
+        finally:
+            tracemalloc.stop()

@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 import pytest
-import safetensors
+import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from saved_files import header
@@ -280,3 +280,19 @@ def test_the_index_is_the_one_of_huggingface_hub(tmp_path):
     assert text == json.dumps(document, indent=2) + "\n"
     parsed = parse_index(text.encode(), file="i")
     assert parsed.weight_map == theirs.tensor_to_filename
+
+
+@pytest.mark.parametrize("adapter", ["adapter_model", "adapter_model-00001-of-00001"])
+def test_an_adapter_beside_a_model_is_left_out_and_named(tmp_path, caplog, adapter):
+    """As transformers does, which takes the model's files alone."""
+    model, lora = {"w": np.ones(3, np.float32)}, {"base.lora_A": np.zeros(2, np.float32)}
+    safetensors.numpy.save_file(model, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(lora, tmp_path / f"{adapter}.safetensors")
+    with caplog.at_level("WARNING"):
+        assert set(osl.load(tmp_path)) == {"w"}
+    assert f"'{adapter}.safetensors' is left out" in caplog.text
+    assert set(osl.load(tmp_path / f"{adapter}.safetensors")) == {"base.lora_A"}
+    (tmp_path / "model.safetensors").unlink()
+    caplog.clear()
+    assert set(osl.load(tmp_path)) == {"base.lora_A"}
+    assert not caplog.text

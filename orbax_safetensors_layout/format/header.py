@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -165,14 +165,18 @@ def _parse(header_bytes: bytes, file: str, file_size: int, tell: Tell) -> Header
     name: str | None = None
     is_complete = True
     try:
-        for name, value in strict_json.members(text):
+        for outer, name, value in strict_json.bounded_members(text, (_METADATA_KEY,)):
             if look_closely:
                 strict_json.refuse_lone_surrogate(name)
             try:
-                if name != _METADATA_KEY:
+                if outer is not None:
+                    assert metadata is not None
+                    metadata[name] = _metadata_text(name, value, metadata, file)
+                elif name != _METADATA_KEY:
                     tensors.append(_entry(name, value, file, data_start, look_closely, shapes))
                 elif metadata is None:
-                    metadata = _metadata(value, file)
+                    metadata = {}
+                    _check_metadata(value, file)
                 else:
                     raise _repeated(_METADATA_KEY, file)
             except FormatError as problem:
@@ -185,6 +189,7 @@ def _parse(header_bytes: bytes, file: str, file_size: int, tell: Tell) -> Header
             expected="one JSON object",
             found=str(error),
         ) from error
+    del text
     tensors.sort(key=attrgetter("start", "stop"))
     by_name = {entry.name: entry for entry in tensors}
     if len(by_name) != len(tensors):
@@ -350,21 +355,28 @@ def _misplaced(
         )
 
 
-def _metadata(value: object, file: str) -> dict[str, str]:
-    metadata = strict_json.plain(value)
-    if metadata is None:
-        return {}
-    if isinstance(metadata, dict):
-        wrong = {key: item for key, item in metadata.items() if not isinstance(item, str)}
-        if not wrong:
-            return metadata
-        metadata = wrong
-    raise InvalidHeaderError(
-        f"malformed {_METADATA_KEY}",
-        file=file,
-        expected="an object of strings",
-        found=_brief(metadata),
-    )
+def _check_metadata(value: object, file: str) -> None:
+    if value is not None and type(value) is not tuple:
+        raise InvalidHeaderError(
+            f"malformed {_METADATA_KEY}",
+            file=file,
+            expected="an object of strings",
+            found=_brief(value),
+        )
+
+
+def _metadata_text(key: str, value: object, known: Mapping[str, str], file: str) -> str:
+    if key in known:
+        raise strict_json.JsonError(f"key {key!r} is repeated")
+    if not isinstance(value, str):
+        raise InvalidHeaderError(
+            f"malformed {_METADATA_KEY}",
+            file=file,
+            expected="an object of strings",
+            found=_brief({key: value}),
+        )
+    strict_json.refuse_lone_surrogate(value)
+    return value
 
 
 def _repeated(name: str, file: str) -> InvalidHeaderError:

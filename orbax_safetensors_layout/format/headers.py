@@ -71,10 +71,11 @@ def read_header(storage: Storage, file: str, *, tell: Tell = refuse) -> Header:
     """
     file_size = storage.size(file)
     data = read_range(storage, file, 0, min(file_size, FIRST_READ_BYTES))
-    stop = PREFIX_BYTES + header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
-    if stop > len(data):
-        data += read_range(storage, file, len(data), stop - len(data))
-    return parse_header(data[PREFIX_BYTES:stop], file=file, file_size=file_size, tell=tell)
+    length = header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
+    header = data[PREFIX_BYTES : PREFIX_BYTES + length]
+    if len(header) < length:
+        header += read_range(storage, file, len(data), length - len(header))
+    return parse_header(header, file=file, file_size=file_size, tell=tell)
 
 
 def read_range(storage: Storage, file: str, start: int, size: int) -> bytes:

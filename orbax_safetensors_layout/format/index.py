@@ -53,7 +53,7 @@ def parse_index(data: bytes, *, file: str) -> WeightIndex:
     ('model-00001-of-00001.safetensors',)
     """
     try:
-        document = _document(data.decode())
+        return _parse(data.decode(), file)
     except UnicodeDecodeError as error:
         raise InvalidIndexError(
             "the index is not UTF-8",
@@ -69,43 +69,47 @@ def parse_index(data: bytes, *, file: str) -> WeightIndex:
         raise InvalidIndexError(
             "the index is too large or nested too deeply", file=file, found=f"{len(data)} bytes"
         ) from error
-    return WeightIndex(
-        _weight_map(document.get("weight_map"), file), _metadata(document.get("metadata"), file)
-    )
 
 
-def _document(text: str) -> dict[str, object]:
-    document: dict[str, object] = {}
-    for key, value in strict_json.members(text.lstrip(" \t\n\r")):
-        if key in document:
+def _parse(text: str, file: str) -> WeightIndex:
+    found: dict[str, object] = {}  # what is neither of the two is checked, and not kept
+    names: dict[str, str] = {}  # one string object per file, not one per tensor
+    weight_map: dict[str, str] = {}
+    for outer, key, value in strict_json.bounded_members(text.lstrip(" \t\n\r"), ("weight_map",)):
+        strict_json.refuse_lone_surrogate(key)
+        if key in (weight_map if outer is not None else found):
             raise strict_json.JsonError(f"key {key!r} is repeated")
-        document[key] = strict_json.plain(value)
-    return document
-
-
-def _weight_map(value: object, file: str) -> dict[str, str]:
-    if not isinstance(value, dict):
+        if outer is not None:
+            weight_map[key] = _file_name(key, value, names, file)
+        elif key == "metadata":
+            found[key] = strict_json.plain(value)
+        else:
+            strict_json.plain(value)
+            found[key] = type(value)
+    if found.get("weight_map") is not tuple:
+        kind = found.get("weight_map", type(None))
         raise InvalidIndexError(
             "the index has no weight_map",
             file=file,
             expected="an object 'weight_map' of tensor names to file names",
-            found="nothing" if value is None else type(value).__name__,
+            found="nothing" if kind is type(None) else getattr(kind, "__name__", ""),
         )
-    names: dict[str, str] = {}  # one string object per file, not one per tensor
-    weight_map: dict[str, str] = {}
-    for tensor, name in value.items():
-        if not isinstance(name, str):
-            raise InvalidIndexError(
-                "malformed weight_map",
-                file=file,
-                tensor=tensor,
-                expected="a file name",
-                found=repr(name)[:80],
-            )
-        if name not in names:
-            check_file_name(name, tensor, file)
-        weight_map[tensor] = names.setdefault(name, name)
-    return weight_map
+    return WeightIndex(weight_map, _metadata(found.get("metadata"), file))
+
+
+def _file_name(tensor: str, name: object, names: dict[str, str], file: str) -> str:
+    if not isinstance(name, str):
+        raise InvalidIndexError(
+            "malformed weight_map",
+            file=file,
+            tensor=tensor,
+            expected="a file name",
+            found=repr(strict_json.plain(name))[:80],
+        )
+    if name not in names:
+        strict_json.refuse_lone_surrogate(name)
+        check_file_name(name, tensor, file)
+    return names.setdefault(name, name)
 
 
 def check_file_name(name: str, tensor: str, file: str) -> None:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from absl import logging
+
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidIndexError,
@@ -37,9 +39,11 @@ from orbax_safetensors_layout.format.nearby import (
     item_of_step,
 )
 from orbax_safetensors_layout.format.telling import Tell, refuse
+from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
+_ADAPTER = "adapter_model"
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
@@ -139,6 +143,8 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
             )
         present = _present(storage, path, pieces, names, join(path, MANIFEST), tell)
         return Survey(path, [join(path, name) for name in present], None, manifest_file, manifest)
+    if manifest is None:
+        names = _without_adapter(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
     _check_complete(names, path, tell)
     if files:
@@ -172,6 +178,20 @@ def _visible(storage: Storage, folder: str) -> list[str]:
     An archive made on macOS has a `._model.safetensors` beside each `model.safetensors`.
     """
     return [name for name in storage.list(folder) if not name.startswith(".")]
+
+
+def _without_adapter(names: list[str], path: str) -> list[str]:
+    """Leaves out an adapter that PEFT has saved beside a model: transformers' model has it not."""
+    models = [n for n in names if n.endswith(SUFFIX) and not n.startswith(_ADAPTER)]
+    kept = [n for n in names if not (n.endswith(SUFFIX) and n.startswith(_ADAPTER))]
+    if not models or len(kept) == len(names):
+        return names
+    logging.warning(
+        "%s holds a model and an adapter of it: '%s' is left out. Load it by its own path.",
+        redact_urls(path),
+        "', '".join(sorted(set(names) - set(kept))),
+    )
+    return kept
 
 
 def _check_complete(names: Sequence[str], path: str, tell: Tell) -> None:
