@@ -403,3 +403,18 @@ def test_pieces_that_cross_one_another(tmp_path, step):
     rows = [0, 1, 1, 2, 2, 3] if step > 0 else [1, 0, 2, 1, 3, 2]
     mapping = osl.Mapping([osl.rule("leaf", osl.tensor("t").take(0, rows).reshape(3, 2))])
     assert_same_bits(osl.load(path, mapping=mapping)["leaf"], tensor[rows].reshape(3, 2))
+
+
+@pytest.mark.parametrize(("shape", "axis", "most"), [((2000, 64), 0, 1.0), ((512, 512), 1, 8.0)])
+def test_a_permutation_is_read_with_its_neighbours_in_the_file(tmp_path, shape, axis, most):
+    """Any two indices are equally spaced: that is no reason to read them as one strided piece."""
+    value = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
+    save(tmp_path, {"w": value})
+    order = np.random.default_rng(0).permutation(shape[axis])
+    mapping = osl.Mapping([osl.rule("leaf", osl.tensor("w").take(axis, order.tolist()))])
+    leaf = np.empty_like(value)
+    cost = osl.plan_load(tmp_path, {"leaf": leaf}, mapping=mapping).cost()
+    assert cost.read_bytes <= most * cost.needed_bytes
+    assert cost.requests <= 16
+    found = osl.load(tmp_path, {"leaf": leaf}, mapping=mapping)["leaf"]
+    assert_same_bits(found, np.take(value, order, axis))

@@ -125,12 +125,17 @@ def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[Group]:
 
 
 def _runs(indices: Sequence[int]) -> Iterator[Run]:
-    """Indices as runs of equal step, each as long as it can be."""
+    """Indices as runs of equal step, each as long as it can be.
+
+    Two indices far from each other are no run: each is read with its own neighbours in the file.
+    """
     i = 0
     while i < len(indices):
         step = indices[i + 1] - indices[i] if i + 1 < len(indices) else 0
         j = i + 1
         while j < len(indices) and indices[j] - indices[j - 1] == step:
             j += 1
+        if j - i == 2 and abs(step) > 1 and len(indices) > 2:
+            j, step = i + 1, 0
         yield Run(i, indices[i], step)
         i = j

@@ -13,6 +13,8 @@ from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.values import ValueOp, apply_ops
 
+_MANY_PIECES = 16
+
 
 class AffinePiece(NamedTuple):
     """A region of a leaf whose elements lie in one tensor.
@@ -224,14 +226,36 @@ def strided(elements: np.ndarray, view: AffineView) -> np.ndarray:
 
 
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Pieces with those joined that follow one another in their leaf and in their tensor."""
+    """Pieces with those joined that follow one another in their leaf and in their tensor.
+
+    Among many pieces two with a gap between them stay alone, since any two are equally spaced:
+    each is read with its own neighbours in the file.
+    """
     joined: list[Piece] = []
+    parts: list[list[Piece]] = []  # what each is joined of
     for piece in pieces:
+        made = [piece]
         while joined and (both := _join(joined[-1], piece)) is not None:
             joined.pop()
-            piece = both
+            piece, made = both, parts.pop() + made
         joined.append(piece)
-    return tuple(joined)
+        parts.append(made)
+    if len(pieces) < _MANY_PIECES:
+        return tuple(joined)
+    kept = zip(joined, parts, strict=True)
+    return tuple([p for both, made in kept for p in (made if _is_chance(both, made) else [both])])
+
+
+def _is_chance(both: Piece, made: Sequence[Piece]) -> bool:
+    """Whether a piece is two equal ones that do not touch in the tensor, as rows or columns."""
+    if len(made) != 2 or not all(isinstance(piece, AffinePiece) for piece in made):
+        return False
+    one, two = made
+    assert isinstance(one, AffinePiece)
+    assert isinstance(two, AffinePiece)
+    low, high = one.view.bounds
+    apart = abs(two.view.offset - one.view.offset)
+    return one.view.shape == two.view.shape and apart not in (1, high - low)
 
 
 def _join(one: Piece, two: Piece) -> Piece | None:
