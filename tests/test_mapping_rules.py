@@ -174,7 +174,7 @@ ABSENT = {
 @pytest.mark.parametrize("target", ABSENT)
 def test_a_rule_whose_tensors_are_not_there(target):
     """Without a word from the user that is an error; a model that does not want it has none."""
-    name = ABSENT[target].patterns().__next__()
+    name = next(ABSENT[target].patterns())
     required = Mapping([*RULES, rule(target, ABSENT[target])])
     with pytest.raises(MappingError, match="there is no tensor") as caught:
         required.leaf_facts(facts_of(llama()))
