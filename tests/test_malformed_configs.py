@@ -275,6 +275,18 @@ def test_rotary_embeddings_that_maxtext_may_not_have(cases):
         osl.families.mapping(config, target="maxtext")
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_local_and_global_layers_in_another_order(cases, name):
+    """MaxText's layers have names of their own for each; the tensors alone would fit."""
+    config = cases[name].config
+    turned = config | {"layer_types": config["layer_types"][::-1]}
+    osl.families.mapping(turned)
+    with pytest.raises(osl.MappingError, match="another layer 0 than the layer_types"):
+        osl.families.mapping(turned, target="maxtext")
+    with pytest.raises(osl.MappingError, match=r"one for each of \d layers"):
+        osl.families.mapping(config | {"layer_types": ["full_attention"]})
+
+
 def test_what_is_no_configuration():
     for config in (3, None, ["llama"]):
         with pytest.raises(osl.MappingError, match="needs the facts of a model"):

@@ -112,6 +112,7 @@ class Dims:
         biased: The projections that have a bias.
         quantized: How weights are stored, where they are quantised.
         multimodal: Whether the checkpoint holds a vision model too.
+        layer_types: The kind of attention of each layer; empty where the configuration says none.
     """
 
     family: str
@@ -132,6 +133,7 @@ class Dims:
     biased: frozenset[str]
     quantized: Quantization | None
     multimodal: bool
+    layer_types: tuple[str, ...]
 
     @property
     def sparse(self) -> tuple[int, ...]:
@@ -183,7 +185,15 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         biased=_biased(family, read),
         quantized=quantization_of(family, read.section("quantization_config")),
         multimodal=inner is not None,
+        layer_types=_layer_types(read, layers),
     )
+
+
+def _layer_types(read: Section, layers: int) -> tuple[str, ...]:
+    kinds = read.texts("layer_types") or ()
+    if kinds and len(kinds) != layers:
+        read.refuse("layer_types", f"one for each of {layers:,} layers", kinds)
+    return kinds
 
 
 def _rope(read: Section) -> str:

@@ -131,8 +131,21 @@ def _alike(dims: Dims) -> tuple[Group, ...]:
     return (Group("decoder.layers.", "decoder.layers_{n}.", layers, tuple(leaves)),)
 
 
+def _check_cycle(dims: Dims, local: int) -> None:
+    """Refuses other turns of local and global layers than MaxText takes: some local, one global."""
+    turns = ("sliding_attention",) * local + ("full_attention",)
+    for i, kind in enumerate(dims.layer_types):
+        if kind != turns[i % len(turns)]:
+            raise MappingError(
+                f"MaxText's {dims.family} has another layer {i} than the layer_types say",
+                expected=turns[i % len(turns)],
+                found=brief(kind),
+            )
+
+
 def _gemma2(dims: Dims) -> tuple[Group, ...]:
     """A layer of MaxText is two of the checkpoint, one local and one global."""
+    _check_cycle(dims, local=1)
     if dims.layers % 2:
         raise MappingError(
             "MaxText's Gemma 2 joins two layers to one", found=f"{dims.layers} layers"
@@ -161,6 +174,7 @@ def _gemma3(dims: Dims) -> tuple[Group, ...]:
         *_attention(dims, "self_attention"),
         *_mlp("mlp"),
     )
+    _check_cycle(dims, local=_GEMMA3_CYCLE - 1)
     scanned = dims.layers - dims.layers % _GEMMA3_CYCLE
     groups = [
         Group(
@@ -180,6 +194,7 @@ def _gemma3(dims: Dims) -> tuple[Group, ...]:
 
 def _gpt_oss(dims: Dims) -> tuple[Group, ...]:
     """Layers are scanned by twos, one local and one global."""
+    _check_cycle(dims, local=_GPT_OSS_CYCLE - 1)
     if dims.layers % _GPT_OSS_CYCLE:
         raise MappingError("MaxText's GPT-OSS scans layers by twos", found=f"{dims.layers} layers")
     attention = "GptOssAttention"
