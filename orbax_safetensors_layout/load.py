@@ -115,9 +115,32 @@ def load(
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
     options = given_or_default(options, ReadOptions)
+    opening = functools.partial(Catalog.open, path, retries=options.retries)
+    return load_catalog(opening, path, abstract, mapping=mapping, only=only, options=options)
+
+
+def load_catalog(
+    opening: Callable[[], Catalog],
+    path: PathLike,
+    abstract: Any,
+    *,
+    mapping: Mapping | None,
+    only: str | Sequence[str] | None = None,
+    options: ReadOptions,
+) -> Any:
+    """Loads as `load` does.
+
+    Args:
+        opening: Opens the catalog, or gives one that is open; it is closed in the end.
+        path: As for `load`, as are all others.
+        abstract: See `load`.
+        mapping: See `load`.
+        only: See `load`.
+        options: See `load`.
+    """
     with (
         load_group(path, options) as group,
-        Catalog.open(path, retries=options.retries) as catalog,
+        opening() as catalog,
         frozen_heap(len(catalog.names)),
         _explicit_transfer(),
     ):

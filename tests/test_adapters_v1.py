@@ -382,3 +382,34 @@ def test_handler_takes_the_leaves_that_load_takes(abstract, handled):
 def test_context_needs_names():
     with pytest.raises(ValueError, match='"state"'):
         osl.context()
+
+
+def test_headers_are_checked_before_anything_is_awaited(tmp_path, folder):
+    """As in Orbax's own `test_load_truncated_file_raises`."""
+    layout = osl.SafetensorsLayout()
+    cut = save(tmp_path / "cut", TENSORS, files=3)
+    file = next(cut.glob("*-00002-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    held = safetensors.numpy.load_file(folder / file.name)
+    inside, outside = next(iter(held)), next(name for name in TENSORS if name not in held)
+
+    async def begin(path, abstract=None):
+        return await layout.load(ocp.path.Path(path), None, abstract)
+
+    def leaf(name):
+        return {name: jax.ShapeDtypeStruct(TENSORS[name].shape, TENSORS[name].dtype)}
+
+    for path, abstract in ((file, None), (cut, None), (cut, leaf(inside))):
+        with pytest.raises(osl.TruncatedFileError, match="truncated"):
+            asyncio.run(begin(path, abstract))
+
+    async def load(path, abstract=None):
+        return await (await begin(path, abstract))
+
+    loaded = asyncio.run(load(cut, leaf(outside)))
+    assert_same_bits(loaded[outside], TENSORS[outside])
+    check_host(asyncio.run(load(folder)))
+    context = context_of(osl.SafetensorsLayout)
+    context.safetensors.read_chunk_bytes = 0
+    with context, pytest.raises(ValueError, match=r"context\.safetensors\.read_chunk_bytes is 0"):
+        asyncio.run(begin(folder))

@@ -16,9 +16,11 @@ It is a handler of Orbax v0, too: `ocp.Checkpointer(osl.SafetensorsLayout())`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.adapters import _orbax, settings, v1
@@ -32,8 +34,12 @@ from orbax_safetensors_layout.adapters.v0 import (
     SafetensorsSave,
 )
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
-from orbax_safetensors_layout.load import load
+from orbax_safetensors_layout.load import load, load_catalog
+from orbax_safetensors_layout.mapping.keys import dotted_name
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.options import ReadOptions
 
 _NOT_GIVEN: Any = object()
 
@@ -149,7 +155,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         checkpointable_name: str | None = None,
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
-        """Loads one checkpointable; settings are taken here, reading is done when awaited.
+        """Loads one checkpointable in two phases, as Orbax's own layouts do.
+
+        Here settings are taken, and the headers of what is wanted are read and checked; tensors are
+        read when the result is awaited.
 
         Args:
             path: A `.safetensors` file or a folder.
@@ -157,14 +166,17 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
             abstract_state: The wanted tree, of any structure, with the leaves that `osl.load`
                 takes. None loads everything: what this package saved as it was saved, a checkpoint
                 of others as a flat dict of numpy arrays.
+
+        Raises:
+            InvalidLayoutError: It is not there.
+            FormatError: A header, the index or the manifest is malformed, or a file is truncated.
+            ValueError: An option of Orbax's context is invalid.
         """
         found = await in_background(_locate, path, checkpointable_name)
+        options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
+        opening = await in_background(_opening, found, abstract_state, mapping, options)
         return in_background(
-            load,
-            found,
-            abstract_state,
-            mapping=settings.current(self._own).mapping,
-            options=settings.read_options_v1(self._own),
+            load_catalog, opening, found, abstract_state, mapping=mapping, options=options
         )
 
     async def load_checkpointables(
@@ -321,6 +333,26 @@ def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
     raise ocp.errors.InvalidLayoutError(
         f"'{path}' does not hold {wanted}; it holds: {', '.join(names)}."
     )
+
+
+def _opening(
+    path: ocp.path.Path, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
+) -> Callable[[], Catalog]:
+    """How to get the catalog of a checkpoint whose headers are checked, those of what is wanted."""
+    opening = functools.partial(Catalog.open, path, retries=options.retries)
+    if options.replicated == "read_once" and jax.process_count() > 1:
+        return opening  # all processes have to learn together that one has failed
+    catalog = opening()
+    try:
+        names: Iterable[str] = catalog.names
+        if abstract is not None and mapping is None:
+            paths = jax.tree_util.tree_flatten_with_path(abstract)[0]
+            names = {dotted_name(path) for path, _ in paths}.intersection(names)
+        catalog.entries(names)
+    except BaseException:
+        catalog.close()
+        raise
+    return lambda: catalog
 
 
 def _why_not(path: ocp.path.Path) -> str:
