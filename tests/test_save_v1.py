@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import gc
 import logging
 import operator
+import random
+import shutil
 import threading
 from collections.abc import Awaitable
 from typing import Any
@@ -646,3 +649,56 @@ def test_options_of_orbaxs_context_are_refused_by_name(tmp_path, route, group, n
         run = functools.partial(ocp.load, tmp_path / "a")
     with context, pytest.raises(ValueError, match=f"context.{group}.{name} "):
         run()
+
+
+def partly_deleted(root, orders):
+    """Restores the state of a step after each file that its deletion has removed."""
+    whole = root / "0"
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    rng = random.Random(0)
+    for number in range(orders):
+        rng.shuffle(files)
+        copy = root.parent / f"{root.name} {number}"
+        shutil.copytree(root, copy)
+        for file in files:
+            (copy / "0" / file).unlink()
+            records = [copy / "0" / "_CHECKPOINT_METADATA", copy / "0" / "state" / "_METADATA"]
+            yield copy, any(record.exists() for record in records)
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_a_step_that_is_partly_deleted_is_never_another_tree(tmp_path, layout):
+    """Orbax lists such a step, and its own handlers fail with it, too."""
+    write = osl.WriteOptions(layout=layout, max_file_bytes=300)
+    with (
+        osl.using(write=write),
+        ocp.training.Checkpointer(tmp_path / "run", context=handler_context()) as training,
+    ):
+        training.save(0, state())
+    outcomes = collections.Counter()
+    for root, has_records in partly_deleted(tmp_path / "run", 5):
+        for context in (handler_context(), layout_context(osl.SafetensorsLayout)):
+            if not has_records and context.checkpoint_layout != ocp.options.CheckpointLayout.ORBAX:
+                continue  # for the layout, nothing tells it from a folder that others made
+            with ocp.training.Checkpointer(root, context=context) as training:
+                for abstract in (None, state()):
+                    try:
+                        same(training.load(0, abstract), state())
+                        outcomes["same"] += 1
+                    except (osl.SafetensorsLayoutError, ocp.errors.InvalidLayoutError, KeyError):
+                        outcomes["refused"] += 1
+    assert outcomes["same"] >= 10
+    assert outcomes["refused"] >= 40
+
+
+def test_what_a_partly_deleted_step_says(tmp_path):
+    with ocp.training.Checkpointer(tmp_path, context=handler_context()) as training:
+        training.save(0, state())
+        training.save(1, state(1))
+        (tmp_path / "1" / "state" / "orbax_safetensors_layout.json").unlink()
+        with pytest.raises(
+            osl.InvalidManifestError,
+            match=r"a part of the checkpoint is gone.*1/state.*restore another step",
+        ):
+            training.load(1)
+        same(training.load(0), state())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from orbax_safetensors_layout import placements, prng
+from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.manifest import (
@@ -87,6 +88,7 @@ class Contents:
             CheckpointNotFoundError: No safetensors checkpoint stands at `path`.
             FormatError: A header, the index or the manifest is malformed.
         """
+        check_remains(path)
         with Catalog.open(path) as catalog:
             written = [int(1e9 * catalog.storage.modified_seconds(file)) for file in catalog.files]
             return cls(

@@ -26,6 +26,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from orbax_safetensors_layout.adapters import _orbax, settings, v1
 from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents
+from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.adapters.routing import LayoutOption, connect, handler_for_save
 from orbax_safetensors_layout.adapters.settings import Settings
 from orbax_safetensors_layout.adapters.v0 import (
@@ -205,12 +206,13 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
             )
         options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
 
+        def load_one(name: str) -> Any:
+            found = _locate(path, name)
+            check_remains(found)
+            return load(found, wanted[name], mapping=mapping, options=options)
+
         def load_ours() -> dict[str, Any]:
-            return {
-                name: load(_locate(path, name), wanted[name], mapping=mapping, options=options)
-                for name in wanted
-                if name in names
-            }
+            return {name: load_one(name) for name in wanted if name in names}
 
         theirs = {name: abstract for name, abstract in wanted.items() if name in others}
         if not theirs:
@@ -339,6 +341,7 @@ def _opening(
     path: ocp.path.Path, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
 ) -> Callable[[], Catalog]:
     """How to get the catalog of a checkpoint whose headers are checked, those of what is wanted."""
+    check_remains(path)
     opening = functools.partial(Catalog.open, path, retries=options.retries)
     if options.replicated == "read_once" and jax.process_count() > 1:
         return opening  # all processes have to learn together that one has failed

@@ -13,6 +13,7 @@ from typing import Any
 from orbax_safetensors_layout.adapters import _orbax
 from orbax_safetensors_layout.adapters.background import in_callers_context
 from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.save import PreparedSave, save_group
@@ -27,7 +28,8 @@ _HINT = (
 # Orbax v1 takes a folder for a pytree by this file's presence. What is in it, only Orbax's own
 # handlers read; theirs is then the error "ValueError: '<the hint>' is not a valid KeyType".
 _ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _HINT}]}}}
-_DOCUMENTS = {_orbax.ITEM_METADATA: json.dumps(_ITEM_METADATA).encode() + b"\n"}
+# A part of what was saved is gone if the manifest is; see `remains`.
+_WITH_MANIFEST = _ITEM_METADATA | {MANIFEST: True}
 _POLL_SECONDS = 0.05
 
 
@@ -80,6 +82,9 @@ class ItemSave:
         making: Sequence[Any] = (),
     ) -> None:
         self._retries = options.retries
+        has_manifest = mapping is None or options.layout == "sharded"
+        metadata = _WITH_MANIFEST if has_manifest else _ITEM_METADATA
+        self._documents = {_orbax.ITEM_METADATA: json.dumps(metadata).encode() + b"\n"}
         self._making = making
         self._group = save_group(folder, options)
         with _turns_lock:
@@ -124,7 +129,7 @@ class ItemSave:
                 if self._turn.newest != self._group.number:
                     raise StorageError("a later save to this folder has begun", file=target)
                 self._prepared.write(
-                    target, group=self._group, storage=storage, documents=_DOCUMENTS
+                    target, group=self._group, storage=storage, documents=self._documents
                 )
 
     def _await_folder(self, folder: _PathLike) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.errors import UnexpectedTensorError
 from orbax_safetensors_layout.load import load
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
@@ -32,8 +33,10 @@ def load_item(
         switch: How a user of the calling API asks for that, for the error's text.
 
     Raises:
+        InvalidManifestError: A part of the item is gone.
         UnexpectedTensorError: The checkpoint holds more, and `partial` is False.
     """
+    check_remains(path)
     try:
         options = dataclasses.replace(options, strict=not partial)
         return load(path, abstract, mapping=mapping, options=options)

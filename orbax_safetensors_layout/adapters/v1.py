@@ -26,6 +26,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from orbax_safetensors_layout.adapters import _orbax, settings
 from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents, StoredArray
+from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.adapters.restore_args import HostArray
 from orbax_safetensors_layout.adapters.save_args import storage_dtypes
 from orbax_safetensors_layout.adapters.saving import ItemSave
@@ -104,6 +105,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             abstract_checkpointable: The wanted tree; None loads everything: what this package saved
                 as it was saved, a checkpoint of others as a flat dict of numpy arrays.
         """
+        await in_background(check_remains, directory, always_recorded=True)
         return in_background(
             load_item,
             directory,
