@@ -34,6 +34,7 @@ _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 _MAX_OPEN_FILES = 128
 _LIST_ATTEMPTS = 20
+_PLACE_ATTEMPTS = 3
 _DIRECT_MIN_BYTES = 1 * MIB
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -58,12 +59,14 @@ class _Folder:
     def __init__(self, path: str) -> None:
         self.path = path
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        try:
-            self.fd = os.open(path, flags)
-            self._place = path
-        except FileNotFoundError:
-            self._place = aside_folder(os.path.realpath(path))
-            self.fd = os.open(self._place, flags)
+        # More than once: it may come back to its place between the two looks.
+        places = (path, aside_folder(os.path.realpath(path))) * _PLACE_ATTEMPTS
+        for place in (*places, path):
+            with contextlib.suppress(FileNotFoundError):
+                self.fd = os.open(place, flags)
+                self._place = place
+                return
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def files(self) -> list[str]:
         """Names of its files, and of links that lead nowhere: opening one says what is wrong."""
