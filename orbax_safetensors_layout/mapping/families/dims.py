@@ -67,9 +67,10 @@ _TIED_BY_EITHER = frozenset(
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
-# Several times the largest published models: 126 layers, 512 experts. Rules are made of each layer.
+# Several times the largest published models: 126 layers; 94 layers of 512 experts. Rules are made
+# of each layer, and a message may tell what lacks of each expert.
 _MOST_LAYERS = 1024
-_MOST_EXPERTS = 4096
+_MOST_EXPERTS = 1 << 17  # of all layers together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +177,9 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         tied=_tied(outer, read),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
-        experts=read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS)) if sparse else 0,
+        experts=read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS // layers))
+        if sparse
+        else 0,
         dense=_dense(family, read, layers) if sparse else tuple(range(layers)),
         shared_experts=family == "deepseek_v3"
         and read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS)) > 0,
