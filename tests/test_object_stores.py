@@ -291,6 +291,7 @@ def trees_equal(one, other):
 
 OLD = {"a": np.arange(10.0), "b": np.ones(7), "c": np.zeros(3), "step": 1}
 NEW = {"a": np.arange(10.0) + 1, "b": np.ones(7) + 1, "c": np.zeros(3) + 1, "step": 2}
+OTHER = {"a": np.arange(9.0) + 5, "d": np.ones(2), "step": 3}
 
 
 @pytest.mark.parametrize("layout", ["hf", "sharded", "one file"])
@@ -427,8 +428,7 @@ def test_two_programs_that_save_to_one_folder_at_once_are_told(place, monkeypatc
         osl.load(place.url)
 
 
-def test_a_save_that_another_one_replaces_while_it_is_written_is_told(place, monkeypatch):
-    """With `overwrite`, what is written beside the folder belongs to the save that began last."""
+def test_a_save_to_a_folder_that_is_being_saved_to_is_refused(place, monkeypatch):
     osl.save(place.url, OLD)
     put, other = obstore.put, []
 
@@ -436,13 +436,14 @@ def test_a_save_that_another_one_replaces_while_it_is_written_is_told(place, mon
         result = put(client, key, data, **options)
         if not other and key.endswith(".safetensors"):
             other.append(True)
-            osl.save(place.url, {"b": np.arange(3)}, overwrite=True)
+            with pytest.raises(osl.StorageError, match="another save to this path is running"):
+                osl.save(place.url, {"b": np.arange(3)}, overwrite=True)
         return result
 
     monkeypatch.setattr(obstore, "put", put_both)
-    with pytest.raises(osl.StorageError, match=r"another program has written.*partial-save"):
-        osl.save(place.url, NEW, overwrite=True)
-    assert trees_equal(osl.load(place.url), {"b": np.arange(3)})
+    osl.save(place.url, NEW, overwrite=True)
+    assert other
+    assert trees_equal(osl.load(place.url), NEW)
 
 
 @pytest.mark.parametrize("inwards", [False, True])
@@ -475,3 +476,45 @@ def test_objects_too_large_for_one_copy_go_through_the_process(place, monkeypatc
     osl.save(place.url, OLD)
     osl.save(place.url, {**NEW, "large": np.arange(3 * MIB)}, overwrite=True)
     assert trees_equal(osl.load(place.url), {**NEW, "large": np.arange(3 * MIB)})
+
+
+@pytest.mark.slow
+def test_a_save_between_any_two_steps_of_another_one(place, monkeypatch):
+    """One program stops before one of its requests, and another saves there meanwhile."""
+    options = osl.WriteOptions(max_file_bytes=1, concurrency=1)
+    names = ("put", "copy", "delete", "list", "head", "list_with_delimiter")
+    real = {name: getattr(obstore, name) for name in names}
+    ends, refused = [], []
+    for step in itertools.count():
+        target = f"{place.url}/{step}"
+        osl.save(target, OLD, options=options)
+        calls, lock = itertools.count(), threading.Lock()
+
+        def stopping(name, step=step, target=target, calls=calls, lock=lock):
+            def call(*args, **kwargs):
+                with lock:
+                    is_here = next(calls) == step
+                if is_here:
+                    try:
+                        osl.save(target, OTHER, overwrite=True, options=options)
+                    except osl.StorageError as error:
+                        assert "another save to this path is running" in str(error)  # noqa: PT017
+                        refused.append(step)
+                return real[name](*args, **kwargs)
+
+            return call
+
+        for name in names:
+            monkeypatch.setattr(obstore, name, stopping(name))
+        osl.save(target, NEW, overwrite=True, options=options)
+        for name in names:
+            monkeypatch.setattr(obstore, name, real[name])
+        if next(calls) <= step:
+            break
+        # The other one ended before this one had begun, or after it, or was refused.
+        found = osl.load(target)
+        ends.append(trees_equal(found, OTHER))
+        assert ends[-1] or trees_equal(found, NEW), "a mixture"
+        assert not (ends[-1] and step in refused)
+    assert len(refused) > 20
+    assert len(ends) - len(refused) < 10

@@ -10,14 +10,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.storage.base import Rank, Storage, join
+from orbax_safetensors_layout.storage.cloud_object import not_alone
 
 _AT_ONCE = 16
+_RENEWAL_SECONDS = 10.0
+_DEAD_SECONDS = 60.0  # a claim that was not renewed for so long is of a process that died
 
 
 class CopyingStorage(Storage, Protocol):
@@ -73,6 +79,79 @@ class InPlace:
             self._storage.remove(join(self.folder, name))
 
 
+class _Claim:
+    """Says in the store that a save to a folder is running, for as long as its process lives.
+
+    Each save puts an object of its own and looks for others: of two, one or both see the other,
+    whatever the order. The object is renewed, so that one of a process that died shows its age.
+
+    Args:
+        folder: Where the claims of all saves are.
+        target: The folder that is saved to.
+        storage: Where both are.
+    """
+
+    def __init__(self, folder: str, target: str, storage: Storage) -> None:
+        self._folder = folder
+        self._file = join(folder, uuid.uuid4().hex)
+        self._target = target
+        self._storage = storage
+        self._released = threading.Event()
+        self._lock = threading.Lock()
+        self._renewed = 0.0
+
+    def take(self) -> None:
+        """Claims the target.
+
+        Raises:
+            StorageError: Another save to it is running.
+        """
+        self._renew()
+        names = [join(self._folder, name) for name in self._storage.list(self._folder)]
+        now = self._storage.modified_seconds(self._file)
+        others = [name for name in names if name != self._file]
+        ages = {name: now - self._storage.modified_seconds(name) for name in others}
+        if any(age < _DEAD_SECONDS for age in ages.values()):
+            self.release()
+            raise StorageError(
+                "another save to this path is running",
+                file=self._target,
+                hint="Save to another folder. If that program has died, try again in"
+                f" {_DEAD_SECONDS:.0f} s.",
+            )
+        for name in others:
+            self._storage.remove(name)
+        threading.Thread(target=self._keep, name="safetensors-claim", daemon=True).start()
+
+    def check(self) -> None:
+        """Checks that nobody can have taken this save for one of a process that died.
+
+        Raises:
+            StorageError: The claim was not renewed for too long.
+        """
+        if time.monotonic() - self._renewed > _DEAD_SECONDS / 2:
+            raise not_alone(self._file)
+
+    def release(self) -> None:
+        """Gives the claim up, as far as possible."""
+        self._released.set()
+        with self._lock, contextlib.suppress(SafetensorsLayoutError):
+            self._storage.remove(self._file)
+
+    def _keep(self) -> None:
+        while not self._released.wait(_RENEWAL_SECONDS):
+            with self._lock, contextlib.suppress(SafetensorsLayoutError):  # `check` sees a failure
+                if not self._released.is_set():
+                    self._renew()
+
+    def _renew(self) -> None:
+        begun = time.monotonic()
+        writer = self._storage.create(self._file, 1, durable=False)
+        writer.write_at(0, [memoryview(b"1")])
+        writer.finish()
+        self._renewed = begun
+
+
 class StagedCopy:
     """A save that replaces what stands in a folder: written beside it, then copied by the store.
 
@@ -93,17 +172,21 @@ class StagedCopy:
         self.folder = join(parent, f".{tag}.partial-save")
         self._storage = storage
         self._rank = rank
-        self._keeps = False
+        self._claim = _Claim(f"{self.folder}.claims", target, storage)
+        self._keeps = True
 
     def begin(self) -> None:
-        pass  # a claim in the store would outlive a process that dies
+        self._claim.take()
 
     def prepare(self) -> None:
+        self._keeps = False
         self._storage.remove(self.folder)
 
     def publish(self) -> None:
         new = _ranked(self._storage, self.folder, self._rank)
         old = _ranked(self._storage, self.target, self._rank)
+        self._check_alone(new)
+        self._claim.check()  # last before what stands there goes
         self._keeps = True
         try:
             # The index goes before the tensors that it names, and comes after them.
@@ -111,7 +194,10 @@ class StagedCopy:
                 _all_at_once(self._storage.remove, [join(self.target, name) for name in names])
             for names in _by_rank(new, self._rank):
                 _all_at_once(self._copy, names)
+            self._check_alone(new)  # what was copied is what this save wrote
             self._storage.check_written(self.target)
+            if _ranked(self._storage, self.target, self._rank) != new:
+                raise not_alone(self.target)
         except SafetensorsLayoutError as error:
             raise StorageError(
                 f"putting the finished checkpoint in its place failed: {error}",
@@ -124,6 +210,13 @@ class StagedCopy:
         if not self._keeps:
             with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
                 self._storage.remove(self.folder)
+        self._claim.release()
+
+    def _check_alone(self, names: Sequence[str]) -> None:
+        """Checks that these are the files beside the folder, as this save has written them."""
+        self._storage.check_written(self.folder)
+        if not names or _ranked(self._storage, self.folder, self._rank) != names:
+            raise not_alone(self.folder)
 
     def _copy(self, name: str) -> None:
         self._storage.copy(join(self.folder, name), join(self.target, name))
