@@ -489,6 +489,12 @@ def test_layers_that_the_checkpoint_lacks(saved):
         families.mapping(config).bind(facts)
 
 
+THREE_LAYERS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "options", "message"),
     [
@@ -502,8 +508,8 @@ def test_layers_that_the_checkpoint_lacks(saved):
         ("llama", {}, {"dtype": "float3"}, "'float3' is no dtype"),
         ("qwen3_moe_mixed", {}, {"target": "maxtext"}, "layers are partly dense"),
         ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
-        ("gemma2", {"num_hidden_layers": 3}, {"target": "maxtext"}, "joins two layers to one"),
-        ("gpt_oss", {"num_hidden_layers": 3}, {"target": "maxtext"}, "scans layers by twos"),
+        ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "joins two layers to one"),
+        ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "scans layers by twos"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
         (
             "llama",

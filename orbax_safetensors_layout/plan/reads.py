@@ -189,9 +189,10 @@ def plan_reads(
                 by_file = near and alone and not in_order
                 by_file = by_file or (adopt and not leaf.is_staged)
                 (whole if by_file else parts).append(region)
-    batches = [*_by_file(leaves, whole)]
-    for bundle in _bundles(leaves, parts, memory_budget_bytes):
-        batches += _by_file(leaves, bundle)
+    bundles = [*_bundles(leaves, parts, memory_budget_bytes)]
+    if len(bundles) == 1 and not in_order:  # all of them may be open at once
+        whole += bundles.pop()
+    batches = [batch for regions in (whole, *bundles) for batch in _by_file(leaves, regions)]
     if not joins_gaps:
         profile = dataclasses.replace(profile, latency_seconds=0.0)
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
