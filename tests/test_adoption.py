@@ -26,7 +26,7 @@ from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.direct import HUGE_PAGE_BYTES
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.buffers import Pages, allocate
+from orbax_safetensors_layout.transfer.buffers import Pages, Staging, allocate
 from orbax_safetensors_layout.transfer.read import read_leaves
 
 
@@ -128,6 +128,31 @@ def test_memory_of_small_pages_is_aligned_all_the_same(monkeypatch):
         buffer[:] = 1  # all of it can be written
 
 
+def test_staging_memory_is_used_again_when_its_last_view_is_gone():
+    staging, nbytes = Staging(), 2 << 20
+    first = staging.take(nbytes, file_offset=640)
+    address = first.ctypes.data
+    assert address % 4096 == 640
+    keep = [
+        lambda memory: np.ndarray((4, 8), np.float32, memory.data, 64)[1:, 2],
+        lambda memory: [*np.ndarray((4, 8), np.uint8, memory.data)][3].T,
+        lambda memory: memory[100:200].view(np.uint16).reshape(5, 10)[None],
+        lambda memory: memory.data[3:9].cast("H"),
+        lambda memory: np.asarray(memoryview(memory[7:])),
+        lambda memory: np.broadcast_to(memory[:1], (3, 1)),
+    ]
+    for made in keep:
+        view = made(first)
+        del first
+        other = staging.take(nbytes, file_offset=640)
+        assert other.ctypes.data != address
+        del view
+        first = staging.take(nbytes, file_offset=640)
+        assert first.ctypes.data == address
+        del other
+    assert staging.take(nbytes // 2).size == nbytes // 2
+
+
 def test_shards_are_slices_of_one_allocation(tmp_path):
     """No copy behind the read: neighbouring shards stand where the reader put them."""
     path = save(tmp_path, {"t": random_tensor((64, 128), np.float32)})
@@ -193,8 +218,8 @@ class Accelerator:
         monkeypatch.setattr(read_module, "destinations_of", self.destinations_of)
         self.sizes: list[int] = []
 
-    def destinations_of(self, group, opened):
-        made = destinations_module.destinations_of(group, opened)
+    def destinations_of(self, group, opened, staging):
+        made = destinations_module.destinations_of(group, opened, staging)
         memories = {id(made_for.room.memory): made_for.room.memory for made_for in made}
         self.sizes.append(sum(memory.size for memory in memories.values()))
         return made
@@ -265,8 +290,8 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
         if start > 15 << 20:
             raise osl.StorageError("the disk broke", file=file)
 
-    def remember(group, opened):
-        made = destinations_module.destinations_of(group, opened)
+    def remember(group, opened, staging):
+        made = destinations_module.destinations_of(group, opened, staging)
         alive.extend(weakref.ref(destination.room.memory.base) for destination in made)
         return made
 

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors_layout as osl
+import orbax_safetensors_layout.transfer.buffers as buffers
+from orbax_safetensors_layout.transfer.buffers import Pages
 
 BUDGET = 8 << 20
 BESIDES = 24 << 20
@@ -123,6 +125,28 @@ def test_a_plain_cast_stays_within_the_budget(computed_from, dtype):
         tracemalloc.stop()
     assert peak <= found.nbytes + BESIDES + BUDGET
     np.testing.assert_array_equal(np.asarray(found), tensors["f"].astype(found.dtype))
+
+
+@pytest.mark.parametrize("kind", ["a cast", "of several dtypes"])
+def test_values_are_read_into_the_same_memory_again(computed_from, kind, monkeypatch):
+    """Fresh memory for each slab took more time than what was computed."""
+    folder, tensors = computed_from
+    mapping = osl.Mapping([osl.rule("leaf", COMPUTED[kind][0])], strict=False)
+    options = osl.ReadOptions(memory_budget_bytes=4 * BUDGET)
+    (fact,) = osl.metadata(folder, mapping=mapping).values()
+    made = []
+
+    class Recorded(Pages):
+        def map(self, nbytes):
+            made.append(nbytes)
+            return super().map(nbytes)
+
+    monkeypatch.setattr(buffers, "_pages", Recorded())
+    leaf = np.empty(fact.shape, fact.dtype)
+    found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
+    print(f"{kind}: {sum(made) / 1e6:.1f} MB of fresh memory for {found.nbytes / 1e6:.1f} MB")
+    assert sum(made) <= found.nbytes + 4 * BUDGET + BESIDES
+    np.testing.assert_array_equal(found, expected(kind, tensors))
 
 
 # Two layers of 64 experts, a tensor each, as sparse files: 2.2 GB that take no disk.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -31,6 +34,12 @@ _PROBE_BYTES = 16 * MIB
 _SMALL_PAGES_BYTES = 512 * MIB
 """How much is allocated in small pages before huge ones are tried again."""
 
+_PAGED_BYTES = 1 << 20
+"""Memory of this size begins at a page, or as far from it as what is read into it in its file."""
+
+_SPARE = 4
+"""Memory is used again for what is smaller by up to this part of it."""
+
 
 def allocate(nbytes: int, *, file_offset: int = 0) -> Bytes:
     """Uninitialised bytes at a 64-byte boundary, at that of a huge page where it pays.
@@ -38,15 +47,52 @@ def allocate(nbytes: int, *, file_offset: int = 0) -> Bytes:
     Where `file_offset` allows it, the address is congruent to it modulo the page size, so that a
     range that begins there in the file can be read past the page cache straight into its place.
     """
-    phase, step = file_offset % mmap.PAGESIZE, mmap.PAGESIZE
-    if phase % SLOT_ALIGNMENT or nbytes < 1 << 20:
-        phase, step = 0, SLOT_ALIGNMENT
+    phase = _phase(nbytes, file_offset)
+    step = mmap.PAGESIZE if nbytes >= _PAGED_BYTES else SLOT_ALIGNMENT
     if _fits_huge_pages(phase + nbytes):
         step = HUGE_PAGE_BYTES
     large = nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     raw = _pages.map(nbytes + step) if large else np.empty(nbytes + step, np.uint8)
     shift = (phase - raw.ctypes.data) % step
     return raw[shift : shift + nbytes]
+
+
+class Staging:
+    """Memory for what is read and then computed on: used again once no array over it is left.
+
+    Fresh memory costs more than the computation: the kernel clears each page of it. Before more is
+    allocated, as much is freed of what is idle and does not fit: all of it together is never more
+    than what was in use at one time.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[Bytes] = deque()  # workers add to it, the calling thread takes from it
+
+    def take(self, nbytes: int, *, file_offset: int = 0) -> Bytes:
+        """Memory as from `allocate`."""
+        phase = _phase(nbytes, file_offset)
+        memory = self._find(phase + nbytes)
+        # A view of an array keeps the array's base, not the array; all views keep this object.
+        owner = (ctypes.c_uint8 * nbytes).from_buffer(memory.data, phase)
+        weakref.finalize(owner, self._idle.append, memory).atexit = False
+        return np.frombuffer(memoryview(owner), np.uint8)
+
+    def _find(self, nbytes: int) -> Bytes:
+        freed = 0
+        for _ in range(len(self._idle)):
+            memory = self._idle.popleft()
+            if nbytes <= memory.size <= nbytes + nbytes // _SPARE:
+                return memory
+            self._idle.append(memory)
+        while self._idle and freed < nbytes:
+            freed += self._idle.popleft().size
+        return allocate(nbytes)
+
+
+def _phase(nbytes: int, file_offset: int) -> int:
+    """Where in a page bytes begin, in memory, that begin at an offset of a file."""
+    phase = file_offset % mmap.PAGESIZE
+    return phase if nbytes >= _PAGED_BYTES and not phase % SLOT_ALIGNMENT else 0
 
 
 def _fits_huge_pages(nbytes: int) -> bool:

@@ -12,7 +12,7 @@ from orbax_safetensors_layout.plan.groups import SMALL_REGION_BYTES, Group
 from orbax_safetensors_layout.plan.regions import Region, TileKey
 from orbax_safetensors_layout.plan.tiles import TileLayout
 from orbax_safetensors_layout.storage.base import Buffer
-from orbax_safetensors_layout.transfer.buffers import Bytes, allocate
+from orbax_safetensors_layout.transfer.buffers import Bytes, Staging, allocate
 
 TINY_TILE_BYTES = 64 << 10
 """Tiles below this share memory with their like only, never with larger ones."""
@@ -78,7 +78,9 @@ class Destination(NamedTuple):
         return [view[low:high] for low, high in self.spans(start, stop)]
 
 
-def destinations_of(group: Group, opened: Mapping[TileKey, Room]) -> list[Destination]:
+def destinations_of(
+    group: Group, opened: Mapping[TileKey, Room], staging: Staging
+) -> list[Destination]:
     """Makes room for the tiles of a group's regions.
 
     Small tiles share memory with their like: an array that is kept then does not keep much larger
@@ -87,6 +89,7 @@ def destinations_of(group: Group, opened: Mapping[TileKey, Room]) -> list[Destin
     Args:
         group: The group.
         opened: The memory of tiles that have theirs already.
+        staging: The memory of those whose values are computed on.
     """
     regions = group.regions
     if len(regions) == 1:
@@ -95,7 +98,8 @@ def destinations_of(group: Group, opened: Mapping[TileKey, Room]) -> list[Destin
         if room is None:
             # The region goes to `at`; where it is aligned, it can be read past the page cache.
             offset = max(0, region.start - region.at)
-            room = Room(allocate(region.layout.memory_bytes, file_offset=offset), 0)
+            make = staging.take if region.layout.staged else allocate
+            room = Room(make(region.layout.memory_bytes, file_offset=offset), 0)
         return [Destination(region, room)]
     known: dict[TileKey, Room | None] = dict(opened)
     fresh = []
@@ -105,7 +109,7 @@ def destinations_of(group: Group, opened: Mapping[TileKey, Room]) -> list[Destin
                 continue
             known[region.tile] = None
         fresh.append(region.layout)
-    rooms = iter(_rooms(fresh))
+    rooms = iter(_rooms(fresh, staging))
     destinations = []
     for region in regions:
         room = known[region.tile] if region.parts > 1 else None
@@ -117,7 +121,7 @@ def destinations_of(group: Group, opened: Mapping[TileKey, Room]) -> list[Destin
     return destinations
 
 
-def _rooms(layouts: Sequence[TileLayout]) -> list[Room]:
+def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[Room]:
     """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other.
 
     That of values which are computed on is apart from what arrays keep.
@@ -130,7 +134,9 @@ def _rooms(layouts: Sequence[TileLayout]) -> list[Room]:
     totals = dict.fromkeys(kinds, 0)
     for layout, kind in zip(layouts, kinds, strict=True):
         totals[kind] += layout.memory_bytes
-    arenas = {kind: allocate(total) for kind, total in totals.items()}
+    arenas = {
+        kind: staging.take(total) if kind[0] else allocate(total) for kind, total in totals.items()
+    }
     used = dict.fromkeys(arenas, 0)
     rooms = []
     for layout, kind in zip(layouts, kinds, strict=True):

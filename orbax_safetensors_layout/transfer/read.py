@@ -25,7 +25,7 @@ from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.blocks import Scratch
 from orbax_safetensors_layout.transfer.budget import Budget
-from orbax_safetensors_layout.transfer.buffers import allocate
+from orbax_safetensors_layout.transfer.buffers import Staging, allocate
 from orbax_safetensors_layout.transfer.decoding import one_a_byte
 from orbax_safetensors_layout.transfer.destinations import Destination, Room, destinations_of
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of
@@ -131,6 +131,7 @@ class _Reader:
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
+        self._staging = Staging()
         threads = _threads(plan, storage)
         self._workers = Workers(threads, "safetensors-read", storage.interrupt, check)
         self._budget = Budget(plan.memory_budget_bytes)
@@ -168,6 +169,7 @@ class _Reader:
         finally:
             self._tiles.clear()  # an error's traceback holds this object
             self._boxes.clear()
+            self._staging = Staging()  # without what is idle
         self._budget.release_all()
         for file in self._mapped_files:
             self._storage.check_unchanged(file)
@@ -215,7 +217,7 @@ class _Reader:
         tiles = {r.tile for r in group.regions if r.parts > 1}
         opened = {tile: self._tiles[tile].room for tile in tiles if tile in self._tiles}
         try:
-            destinations = destinations_of(group, opened)
+            destinations = destinations_of(group, opened, self._staging)
         except MemoryError as error:
             error.add_note(f"while making room for {self._names(group.regions)} of {group.file}")
             raise
