@@ -25,6 +25,7 @@ from orbax_safetensors_layout.format.dtypes import (
     ONE_A_BYTE,
     DType,
     dtype_from_numpy,
+    is_floating,
 )
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.format.nodes import (
@@ -257,8 +258,7 @@ class _Parser:
     def _stored_as(self, value: Any, asked: Any) -> tuple[DType, str | None]:
         """The dtype in the file, and the value's own if the file's does not say it."""
         dtype = np.dtype(value.dtype if asked is None else asked)
-        floating = jax.numpy.issubdtype(dtype, np.floating)
-        if asked is None and self._dtype is not None and floating:
+        if asked is None and self._dtype is not None and is_floating(dtype):
             dtype = self._dtype
         pack = self._may_pack and value.size % 8 == 0
         found = self._stored.get((dtype, pack))

@@ -20,6 +20,7 @@ from family_models import DIMS, copy, make, read_one
 from mapping_expressions import facts_of
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import families
 from orbax_safetensors_layout.mapping.families.dims import dims_of
@@ -308,6 +309,20 @@ def test_vision_is_not_lost_without_a_word(tmp_path):
     )
     for name, value in text.items():
         assert_same_bits(np.asarray(value), np.asarray(whole[name]))
+    osl.convert(folder, tmp_path / "orbax", mapping=mapping)
+    back = [
+        "convert",
+        tmp_path / "orbax",
+        tmp_path / "back",
+        "--mapping",
+        "auto",
+        "--config",
+        folder,
+    ]
+    assert main([*map(str, back), "--quiet"]) == 1
+    left_out = ("--leave-out", "*vision_tower.*", "--leave-out", "*multi_modal_projector.*")
+    assert main([*map(str, back), *left_out, "--quiet"]) == 0
+    assert osl.verify(tmp_path / "back", tmp_path / "text").ok
     vision = osl.load(folder, only=["*vision_tower.*", "*multi_modal_projector.*"])
     osl.save(tmp_path / "both", text | vision)
     _, report = open_again(folder, tmp_path / "both")

@@ -30,6 +30,7 @@ from orbax_safetensors_layout.errors import (
     StorageError,
     UnsupportedDtypeError,
 )
+from orbax_safetensors_layout.format.dtypes import is_floating
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.keys import dotted_name
 from orbax_safetensors_layout.options import ConvertOptions
@@ -279,7 +280,7 @@ def orbax_target(
 
 
 def _dtype(array: TargetArray, options: ConvertOptions) -> np.dtype:
-    floating = jax.numpy.issubdtype(array.dtype, np.floating)
+    floating = is_floating(array.dtype)
     found: np.dtype = options.dtype if options.dtype is not None and floating else array.dtype
     return found
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
-from orbax_safetensors_layout.cli.verb import Verb, argument
+from orbax_safetensors_layout.cli.verb import UsageError, Verb, argument
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.units import parse_size, size_text
 
@@ -58,6 +59,13 @@ def _add_mapping(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="of the model's config.json and tokenizer, for a ready mapping and to be put beside"
         " safetensors files; default SOURCE if it is of Hugging Face",
+    )
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        metavar="GLOB",
+        help="tensors of --config that no rule takes and that a model may be saved without, as"
+        " 'vision_tower.*'; may be repeated",
     )
     parser.add_argument("--dtype", help="write floating-point arrays in this dtype")
 
@@ -110,7 +118,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         parsed.source,
         parsed.target,
         format=parsed.format,
-        mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.config or parsed.source),
+        mapping=_mapping(parsed),
         mesh=parsed.mesh,
         spec=sharding_rules(parsed.spec),
         processes=parsed.hosts,
@@ -128,6 +136,17 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     console.message(f"{done.tensors:,} arrays, {size_text(done.nbytes)}, {compared}")
     console.result(done.path)
     return 0
+
+
+def _mapping(parsed: argparse.Namespace) -> Any:
+    if parsed.leave_out and not (parsed.mapping and parsed.config):
+        raise UsageError("--leave-out goes with --mapping and --config")
+    if not parsed.mapping:
+        return None
+    mapping = find_mapping(parsed.mapping, parsed.config or parsed.source)
+    if parsed.leave_out:
+        return mapping.like(parsed.config, leave_out=parsed.leave_out)
+    return mapping
 
 
 def _resume(parsed: argparse.Namespace) -> str:

@@ -125,6 +125,15 @@ def dtype_from_code(
     return dtype
 
 
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype holds floating-point numbers, those of ml_dtypes included.
+
+    Older releases of JAX do not know all of these.
+    """
+    is_extended = dtype.type.__module__ == ml_dtypes.bfloat16.__module__
+    return dtype.kind == "f" or (is_extended and "float" in dtype.name)
+
+
 def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DType:
     """The format's dtype for a numpy dtype, whatever its byte order.
 

@@ -303,7 +303,8 @@ class Mapping:
                 "what is saved would lack tensors that every checkpoint of this model has",
                 found=", ".join(self._unsaved),
                 hint="If it may, say so: save through mapping.like(path, leave_out="
-                f"{list(self._unsaved)}), with such a checkpoint.",
+                f"{list(self._unsaved)}), with such a checkpoint (--config and --leave-out of"
+                " `convert`).",
             )
         return InverseMapping(self)
 
