@@ -288,6 +288,8 @@ def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT
 
 _DTYPE_NAMES = {
     "bf16": "bfloat16",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
     "f16": "float16",
     "fp16": "float16",
     "f32": "float32",

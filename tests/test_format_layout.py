@@ -282,7 +282,10 @@ def test_the_index_is_the_one_of_huggingface_hub(tmp_path):
     assert parsed.weight_map == theirs.tensor_to_filename
 
 
-@pytest.mark.parametrize("adapter", ["adapter_model", "adapter_model-00001-of-00001"])
+@pytest.mark.parametrize(
+    "adapter",
+    ["adapter_model", "adapter_model-00001-of-00001", "pytorch_lora_weights", "consolidated"],
+)
 def test_an_adapter_beside_a_model_is_left_out_and_named(tmp_path, caplog, adapter):
     """As transformers does, which takes the model's files alone."""
     model, lora = {"w": np.ones(3, np.float32)}, {"base.lora_A": np.zeros(2, np.float32)}

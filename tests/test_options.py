@@ -34,7 +34,7 @@ def test_convert_options_that_make_no_sense(options):
 
 @pytest.mark.parametrize("options", [osl.WriteOptions, osl.ConvertOptions])
 def test_dtypes_go_by_short_names_too(options):
-    for name, dtype in (("bf16", "bfloat16"), ("BF16", "bfloat16"), ("F32", "float32")):
+    for name, dtype in (("bf16", "bfloat16"), ("BF16", "bfloat16"), ("F8_E4M3", "float8_e4m3fn")):
         assert options(dtype=name).dtype == np.dtype(dtype)
 
 

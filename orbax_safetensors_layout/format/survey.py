@@ -43,7 +43,8 @@ from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
-_ADAPTER = "adapter_model"
+_BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
+"""How files begin that PEFT, Diffusers and Mistral put beside a model's own, which are none of it."""
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
@@ -144,7 +145,7 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
         present = _present(storage, path, pieces, names, join(path, MANIFEST), tell)
         return Survey(path, [join(path, name) for name in present], None, manifest_file, manifest)
     if manifest is None:
-        names = _without_adapter(names, path)
+        names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
     _check_complete(names, path, tell)
     if files:
@@ -154,12 +155,13 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
         if item is not None:
             return survey(storage, join(path, item), tell=tell)
     found = [*names, *(f"{name}/" for name in storage.folders(path))]
-    subject = "the folder" if found else "the path does not exist, or is a folder that"
+    is_there = found or (storage.kind == "local" and os.path.isdir(path))
+    subject = "the folder" if is_there else "the path does not exist, or"
     raise CheckpointNotFoundError(
         f"{subject} does not contain any '{SUFFIX}' files",
         file=path,
         expected=f"a '{SUFFIX}' file, or a folder with '{SUFFIX}' files directly in it",
-        found=listed(found) or "no file",
+        found=listed(found) or ("an empty folder" if is_there else "nothing"),
         hint=_IN_ORBAXS_FORMAT
         if ORBAX_ITEM in names
         else checkpoints_below(storage, path).hint() or _hint(path),
@@ -180,14 +182,14 @@ def _visible(storage: Storage, folder: str) -> list[str]:
     return [name for name in storage.list(folder) if not name.startswith(".")]
 
 
-def _without_adapter(names: list[str], path: str) -> list[str]:
-    """Leaves out an adapter that PEFT has saved beside a model: transformers' model has it not."""
-    models = [n for n in names if n.endswith(SUFFIX) and not n.startswith(_ADAPTER)]
-    kept = [n for n in names if not (n.endswith(SUFFIX) and n.startswith(_ADAPTER))]
+def _model_alone(names: list[str], path: str) -> list[str]:
+    """Leaves out an adapter, or a second copy, beside a model: transformers does not load it."""
+    models = [n for n in names if n.endswith(SUFFIX) and not n.startswith(_BESIDE_A_MODEL)]
+    kept = [n for n in names if not (n.endswith(SUFFIX) and n.startswith(_BESIDE_A_MODEL))]
     if not models or len(kept) == len(names):
         return names
     logging.warning(
-        "%s holds a model and an adapter of it: '%s' is left out. Load it by its own path.",
+        "%s holds a model and other weights beside it: '%s' is left out. Load it by its own path.",
         redact_urls(path),
         "', '".join(sorted(set(names) - set(kept))),
     )
