@@ -44,7 +44,7 @@ from orbax_safetensors_layout.storage.base import Storage, join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
-"""How files begin that PEFT, Diffusers and Mistral put beside a model's own, which are none of it."""
+"""How names of files begin that PEFT, Diffusers and Mistral put beside the model's own."""
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
