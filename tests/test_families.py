@@ -14,9 +14,10 @@ from mapping_expressions import evaluate, facts_of, same
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from family_models import MODELS, make
+from family_models import MODELS, copy, make
 from family_references import REFERENCES, maxtext
 
+import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping import families
@@ -261,6 +262,30 @@ def test_buffers_and_tied_heads_of_old_checkpoints_are_ignored(saved):
     facts["model.layers.0.self_attn.q_proj.lora"] = ((4,), np.dtype(np.float32))
     with pytest.raises(MappingError, match=r"no rule uses tensor 'model\.layers\.0\.self"):
         families.mapping(config).bind(facts)
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+def test_old_checkpoints_with_buffers_are_saved_without_them(saved, tmp_path, target):
+    """What transformers opens then has the same logits."""
+    import torch
+    import transformers
+
+    whole, _, tensors, _ = saved["llama"]
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    folder = copy(whole, tmp_path / "old", more={name.format(i): torch.ones(4) for i in range(3)})
+    mapping = families.mapping(folder, target=target)
+    osl.save(tmp_path / "new", osl.load(folder, mapping=mapping), mapping=mapping.like(folder))
+    assert set(osl.metadata(tmp_path / "new")) == set(tensors)
+    (tmp_path / "new" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    opened = [
+        transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        for path in (whole, tmp_path / "new")
+    ]
+    assert not any(found for _, report in opened for found in report.values())
+    tokens = torch.arange(8)[None] + 3
+    with torch.no_grad():
+        expected, found = (model(tokens).logits for model, _ in opened)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("target", ["plain", "maxtext"])

@@ -208,6 +208,9 @@ def test_like_refuses_what_would_be_lost():
         with pytest.raises(MappingError, match=r"lack 1 of the"):
             mapping.like(facts, leave_out="vision.{0..1}.*")
         assert set(mapping.like(facts, leave_out=["vision.*"]).files) == set(facts)
+    mapping = Mapping(RULES, buffers="vision.*")
+    assert set(mapping.like(facts).files) == set(facts)
+    assert set(mapping.leaf_facts(facts)) == set(Mapping(RULES).leaf_facts(facts_of(llama())))
     with pytest.raises(MappingError, match=r"Mapping.like\(leave_out=...\)"):
         Mapping(RULES).like(facts, leave_out="[")
 

@@ -24,7 +24,12 @@ def fingerprint(mapping: Mapping) -> str:
         (True, False)
     """
     files = None if mapping.files is None else [*mapping.files.known()]
-    facts = [_facts(rule) for rule in mapping.rules], mapping.ignore, mapping.strict, files
+    facts = (
+        [_facts(rule) for rule in mapping.rules],
+        (*mapping.buffers, *mapping.ignore),
+        mapping.strict,
+        files,
+    )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -95,6 +95,8 @@ class Mapping:
         strict: Refuse tensors that are neither used nor ignored.
         unsaved: Patterns of tensors that every checkpoint of the model has, and no leaf holds.
             Saving is then refused, unless `like` is told to leave them out.
+        buffers: Patterns of tensors that programs compute by themselves. They are ignored too, and
+            what is saved may lack them.
 
     Raises:
         MappingError: A pattern is malformed, or something else than a rule is given.
@@ -121,6 +123,7 @@ class Mapping:
         ignore: str | Iterable[str] = (),
         strict: bool = True,
         unsaved: Iterable[str] = (),
+        buffers: str | Iterable[str] = (),
     ) -> None:
         self.rules = several(rules, "Mapping")
         some: Iterable[object] = self.rules
@@ -133,14 +136,17 @@ class Mapping:
         self.ignore = (ignore,) if isinstance(ignore, str) else several(ignore, "ignore=")
         self.strict = strict
         self._unsaved = tuple(unsaved)
-        self._ignored = _compiled("Mapping(ignore=...)", self.ignore)
+        self.buffers = (buffers,) if isinstance(buffers, str) else several(buffers, "buffers=")
+        self._spare = _compiled("Mapping(buffers=...)", self.buffers)
+        self._ignored = [*_compiled("Mapping(ignore=...)", self.ignore), *self._spare]
 
     def __repr__(self) -> str:
         rules = "".join(f"    {rule!r},\n" for rule in self.rules)
         ignore = f", ignore={list(self.ignore)}" if self.ignore else ""
         strict = "" if self.strict else ", strict=False"
         unsaved = f", unsaved={list(self._unsaved)}" if self._unsaved else ""
-        return f"Mapping([\n{rules}]{ignore}{strict}{unsaved})"
+        buffers = f", buffers={list(self.buffers)}" if self.buffers else ""
+        return f"Mapping([\n{rules}]{ignore}{strict}{unsaved}{buffers})"
 
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
         """The loading direction: each leaf as an expression over a checkpoint's tensors.
@@ -256,7 +262,8 @@ class Mapping:
                 saved will lack.
 
         Raises:
-            MappingError: The checkpoint has other tensors that no rule takes.
+            MappingError: The checkpoint has other tensors that no rule takes, and that are no
+                buffers.
             CheckpointNotFoundError: There is no checkpoint at the path.
             FormatError: A file of it is malformed.
         """
@@ -266,7 +273,7 @@ class Mapping:
         return made
 
     def _check_left_out(self, files: Facts, leave_out: str | Iterable[str]) -> None:
-        patterns = _compiled("Mapping.like(leave_out=...)", leave_out)
+        patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out), *self._spare]
         taken = set(self.needs(files))
         lost = [
             name

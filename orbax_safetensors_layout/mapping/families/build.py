@@ -52,9 +52,11 @@ def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
         _Builder(dims, settings).rules(tree),
         ignore=[*_ignored(dims, settings), *vision],
         unsaved=vision,
+        buffers=_BUFFERS,
     )
 
 
+_BUFFERS = ("*.rotary_emb.inv_freq",)  # that transformers saved until 4.31
 _VISION = ("*vision_tower.*", "*multi_modal_projector.*")
 _UNTIE = (
     "The configuration ties the output kernel to the embedding, but the checkpoint has another one,"
@@ -195,7 +197,6 @@ def head_name(prefix: str) -> str:
 
 def _ignored(dims: Dims, settings: Settings) -> Iterator[str]:
     """Patterns of tensors that no leaf needs."""
-    yield "*.rotary_emb.inv_freq"  # buffers that transformers saved until 4.31
     if dims.extra:
         last = dims.layers + dims.extra - 1
         yield f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"
