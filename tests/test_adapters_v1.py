@@ -352,6 +352,20 @@ def test_handler_serves_a_training_checkpointer(tmp_path, folder):
         assert training.metadata(3).metadata[NORM].shape == (64,)
 
 
+@pytest.mark.parametrize("record", ["{}", '{"item_handlers": {"other": "a.Handler"}}', None])
+def test_handler_serves_published_weights_without_any_record(tmp_path, folder, record):
+    step = tmp_path / "step"
+    step.mkdir()
+    (step / "pretrained").symlink_to(folder)
+    if record is not None:
+        (step / "_CHECKPOINT_METADATA").write_text(record)
+        (step / "orbax.checkpoint").touch()
+    with osl.context("pretrained"):
+        check_host(ocp.load_checkpointables(step, {"pretrained": None})["pretrained"])
+        wanted = {"pretrained": sharded_abstract()}
+        check_sharded(ocp.load_checkpointables(step, wanted)["pretrained"])
+
+
 def test_handler_follows_partial_load(tmp_path, folder):
     path = orbax_step(tmp_path / "step", "params", folder)
     tree = {"model": {"norm": {"weight": NORM_LEAF}}}

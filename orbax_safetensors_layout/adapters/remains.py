@@ -15,19 +15,19 @@ from orbax_safetensors_layout.format.manifest import MANIFEST
 _OURS = __name__.partition(".")[0]
 
 
-def check_remains(folder: str | os.PathLike[str], *, always_recorded: bool = False) -> None:
+def check_remains(folder: str | os.PathLike[str]) -> None:
     """Refuses an item that this package saved and whose manifest is gone.
 
     Orbax deletes a step file by file, and lists it as long as its folder is there. Without the
-    manifest, what is left would load as a flat dict of some of the tensors.
+    manifest, what is left would load as a flat dict of some of the tensors. Published weights have
+    no manifest either: what nothing says that this package saved is loaded.
 
     Args:
         folder: The item.
-        always_recorded: Whether an item without metadata of its own is incomplete, too.
 
     Raises:
-        InvalidManifestError: The item's own metadata say that there was one, or are gone as well
-            where the step's say that this package saved it.
+        InvalidManifestError: The item's own metadata say that there was one; or they are gone as
+            well, and the step's say that this package saved it, or are gone from a step of v1.
     """
     path = ocp.path.Path(folder)
     if (path / MANIFEST).exists():
@@ -35,16 +35,18 @@ def check_remains(folder: str | os.PathLike[str], *, always_recorded: bool = Fal
     if (path / _orbax.ITEM_METADATA).exists():
         is_lost = MANIFEST in _read(path / _orbax.ITEM_METADATA)
     else:
-        handlers: Any = _read(path.parent / _orbax.STEP_METADATA).get("item_handlers")
+        record = path.parent / _orbax.STEP_METADATA
+        handlers: Any = _read(record).get("item_handlers")
         handler = handlers.get(path.name) if isinstance(handlers, dict) else None
-        is_lost = (always_recorded and path.is_dir()) or _OURS in str(handler)
+        is_torn = (path.parent / _orbax.STEP_INDICATOR).exists() and not record.exists()
+        is_lost = path.is_dir() and (is_torn or _OURS in str(handler))
     if is_lost:
         raise InvalidManifestError(
             "a part of the checkpoint is gone",
             file=path,
             expected=f"{_orbax.ITEM_METADATA}, and what it names",
             found=", ".join(sorted(one.name for one in path.iterdir())),
-            hint="Its deletion was interrupted: delete the rest, and restore another step.",
+            hint="An interrupted deletion of the step leaves this: restore another step.",
         )
 
 

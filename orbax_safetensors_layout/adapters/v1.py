@@ -105,7 +105,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             abstract_checkpointable: The wanted tree; None loads everything: what this package saved
                 as it was saved, a checkpoint of others as a flat dict of numpy arrays.
         """
-        await in_background(check_remains, directory, always_recorded=True)
+        await in_background(check_remains, directory)
         return in_background(
             load_item,
             directory,
