@@ -151,7 +151,7 @@ def _mapping(parsed: argparse.Namespace) -> Any:
 
 def _resume(parsed: argparse.Namespace) -> str:
     """What an interrupted conversion leaves: the folder that it works in, if it got so far."""
-    from orbax_safetensors_layout.storage.publish import partial_folder
+    from orbax_safetensors_layout.storage.publish_note import partial_folder
 
     target = os.path.realpath(os.path.expanduser(parsed.target))
     steps = [] if parsed.step is None else [os.path.join(target, str(parsed.step))]

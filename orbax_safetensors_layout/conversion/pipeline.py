@@ -15,12 +15,8 @@ from orbax_safetensors_layout.conversion.target import FINISHED, Target
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.publish import (
-    Claim,
-    check_replaceable,
-    claimed,
-    partial_folder,
-)
+from orbax_safetensors_layout.storage.publish import Claim, check_replaceable, claimed
+from orbax_safetensors_layout.storage.publish_note import partial_folder
 from orbax_safetensors_layout.transfer.coordination import Agreement
 from orbax_safetensors_layout.transfer.coordination import Group as Processes
 from orbax_safetensors_layout.transfer.progress import progress_callback

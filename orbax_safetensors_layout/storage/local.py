@@ -27,7 +27,8 @@ from orbax_safetensors_layout.storage.local_write import (
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.storage.publish import FolderExchange, aside_folder
+from orbax_safetensors_layout.storage.publish import FolderExchange
+from orbax_safetensors_layout.storage.publish_note import aside_folder
 from orbax_safetensors_layout.units import MIB
 
 _PAGE = mmap.PAGESIZE

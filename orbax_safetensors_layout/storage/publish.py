@@ -6,19 +6,22 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import hashlib
-import json
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.storage.base import Rank, Storage
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
+from orbax_safetensors_layout.storage.publish_note import (
+    Note,
+    aside_folder,
+    lock_file,
+    partial_folder,
+)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -81,7 +84,7 @@ class Claim:
     def __init__(self, folder: str, fd: int) -> None:
         self._folder = folder
         self._fd = fd
-        self._note = self._read()
+        self._note = Note.read(fd, folder)
 
     def settle(self) -> None:
         """Puts back, or removes, what a holder that was killed left beside the folder.
@@ -97,7 +100,7 @@ class Claim:
                 else:
                     os.rename(aside, self._folder)
             _remove_tree(partial_folder(self._folder))
-            if self._note is not None and not self._is_at(self._beside(self._note.finished)):
+            if self._note is not None and not self._note.is_at(self._beside(self._note.finished)):
                 # At its place stands nothing, or what it was exchanged for.
                 _remove_tree(self._beside(self._note.workspace))
 
@@ -108,7 +111,7 @@ class Claim:
             made: What it made, as given to `publish`; None for whatever it was.
         """
         note = self._note
-        return note is not None and made in (None, note.made) and self._is_at(self._folder)
+        return note is not None and made in (None, note.made) and note.is_at(self._folder)
 
     def forget(self) -> None:
         """Drops what the file tells of a holder that was killed: the folder will be replaced."""
@@ -127,11 +130,9 @@ class Claim:
             StorageError: A step failed.
         """
         with storage_errors("can not note what is about to be published", self._folder):
-            name = os.path.relpath(finished, os.path.dirname(self._folder))
-            self._note = _Note(name, made, _inodes(finished))
-            data = json.dumps(self._note._asdict()).encode()
+            self._note = Note.of(finished, self._folder, made)
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, data, 0)
+            os.pwrite(self._fd, self._note.to_json(), 0)
             os.fsync(self._fd)
         flush_folder(os.path.dirname(self._folder))
         publish_folder(finished, self._folder, is_replaced=is_replaced)
@@ -143,45 +144,6 @@ class Claim:
 
     def _beside(self, name: str) -> str:
         return os.path.join(os.path.dirname(self._folder), name)
-
-    def _is_at(self, folder: str) -> bool:
-        """Whether the folder that was about to be published is this one."""
-        assert self._note is not None
-        try:
-            return self._note.inodes.items() <= _inodes(folder).items()
-        except OSError:
-            return False
-
-    def _read(self) -> _Note | None:
-        try:
-            data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-            return _Note(**json.loads(data))
-        except (OSError, ValueError, TypeError):  # nothing was noted, or a crash cut it off
-            return None
-
-
-class _Note(NamedTuple):
-    """What was about to be published.
-
-    Attributes:
-        finished: The finished folder, relative to the one that holds it and the target.
-        made: What it is.
-        inodes: Inodes of it and of all in it, which it keeps wherever it is moved.
-    """
-
-    finished: str
-    made: str
-    inodes: dict[str, int]
-
-    @property
-    def workspace(self) -> str:
-        """The folder beside the target that it was made in."""
-        return self.finished.split(os.sep)[0]
-
-
-def _inodes(folder: str) -> dict[str, int]:
-    with os.scandir(folder) as entries:
-        return {"": os.stat(folder).st_ino} | {entry.name: entry.inode() for entry in entries}
 
 
 def _remove_tree(folder: str) -> None:
@@ -248,31 +210,6 @@ def check_replaceable(folder: str) -> None:
             )
 
 
-def partial_folder(folder: str, purpose: str = "save") -> str:
-    """Where what will stand at `folder` is made: beside it, whatever the length of its name.
-
-    Args:
-        folder: The folder.
-        purpose: What makes it; each has a folder of its own.
-    """
-    return _hidden(folder, f"partial-{purpose}")
-
-
-def aside_folder(folder: str) -> str:
-    """Where a folder stands for an instant while it is replaced, if two can not be exchanged.
-
-    Args:
-        folder: The folder, as `os.path.realpath` gives it.
-    """
-    return _hidden(folder, "old")
-
-
-def _hidden(folder: str, what: str) -> str:
-    parent, name = os.path.split(folder)
-    tag = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return os.path.join(parent, f".{tag}.{what}")
-
-
 @contextlib.contextmanager
 def claimed(folder: str) -> Iterator[Claim]:
     """Claims a folder that is to be replaced, and puts in order what a crash left beside it.
@@ -283,7 +220,7 @@ def claimed(folder: str) -> Iterator[Claim]:
     Raises:
         StorageError: Another process, or thread, holds it.
     """
-    path = _hidden(folder, "lock")
+    path = lock_file(folder)
     with storage_errors("can not begin to save", path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         fd = _locked(path)
@@ -310,7 +247,7 @@ def finish_interrupted(folder: str) -> bool:
     Raises:
         StorageError: A save to it is running.
     """
-    if not os.path.exists(_hidden(folder, "lock")):
+    if not os.path.exists(lock_file(folder)):
         return False
     with claimed(folder) as claim:
         return claim.was_published()

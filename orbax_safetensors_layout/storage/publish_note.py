@@ -1,0 +1,102 @@
+"""What is beside a folder while it is replaced: its names, and a note of what takes the place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import NamedTuple, Self
+
+
+class Note(NamedTuple):
+    """What was about to be published.
+
+    Attributes:
+        finished: The finished folder, relative to the one that holds it and the target.
+        made: What it is.
+        entries: What it, and all in it, keep wherever it is moved, by name.
+    """
+
+    finished: str
+    made: str
+    entries: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, finished: str, folder: str, made: str) -> Self:
+        """A note that a finished folder goes to `folder`.
+
+        Raises:
+            OSError: The finished folder can not be read.
+        """
+        name = os.path.relpath(finished, os.path.dirname(folder))
+        return cls(name, made, _entries(finished))
+
+    @classmethod
+    def read(cls, fd: int, folder: str) -> Self | None:
+        """The note in the lock file of a folder; None for anything else that is in it.
+
+        What it names may be removed, so a name that no save or conversion to the folder works
+        under is not believed.
+        """
+        try:
+            found = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+            note = cls(found["finished"], found["made"], found["entries"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None  # nothing was noted, or a crash cut it off
+        types = tuple(type(part) for part in note)
+        known = [os.path.basename(partial_folder(folder, what)) for what in ("save", "convert")]
+        if types != (str, str, dict) or note.workspace not in known or "" not in note.entries:
+            return None
+        below = note.finished[len(note.workspace) + 1 :]
+        return None if below in (os.curdir, os.pardir) or os.sep in below else note
+
+    def to_json(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+    @property
+    def workspace(self) -> str:
+        """The folder beside the target that it was made in."""
+        return self.finished.split(os.sep)[0]
+
+    def is_at(self, folder: str) -> bool:
+        """Whether the folder that was about to be published is this one."""
+        try:
+            found = _entries(folder)
+        except (OSError, ValueError):
+            return False
+        return all(found.get(name) == entry for name, entry in self.entries.items())
+
+
+def _entries(folder: str) -> dict[str, list[int]]:
+    with os.scandir(folder) as entries:
+        return {"": [os.stat(folder).st_ino]} | {entry.name: [entry.inode()] for entry in entries}
+
+
+def partial_folder(folder: str, purpose: str = "save") -> str:
+    """Where what will stand at `folder` is made: beside it, whatever the length of its name.
+
+    Args:
+        folder: The folder.
+        purpose: What makes it; each has a folder of its own.
+    """
+    return _hidden(folder, f"partial-{purpose}")
+
+
+def aside_folder(folder: str) -> str:
+    """Where a folder stands for an instant while it is replaced, if two can not be exchanged.
+
+    Args:
+        folder: The folder, as `os.path.realpath` gives it.
+    """
+    return _hidden(folder, "old")
+
+
+def lock_file(folder: str) -> str:
+    """The file beside a folder that is locked while it is replaced, and holds the note."""
+    return _hidden(folder, "lock")
+
+
+def _hidden(folder: str, what: str) -> str:
+    parent, name = os.path.split(folder)
+    tag = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
+    return os.path.join(parent, f".{tag}.{what}")
