@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage import publish
@@ -74,3 +77,63 @@ def test_a_note_that_is_none(tmp_path, text):
     lock.write_text(text, errors="surrogateescape")
     osl.save(target, OTHER)
     np.testing.assert_array_equal(osl.load(target)["w"], OTHER["w"])
+
+
+def killed_after_publishing(call, target):
+    """Ends a call as a kill would, right after it put the new folder in its place."""
+    real, note = publish.publish_folder, []
+
+    def publish_folder(*arguments, **keywords):
+        real(*arguments, **keywords)
+        note.extend((lock, lock.read_bytes()) for lock in target.parent.glob(".*.lock"))
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(publish, "publish_folder", publish_folder),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        call()
+    for lock, data in note:
+        lock.write_bytes(data)
+
+
+def put_other(target):
+    """Another checkpoint of the same names and sizes, which gets the inodes of the first."""
+    data = safetensors.numpy.save(OTHER, metadata={"format": "pt"})
+    for path in target.glob("*.safetensors"):
+        path.write_bytes(data)
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+
+
+def test_a_conversion_is_not_done_when_another_checkpoint_has_its_inodes(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    osl.save(source, TREE)
+    convert = functools.partial(osl.convert, source, target, format="hf")
+    killed_after_publishing(convert, target)
+    put_other(target)
+    with pytest.raises(osl.CheckpointExistsError):
+        convert()
+    assert convert(overwrite=True).resumed_bytes == 0
+    np.testing.assert_array_equal(osl.load(target)["w"], TREE["w"])
+
+
+def test_a_consolidation_is_not_done_when_another_checkpoint_has_its_inodes(tmp_path):
+    target = tmp_path / "target"
+    osl.save(target, TREE, options=osl.WriteOptions(layout="sharded"))
+    killed_after_publishing(lambda: osl.consolidate(target), target)
+    put_other(target)
+    with pytest.raises(osl.SafetensorsLayoutError, match="not stored in pieces"):
+        osl.consolidate(target)
+    np.testing.assert_array_equal(osl.load(target)["w"], OTHER["w"])
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
+def test_a_conversion_that_took_its_place_is_done(tmp_path, form):
+    source, target = tmp_path / "source", tmp_path / "target"
+    osl.save(source, TREE)
+    convert = functools.partial(osl.convert, source, target, format=form)
+    killed_after_publishing(convert, target)
+    (target / "notes.txt").write_text("mine")
+    done = convert()
+    assert done.resumed_bytes == done.nbytes
+    assert (target / "notes.txt").read_text() == "mine"

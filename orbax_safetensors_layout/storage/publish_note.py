@@ -68,8 +68,13 @@ class Note(NamedTuple):
 
 
 def _entries(folder: str) -> dict[str, list[int]]:
+    """Inodes, which a later folder may get again, and for all within it size and time, too."""
+    found = {"": [os.stat(folder).st_ino]}
     with os.scandir(folder) as entries:
-        return {"": [os.stat(folder).st_ino]} | {entry.name: [entry.inode()] for entry in entries}
+        for entry in entries:
+            stat = entry.stat(follow_symlinks=False)
+            found[entry.name] = [stat.st_ino, stat.st_size, stat.st_mtime_ns]
+    return found
 
 
 def partial_folder(folder: str, purpose: str = "save") -> str:
