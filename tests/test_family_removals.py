@@ -85,8 +85,8 @@ def test_no_load_and_no_conversion_without_it(saved, tmp_path, name, target, rem
     whole, _, tensors, _ = saved[name]
     names = kinds(tensors)[removed]
     folder = copy(whole, tmp_path / "lacking", without=names)
-    mapping = families.mapping(folder, target=target)
-    wanted = families.mapping(whole, target=target).abstract(whole)
+    mapping = families.mapping(whole, target=target)
+    wanted = mapping.abstract(whole)
     for call in (
         functools.partial(mapping.abstract, folder),
         functools.partial(osl.load, folder, mapping=mapping),

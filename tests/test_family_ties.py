@@ -127,6 +127,43 @@ def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
             check_against(model, folder, families.mapping, head)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_models_without_a_head(tmp_path, name):
+    """`architectures` names such a class; of any other an output kernel that lacks is an error."""
+    import transformers
+
+    made = make(name, tmp_path / "made")
+    body = tmp_path / "body"
+    made.model.model.save_pretrained(body)
+    config = json.loads((body / "config.json").read_text())
+    assert config["architectures"] == [type(made.model.model).__name__]
+    assert not config["tie_word_embeddings"]
+    for given in (body, config):
+        mapping = families.mapping(given, prefix="")
+        tree = osl.load(body, mapping=mapping)
+        assert "lm_head.kernel" not in tree
+        expected = families.mapping(made.folder).leaf_facts(made.folder)
+        assert set(tree) == set(expected) - {"lm_head.kernel"}
+    osl.save(tmp_path / "back", tree, mapping=families.mapping(body))
+    (tmp_path / "back" / "config.json").write_text(json.dumps(config))
+    _, report = transformers.AutoModel.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(report.values())
+    for classes in (None, [type(made.model).__name__]):
+        (body / "config.json").write_text(json.dumps(config | {"architectures": classes}))
+        with pytest.raises(MappingError, match=r"no tensor 'lm_head.weight'.*architectures"):
+            families.mapping(body)
+    # Files that have one count more than the name of a class.
+    untied = families.mapping(config_in(made.folder, architectures=["LlamaModel"]))
+    assert "lm_head.kernel" in untied.leaf_facts(made.folder)
+
+
+def config_in(folder, **changes):
+    """The folder, with changes in its configuration."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,

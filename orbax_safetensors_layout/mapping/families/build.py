@@ -27,6 +27,7 @@ class Settings:
         prefix: What stands before the names of the checkpoint's tensors.
         root: What stands before the names of the model's leaves, with its dot.
         keep: Whether quantised tensors stay as they are.
+        head: Whether an untied model has an output kernel.
     """
 
     scan: bool
@@ -37,6 +38,7 @@ class Settings:
     prefix: str
     root: str
     keep: bool
+    head: bool
 
 
 def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
@@ -76,7 +78,8 @@ class _Builder:
         yield rule(root + tree.norm.target, self._whole(tree.norm))
         own = self._fitted(self._whole(tree.head), 1)
         if not self._dims.tied:
-            yield rule(root + tree.head.target, own)
+            if self._settings.head:
+                yield rule(root + tree.head.target, own)
         elif self._settings.untie:
             shared = dataclasses.replace(tree.head, source=tree.embedding.source)
             either = Either(own, self._fitted(self._whole(shared), 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_safetensors_layout.mapping.families.config import Section
@@ -103,6 +103,7 @@ class Dims:
         hidden: Elements of a token's state.
         vocab: Rows of the embedding.
         tied: Whether the output kernel is the embedding where the files have none.
+        headless: Whether the model is one without an output kernel, as embedders are.
         query_scalar: Attention logits are divided by the square root of it.
         rope: The `rope_type` of the configuration; `default` where it has none.
         experts: Routed experts of a layer; 0 in a dense model.
@@ -124,6 +125,7 @@ class Dims:
     hidden: int
     vocab: int
     tied: bool
+    headless: bool
     query_scalar: float
     rope: str
     experts: int
@@ -175,6 +177,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         hidden=hidden,
         vocab=read.integer("vocab_size"),
         tied=_tied(outer, read),
+        headless=_headless(outer.texts("architectures") or ()),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
         experts=read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS // layers))
@@ -216,6 +219,13 @@ def _tied(outer: Section, read: Section) -> bool:
     kind = outer.text("model_type") or outer.model
     ties = outer.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT)
     return ties or (inner and kind in _TIED_BY_EITHER)
+
+
+def _headless(architectures: Sequence[str]) -> bool:
+    """Whether the classes that the files are of have no output kernel, as `LlamaModel`."""
+    return bool(architectures) and all(
+        name.endswith("Model") and not name.endswith("HeadModel") for name in architectures
+    )
 
 
 def _biased(family: str, read: Section) -> frozenset[str]:

@@ -11,7 +11,12 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.checks import brief
 from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
-from orbax_safetensors_layout.mapping.families.build import Settings, build
+from orbax_safetensors_layout.mapping.families.build import (
+    EMBEDDING_TENSOR,
+    Settings,
+    build,
+    head_name,
+)
 from orbax_safetensors_layout.mapping.families.config import (
     Config,
     count_stored,
@@ -212,7 +217,7 @@ def _made(
             expected=f"one of {', '.join(side.families)}",
         )
     dims, names = dims_of(family, parsed), stored_names(config)
-    settings = _settings(dims, find_prefix(names), name, side, options)
+    settings = _settings(dims, names, name, side, options)
     _check_counts(dims, names, f"{settings.prefix}layers.")
     return build(dims, settings, side.tree(dims))
 
@@ -235,7 +240,7 @@ def _check_counts(dims: Dims, names: Sequence[str], before: str) -> None:
 
 
 def _settings(
-    dims: Dims, found_prefix: str | None, name: str, side: _Target, options: Options
+    dims: Dims, names: Sequence[str], name: str, side: _Target, options: Options
 ) -> Settings:
     scan, axis = options.get("scan"), options.get("scan_axis")
     if scan and side.scan is None:
@@ -249,7 +254,7 @@ def _settings(
     root = side.root if root is None else root
     prefix = options.get("prefix")
     if prefix is None:
-        prefix = found_prefix
+        prefix = find_prefix(names)
     if prefix is None:
         prefix = _MULTIMODAL_PREFIX if dims.multimodal else "model."
     quantized = options.get("quantized", "decode")
@@ -266,4 +271,24 @@ def _settings(
         prefix=prefix,
         root=f"{root}." if root else "",
         keep=quantized == "keep",
+        head=dims.tied or _has_head(dims, names, prefix),
     )
+
+
+def _has_head(dims: Dims, names: Sequence[str], prefix: str) -> bool:
+    """Whether an untied model has an output kernel.
+
+    Raises:
+        MappingError: It has to have one, but the files hold a model without.
+    """
+    head = head_name(prefix)
+    if dims.headless or prefix + EMBEDDING_TENSOR not in names:
+        return head in names or not dims.headless
+    if head not in names:
+        raise MappingError(
+            f"there is no tensor {head!r}, the output kernel of a model that is not tied",
+            hint="If the model has none, name a class in config.json that has none, such as"
+            ' "architectures": ["LlamaModel"]. If the embedding is to be it, set'
+            " tie_word_embeddings to true. Else complete the files.",
+        )
+    return True
