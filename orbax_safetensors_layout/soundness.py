@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
@@ -14,6 +15,8 @@ from orbax_safetensors_layout.format.pieces import StoredPieces, piece_name
 from orbax_safetensors_layout.format.survey import Survey, read_manifest, survey
 from orbax_safetensors_layout.report import Finding
 from orbax_safetensors_layout.storage.base import Storage, join
+
+_MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 
 
 class Soundness:
@@ -35,6 +38,7 @@ class Soundness:
         self.path = path
         self.findings: list[Finding] = []
         self.headers: dict[str, Header] = {}
+        self._counts: Counter[str] = Counter()
 
     def check(self) -> None:
         """Finds what is wrong."""
@@ -42,14 +46,12 @@ class Soundness:
         if found is None:
             return
         for file in sorted(found.files):
-            problems: list[SafetensorsLayoutError] = []
+            before = self._counts["header"]
             try:
-                header = read_header(self.storage, file, tell=problems.append)
+                header = read_header(self.storage, file, tell=self._header_error)
             except SafetensorsLayoutError as error:
-                problems.append(error)
-            for problem in problems:
-                self._error("header", str(problem))
-            if not problems:
+                self._header_error(error)
+            if self._counts["header"] == before:
                 self.headers[file] = header
         manifest = found.manifest
         if manifest is None and found.manifest_file is not None:
@@ -67,9 +69,18 @@ class Soundness:
             if manifest is not None:
                 self._check_tree(manifest)
         self._check_stray(found)
+        for kind, count in self._counts.items():
+            if count > _MOST_FINDINGS:
+                more = f"{count - _MOST_FINDINGS:,} more are not listed"
+                self.findings.append(Finding(kind, more))
+
+    def _header_error(self, error: SafetensorsLayoutError) -> None:
+        self._error("header", str(error))
 
     def _error(self, kind: str, text: str) -> None:
-        self.findings.append(Finding(kind, text))
+        self._counts[kind] += 1
+        if self._counts[kind] <= _MOST_FINDINGS:
+            self.findings.append(Finding(kind, text))
 
     def name(self, file: str) -> str:
         """A file's name, relative to the checkpoint."""

@@ -20,6 +20,7 @@ MAX_DIGESTS_BYTES = 100_000_000
 
 _VERSION_KEY, _VERSION = "orbax_safetensors_layout_digests", 1
 _ALGORITHM = "crc32"
+_MEMBERS = (_VERSION_KEY, "algorithm", "files")
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31  # the polynomial 1: CRC-32 has its bits in reverse
 _HEX = re.compile(r"[0-9a-f]{8}")
@@ -98,8 +99,17 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
         InvalidManifestError: It is malformed, or of another version or algorithm.
     """
     checks = Checks(file)
+    document: dict[str, object] = {}
+    digests: dict[str, str] = {}
     try:
-        document = dict(strict_json.members(data.decode().lstrip()))
+        text = data.decode().lstrip(" \t\n\r")
+        for outer, key, value in strict_json.bounded_members(text, ("files",)):
+            if key in (document if outer is None else digests):
+                raise strict_json.JsonError(f"key {key!r} is repeated")
+            if outer is not None:
+                digests[key] = value if isinstance(value, str) else brief(value)
+            else:
+                document[key] = value if key in _MEMBERS else None
     except (UnicodeDecodeError, strict_json.JsonError, RecursionError) as error:
         raise InvalidManifestError(
             "the digests are not valid JSON", file=file, found=str(error)
@@ -109,10 +119,10 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
         checks.refuse(
             "digests of another version", expected=f"{(_VERSION, _ALGORITHM)}", found=brief(said)
         )
+    checks.members(document.get("files"), "files")
     found = {}
-    for name, value in checks.members(document.get("files"), "files").items():
-        text = checks.text(value, "digest")
-        if not _HEX.fullmatch(text):
-            checks.refuse("malformed digest", expected="8 hexadecimal digits", found=brief(text))
-        found[name] = int(text, 16)
+    for name, digest in digests.items():
+        if not _HEX.fullmatch(digest):
+            checks.refuse("malformed digest", expected="8 hexadecimal digits", found=brief(digest))
+        found[name] = int(digest, 16)
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from orbax_safetensors_layout.format.header import (
@@ -15,6 +16,9 @@ from orbax_safetensors_layout.format.header import (
 from orbax_safetensors_layout.format.telling import Tell, refuse
 from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
+from orbax_safetensors_layout.units import MIB
+
+_LARGE_BYTES = 8 * MIB
 
 
 class Headers:
@@ -45,8 +49,12 @@ class Headers:
                 self._found[lacking[0]] = read_header(self._storage, lacking[0])
             elif lacking:
                 pool = ThreadPoolExecutor(min(self._concurrency, len(lacking)), "catalog")
+                turns = _Turns()
                 try:
-                    jobs = [pool.submit(read_header, self._storage, file) for file in lacking]
+                    jobs = [
+                        pool.submit(read_header, self._storage, file, turns=turns)
+                        for file in lacking
+                    ]
                     for file, job in zip(lacking, jobs, strict=True):
                         self._found[file] = job.result()
                 except BaseException:
@@ -57,13 +65,43 @@ class Headers:
             return {file: self._found[file] for file in files}
 
 
-def read_header(storage: Storage, file: str, *, tell: Tell = refuse) -> Header:
+class _Turns:
+    """Lets one thread at a time hold a large header, and none after one that was refused.
+
+    A header of 100 MB takes 200 to 600 MB while it is parsed, and seconds under Python's lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """Waits until no other thread has its turn.
+
+        Raises:
+            Exception: What ended the turn of another thread.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                yield
+            except Exception as error:
+                self._error = error
+                raise
+
+
+def read_header(
+    storage: Storage, file: str, *, tell: Tell = refuse, turns: _Turns | None = None
+) -> Header:
     """Fetches and parses a file's header, in one request unless it is longer than 256 KiB.
 
     Args:
         storage: Where the file is.
         file: The file.
         tell: As for `parse_header`.
+        turns: What large headers of several threads wait for.
 
     Raises:
         FormatError: It is malformed, or the file is truncated.
@@ -72,10 +110,11 @@ def read_header(storage: Storage, file: str, *, tell: Tell = refuse) -> Header:
     file_size = storage.size(file)
     data = read_range(storage, file, 0, min(file_size, FIRST_READ_BYTES))
     length = header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
-    header = data[PREFIX_BYTES : PREFIX_BYTES + length]
-    if len(header) < length:
-        header += read_range(storage, file, len(data), length - len(header))
-    return parse_header(header, file=file, file_size=file_size, tell=tell)
+    with turns.take() if turns and length > _LARGE_BYTES else contextlib.nullcontext():
+        header = data[PREFIX_BYTES : PREFIX_BYTES + length]
+        if len(header) < length:
+            header += read_range(storage, file, len(data), length - len(header))
+        return parse_header(header, file=file, file_size=file_size, tell=tell)
 
 
 def read_range(storage: Storage, file: str, start: int, size: int) -> bytes:

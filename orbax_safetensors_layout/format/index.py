@@ -84,7 +84,7 @@ def _parse(text: str, file: str) -> WeightIndex:
         elif key == "metadata":
             found[key] = strict_json.plain(value)
         else:
-            strict_json.plain(value)
+            strict_json.refuse_unreadable(value)
             found[key] = type(value)
     if found.get("weight_map") is not tuple:
         kind = found.get("weight_map", type(None))

@@ -27,9 +27,9 @@ from orbax_safetensors_layout.format.index import (
 )
 from orbax_safetensors_layout.format.manifest import (
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     Manifest,
     parse_manifest,
+    refuse_large_manifest,
 )
 from orbax_safetensors_layout.format.nearby import (
     ORBAX_ITEM,
@@ -254,13 +254,7 @@ def read_manifest(storage: Storage, file: str) -> Manifest:
         StorageError: The read failed.
     """
     size = storage.size(file)
-    if size > MAX_MANIFEST_BYTES:
-        raise InvalidManifestError(
-            "the manifest is too large",
-            file=file,
-            expected=f"at most {MAX_MANIFEST_BYTES} bytes",
-            found=f"{size} bytes",
-        )
+    refuse_large_manifest(size, file)
     return parse_manifest(read_range(storage, file, 0, size), file=file)
 
 

@@ -7,7 +7,11 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from orbax_safetensors_layout.errors import FormatError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    FormatError,
+    InvalidManifestError,
+    SafetensorsLayoutError,
+)
 from orbax_safetensors_layout.format.digests import (
     DIGESTS,
     MAX_DIGESTS_BYTES,
@@ -138,8 +142,15 @@ def read_digests(storage: Storage, folder: str) -> dict[str, int] | None:
     if DIGESTS not in storage.list(folder):
         return None
     file = join(folder, DIGESTS)
-    data = read_range(storage, file, 0, min(storage.size(file), MAX_DIGESTS_BYTES))
-    return parse_digests(data, file=file)
+    size = storage.size(file)
+    if size > MAX_DIGESTS_BYTES:
+        raise InvalidManifestError(
+            "the list of checksums is too large",
+            file=file,
+            expected=f"at most {MAX_DIGESTS_BYTES} bytes",
+            found=f"{size} bytes",
+        )
+    return parse_digests(read_range(storage, file, 0, size), file=file)
 
 
 def file_ranges(
