@@ -304,6 +304,26 @@ def test_an_item_beside_one_that_is_not_used_yet_is_a_warning(tmp_path):
         assert_same_bits(manager.restore(3, args=args).a["w"], VALUES)
 
 
+def test_each_registered_item_of_each_manager_counts(tmp_path):
+    def items(**trees):
+        return ocp.args.Composite(**{k: ocp.args.StandardSave({"w": VALUES}) for k in trees})
+
+    registry = osl.handler_registry("params", "opt_state")
+
+    def manager_of(name):
+        return ocp.CheckpointManager(tmp_path / name, handler_registry=registry)
+
+    told = r'item "opt" is not registered.*\("opt_state"\)'
+    with manager_of("a") as manager:
+        with pytest.warns(UserWarning, match=told):
+            manager.save(0, args=items(params=1, opt=1))
+        manager.save(1, args=items(params=1, opt=1, opt_state=1))
+        manager.save(2, args=items(params=1, opt=1))
+    with manager_of("b") as manager, pytest.warns(UserWarning, match=told):
+        manager.save(0, args=items(params=1, opt=1))
+    assert not holds_safetensors(tmp_path / "a", 0, "opt")
+
+
 TWO_PROCESSES = """
     import jax
     import numpy as np

@@ -11,6 +11,8 @@ import logging
 import operator
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable
 from typing import Any
@@ -550,20 +552,53 @@ def test_orbax_reports_what_is_malformed(tmp_path, caplog):
     assert "malformed" in caplog.text
 
 
-def test_a_context_whose_items_are_not_saved_is_an_error(tmp_path):
+def test_a_context_of_an_older_orbaxs_item_is_an_error(tmp_path):
     context = osl.context("pytree", "opt")
     text = r'item "state" is not registered.*expected: "pytree", "opt".*osl\.context\("state"\)'
-    with context:
-        with pytest.raises(osl.SafetensorsLayoutError, match=text):
-            ocp.save(tmp_path / "a", state())
-        with pytest.raises(osl.SafetensorsLayoutError, match='"model"'):
-            ocp.save_async(tmp_path / "b", state(), checkpointable_name="model").result()
+    with context, pytest.raises(osl.SafetensorsLayoutError, match=text):
+        ocp.save(tmp_path / "a", state())
     with ocp.training.Checkpointer(tmp_path / "run", context=ocp.Context(context)) as training:
         with pytest.raises(osl.SafetensorsLayoutError, match=text):
             training.save(0, state())
         with pytest.raises(osl.SafetensorsLayoutError, match=text):
             training.save_async(0, state()).result()
     assert not writes_ocdbt(tmp_path)
+
+
+def test_an_item_saved_before_all_that_are_registered_is_a_warning(tmp_path):
+    trees = {"params": state(), "opt": state()}
+    with ocp.Context(osl.context("params", "opt_state")):
+        with pytest.warns(UserWarning, match=r'"opt" is not registered.*\("opt_state"\)'):
+            ocp.save_checkpointables(tmp_path / "misspelt", trees)
+        ocp.save_checkpointables(tmp_path / "b", trees | {"opt_state": state()})
+        ocp.save_checkpointables(tmp_path / "c", trees)
+    with osl.context("params"):  # what was loaded is used
+        ocp.load(tmp_path / "b", checkpointable_name="params")
+        ocp.save(tmp_path / "d", state())
+    told = r'item "state" is not registered.*"pretrained".*Orbax\'s own format'
+    with osl.context("pretrained"), pytest.warns(UserWarning, match=told):
+        ocp.save(tmp_path / "e", state())
+    assert writes_ocdbt(tmp_path / "misspelt" / "opt")
+    assert writes_ocdbt(tmp_path / "e")
+
+
+def test_a_program_whose_save_was_refused_ends(tmp_path):
+    program = """if True:
+        import sys, numpy as np, orbax.checkpoint.experimental.v1 as ocp
+        import orbax_safetensors_layout as osl
+        tree = {"w": np.arange(4)}
+        with osl.context("pytree"):
+            for name, save in {"a": ocp.save, "b": ocp.save_async}.items():
+                try:
+                    save(f"{sys.argv[1]}/{name}", tree)
+                except osl.SafetensorsLayoutError:
+                    print("refused")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "refused\n" * 2
+    assert "never awaited" not in done.stderr
 
 
 @pytest.mark.parametrize("names", [("state", "opt"), ("opt", "state")])

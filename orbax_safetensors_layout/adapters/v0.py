@@ -50,7 +50,7 @@ from orbax_safetensors_layout.adapters.restore_args import abstract_tree
 from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
 from orbax_safetensors_layout.adapters.saving import ItemSave
 from orbax_safetensors_layout.adapters.strictness import load_item
-from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
+from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, item_name
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
@@ -68,7 +68,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         write: How to write, where no `using(write=...)` block says otherwise.
 
     Attributes:
-        is_used: Whether it has saved or restored anything.
+        used_items: The folder of the steps and the name of each item that it saved or restored.
 
     Example:
         >>> import tempfile, jax, numpy as np, orbax.checkpoint as ocp
@@ -93,7 +93,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         self._mapping = mapping
         self._read = read
         self._write = write
-        self.is_used = False
+        self.used_items: set[tuple[str, str]] = set()
 
     @classmethod
     def typestr(cls) -> str:
@@ -116,7 +116,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             ValueError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that can not be saved.
         """
-        self.is_used = True
+        self.used_items.add(item_of(directory))
         making = _orbax.folders_being_made()
         try:
             save = self._begin(directory, args, making)
@@ -171,7 +171,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             MismatchError: Checkpoint and tree disagree.
             StorageError: A read failed.
         """
-        self.is_used = True
+        self.used_items.add(item_of(directory))
         if orbax_item.is_orbax_item(directory):
             return orbax_item.restore(directory, args)
         mapping = self._mapping_of(args)
@@ -200,6 +200,11 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         if orbax_item.is_orbax_item(directory):
             return orbax_item.metadata(directory)
         return v0_metadata.describe(directory, Contents.read(directory, self._mapping_of(None)))
+
+
+def item_of(directory: str | os.PathLike[str]) -> tuple[str, str]:
+    """The folder of the steps that an item is in, and the item's name."""
+    return os.path.dirname(os.path.dirname(os.fspath(directory))), item_name(directory)
 
 
 def _commit(save: ItemSave, directory: os.PathLike[str], *, at_once: bool = False) -> future.Future:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import warnings
 from typing import Any
 
@@ -12,13 +11,13 @@ import orbax.checkpoint as ocp
 from orbax_safetensors_layout.adapters.v0 import (
     SAVE_AND_RESTORE,
     SafetensorsCheckpointHandler,
+    item_of,
     settle,
 )
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
-_TMP = ocp.utils.TMP_DIR_SUFFIX
 _DEFAULT = "default"  # what Orbax calls the item of a manager without named items
 _ORBAXS: Any = (
     (ocp.StandardCheckpointHandler, (ocp.args.StandardSave, ocp.args.StandardRestore)),
@@ -37,7 +36,7 @@ def handler_registry(
     A pipeline's `StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` calls work
     unchanged with it, and so do `restore(step)` without arguments and `item_metadata(step)`. Steps
     that Orbax saved before, in its own format, are restored as well. Other items keep Orbax's
-    handlers. To save one before any registered item was saved or restored is a warning; it is an
+    handlers. To save one before each registered item was saved or restored is a warning; it is an
     error where no step can have the registered ones (`handler_registry("state")` and a manager
     without named items, or `"default"` and one with them).
 
@@ -83,28 +82,30 @@ def _watched(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[str,
 
     async def save(directory: Any, *args: Any, **kwargs: Any) -> Any:
         await asyncio.sleep(0)  # the step's other items begin before this one goes on
-        if not ours.is_used:
-            try:
-                _report_unused(os.path.basename(directory).split(_TMP)[0], names)
-            except BaseException:
-                await asyncio.to_thread(settle)
-                raise
+        try:
+            _report_unused(directory, names, ours.used_items)
+        except BaseException:
+            await asyncio.to_thread(settle)
+            raise
         return await async_save(directory, *args, **kwargs)
 
     handler.async_save = save
     return handler
 
 
-def _report_unused(item: str, names: tuple[str, ...]) -> None:
-    """Reports that an item is saved by Orbax, and none of those that are registered was used.
+def _report_unused(directory: Any, names: tuple[str, ...], used: set[tuple[str, str]]) -> None:
+    """Reports that an item is saved by Orbax, and some that are registered were not used.
 
     Raises:
-        SafetensorsLayoutError: None will be: a manager has either named items or a single one
-            without a name.
+        SafetensorsLayoutError: None was, and none will be: a manager has either named items or a
+            single one without a name.
     """
-    registered = ", ".join(f'"{name}"' for name in names)
-    text = f'item "{item}" is not registered, and none that is registered has been used'
+    root, item = item_of(directory)
+    unused = ", ".join(f'"{name}"' for name in names if (root, name) not in used)
+    if not unused:
+        return
+    text = f'item "{item}" is not registered, and some that are registered have not been used'
     hint = f'handler_registry("{item}") saves it as safetensors.'
-    if item == _DEFAULT or names == (_DEFAULT,):
-        raise SafetensorsLayoutError(text, expected=registered, found=f'"{item}"', hint=hint)
-    warnings.warn(f"{text} ({registered}): it is saved in Orbax's own format. {hint}", stacklevel=2)
+    if not used and (item == _DEFAULT or names == (_DEFAULT,)):
+        raise SafetensorsLayoutError(text, expected=unused, found=f'"{item}"', hint=hint)
+    warnings.warn(f"{text} ({unused}): it is saved in Orbax's own format. {hint}", stacklevel=2)

@@ -13,8 +13,8 @@ The other way is the layout; see `layout` and `install`. Both leave the same fol
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
+import contextlib
 import os
 from collections.abc import Awaitable
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 
 from orbax_safetensors_layout.adapters import _orbax, settings
 from orbax_safetensors_layout.adapters.background import in_background
@@ -37,9 +38,6 @@ from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _VALUES = (bool, int, float, str)
-
-steps_begun: collections.deque[str] = collections.deque(maxlen=100)
-"""The folders, under Orbax's temporary names, in which items were saved last."""
 
 
 class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
@@ -82,7 +80,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
                 some of the processes.
         """
         _check_processes()
-        steps_begun.append(os.path.dirname(os.fspath(directory.path)))
+        _note_use(directory.path)
         save = ItemSave(
             directory.path,
             checkpointable,
@@ -105,6 +103,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             abstract_checkpointable: The wanted tree; None loads everything: what this package saved
                 as it was saved, a checkpoint of others as a flat dict of numpy arrays.
         """
+        _note_use(directory)
         await in_background(check_remains, directory)
         return in_background(
             load_item,
@@ -130,6 +129,28 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         """Whether it is a tree of leaves that `osl.load` takes."""
         # Orbax silently turns to its own pytree handler for what is refused here.
         return all(map(_is_abstract_leaf, jax.tree.leaves(abstract_checkpointable)))
+
+
+def item_name(directory: str | os.PathLike[str]) -> str:
+    """The name of an item whose folder may have one of Orbax's temporary names."""
+    return os.path.basename(os.fspath(directory)).split(TMP_DIR_SUFFIX)[0]
+
+
+def _note_use(directory: str | os.PathLike[str]) -> None:
+    """Tells the handlers of Orbax that watch the context's items; see `v1_context`."""
+    for handler, _ in _orbax.get_context().checkpointables.registry.get_all_entries():
+        used: set[str] = getattr(handler, "used_items", set())
+        used.add(item_name(directory))
+
+
+async def settle(directory: ocp.path.PathAwaitingCreation) -> None:
+    """Lets Orbax make the folders of a save that has failed before its background phase.
+
+    Nobody makes them otherwise, and a thread of Orbax that waits for them keeps the program from
+    ending for five minutes.
+    """
+    with contextlib.suppress(Exception):
+        await directory.await_creation()
 
 
 async def _holds_data(directory: ocp.path.Path) -> bool:

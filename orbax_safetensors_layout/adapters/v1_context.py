@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import warnings
 from collections.abc import Awaitable
 from typing import Any
 
-import orbax.checkpoint as ocp_v0
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, steps_begun
+from orbax_safetensors_layout.adapters import _orbax
+from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, item_name, settle
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+
+_ONCE_STATE = "pytree"
 
 
 def context(*item_names: str) -> ocp.Context:
     """A new Orbax context that gives these items to `SafetensorsHandler`.
 
-    Other items keep Orbax's handlers. A save of pytrees in which none of these items is, is an
-    error: it would be in Orbax's own format alone.
+    Other items keep Orbax's handlers. To save a pytree under another name before each of these
+    items was saved or loaded in the context is a warning; it is an error for `context("pytree")`
+    and `ocp.save`, whose item is "state".
 
     Args:
         *item_names: The items; `"state"` is the one that `ocp.save`, `ocp.load` and
@@ -47,25 +50,38 @@ def context(*item_names: str) -> ocp.Context:
 
 
 def _watched(handler: Any, names: tuple[str, ...]) -> Any:
-    """A handler of Orbax that refuses to save where none of the named items is saved as well.
+    """A handler of Orbax that reports where it saves while a named item has not been used.
 
     It has the name of the handler's own class, by which a checkpoint records what saved it.
     """
+    used: set[str] = set()
 
     async def save(self: Any, directory: Any, checkpointable: Any) -> Awaitable[None]:
         await asyncio.sleep(0)  # the step's other items begin before this one goes on
-        step, folder = os.path.split(os.fspath(directory.path))
-        item = folder.split(ocp_v0.utils.TMP_DIR_SUFFIX)[0]
-        if step not in steps_begun:
-            raise SafetensorsLayoutError(
-                f'item "{item}" is not registered, and none that is registered is saved with it',
-                expected=", ".join(f'"{name}"' for name in names),
-                found=f'"{item}"',
-                hint=f'`osl.context("{item}")` saves it as safetensors; a context without'
-                " registered items in Orbax's own format.",
-            )
+        try:
+            _report_unused(item_name(directory.path), names, used)
+        except BaseException:
+            await settle(directory)
+            raise
         writing: Awaitable[None] = await handler.save(self, directory, checkpointable)
         return writing
 
     place = {"__module__": handler.__module__, "__qualname__": handler.__qualname__}
-    return type(handler.__name__, (handler,), {"save": save, **place})
+    return type(handler.__name__, (handler,), {"save": save, "used_items": used, **place})
+
+
+def _report_unused(item: str, names: tuple[str, ...], used: set[str]) -> None:
+    """Reports that an item is saved by Orbax, and some that are registered were not used.
+
+    Raises:
+        SafetensorsLayoutError: None was, and "pytree" is registered, which is what Orbax called
+            the item of `ocp.save` before it was "state".
+    """
+    unused = ", ".join(f'"{name}"' for name in names if name not in used)
+    if not unused:
+        return
+    text = f'item "{item}" is not registered, and some that are registered have not been used'
+    hint = f'`osl.context("{item}")` saves it as safetensors.'
+    if not used and item == _orbax.STATE and _ONCE_STATE in names:
+        raise SafetensorsLayoutError(text, expected=unused, found=f'"{item}"', hint=hint)
+    warnings.warn(f"{text} ({unused}): it is saved in Orbax's own format. {hint}", stacklevel=2)
