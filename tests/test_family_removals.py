@@ -121,7 +121,11 @@ def test_no_family_takes_the_folder_of_another(saved):
         facts = facts_of(saved[theirs].tensors)
         for ours in families.TARGETS["plain"]:
             config = saved[ours].config | {"layer_types": None} | saved[theirs].config
-            call = functools.partial(getattr(families, ours)(config).abstract, facts)
+            make = functools.partial(getattr(families, ours), config)
+            call = functools.partial(make(model_type=config["model_type"]).abstract, facts)
+            if ours != theirs:
+                with pytest.raises(MappingError, match=r"model_type is '.*by another name, say so"):
+                    make()
             if ours == theirs or {ours, theirs} in SAME_NAMES:
                 call()
                 counts["same"] += 1
@@ -143,16 +147,71 @@ OTHERS = {
 
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_models_that_no_family_is_for(tmp_path, model_type):
-    import transformers
-
     nearest, more = OTHERS[model_type]
-    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
-    config = transformers.AutoConfig.for_model(model_type, **DIMS, **ids, **more)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    save_other(tmp_path, model_type, **more)
     with pytest.raises(MappingError, match="there is no tensor"):
-        getattr(families, nearest)(tmp_path).abstract(tmp_path)
+        getattr(families, nearest)(tmp_path, model_type=model_type).abstract(tmp_path)
     with pytest.raises(MappingError, match=f"no ready mapping for model_type '{model_type}'"):
         families.mapping(tmp_path)
+
+
+# Models with the tensors of a family, which compute something else with them: norms that multiply
+# by 1 + weight, factors of embeddings, residuals and logits, pairs that are turned another way.
+LOOK_ALIKES = {
+    "gemma": ("llama", "mistral"),
+    "granite": ("llama", "mistral"),
+    "helium": ("llama", "mistral"),
+    "ernie4_5": ("llama", "mistral"),
+    "seed_oss": ("qwen2",),
+}
+
+
+@pytest.mark.parametrize("model_type", LOOK_ALIKES)
+def test_look_alikes_are_refused_unless_they_are_named(tmp_path, model_type):
+    save_other(tmp_path, model_type, head_dim=8, attention_bias=model_type == "seed_oss")
+    for family in LOOK_ALIKES[model_type]:
+        make = functools.partial(getattr(families, family), tmp_path)
+        for options in ({}, {"model_type": family}):
+            with pytest.raises(MappingError, match=rf"{family} .* model_type is '{model_type}'"):
+                make(**options)
+        make(model_type=model_type).abstract(tmp_path)  # else nothing would refuse it
+
+
+def test_configurations_that_a_family_takes():
+    """Its own, those without a type, and those with vision whose text model is its own."""
+    config = dict(DIMS)
+    for given in (
+        config,
+        config | {"model_type": "qwen2"},
+        {"model_type": "internvl", "text_config": config | {"model_type": "qwen2"}},
+    ):
+        families.qwen2(given)
+    for given, found in (
+        (config | {"model_type": 7}, "7"),
+        ({"model_type": "qwen2", "text_config": config | {"model_type": "qwen3"}}, "'qwen3'"),
+        ({"model_type": "internvl", "text_config": config}, "'internvl'"),
+    ):
+        with pytest.raises(MappingError, match=f"model_type is {found}"):
+            families.qwen2(given)
+    with pytest.raises(MappingError, match="model_type is None"):
+        families.qwen2(config, model_type="yi")
+
+
+def test_norms_of_all_heads_are_not_those_of_each(tmp_path):
+    """Those of OLMoE have the names of Qwen 3's, and as many elements as all heads."""
+    save_other(tmp_path, "olmoe", num_experts=4, num_experts_per_tok=2, head_dim=8)
+    for target in ("plain", "maxtext", "tunix"):
+        mapping = families.qwen3_moe(tmp_path, target=target, model_type="olmoe")
+        with pytest.raises(MappingError, match=r"q_norm.weight.*d=8"):
+            mapping.abstract(tmp_path)
+
+
+def save_other(folder, model_type, **more):
+    import transformers
+
+    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(model_type, **DIMS, **ids, **more)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +219,8 @@ def test_models_that_no_family_is_for(tmp_path, model_type):
     [("gemma", "gemma3"), ("deepseek_v2", "deepseek_v3"), ("qwen4", "qwen3"), ("bert", None)],
 )
 def test_the_nearest_family_is_named(model_type, function):
-    expected = f"call that family's function: osl.families.{function};"
+    call = f"osl.families.{function}(config, model_type={model_type!r})"
+    expected = f"call that family's function: {call};"
     with pytest.raises(MappingError) as caught:
         families.mapping({"model_type": model_type})
     assert (expected in str(caught.value)) == (function is not None)

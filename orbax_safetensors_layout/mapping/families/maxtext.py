@@ -27,6 +27,7 @@ from orbax_safetensors_layout.mapping.families.steps import (
     Leaf,
     Step,
     Tree,
+    head_norm,
     heads,
     heads_bias,
     interleaved_heads,
@@ -118,7 +119,7 @@ def _alike(dims: Dims) -> tuple[Group, ...]:
         )
     leaves = [*_scales(_NORMS, SAME), *_attention(dims, "self_attention")]
     if dims.family in ("qwen3", "qwen3_moe"):
-        leaves += _scales(_HEAD_NORMS, SAME, "self_attention.", "self_attn.")
+        leaves += _scales(_HEAD_NORMS, head_norm(dims.head_dim), "self_attention.", "self_attn.")
     if dims.family == "qwen2":
         leaves += _biases(dims, "self_attention")
     if dims.family == "mixtral":
@@ -170,7 +171,7 @@ def _gemma3(dims: Dims) -> tuple[Group, ...]:
     """Layers are scanned by sixes; those that remain are not stacked."""
     leaves = (
         *_scales(_GEMMA_NORMS, _GEMMA_NORM),
-        *_scales(_HEAD_NORMS, _GEMMA_NORM, "self_attention.", "self_attn."),
+        *_scales(_HEAD_NORMS, head_norm(dims.head_dim, 1.0), "self_attention.", "self_attn."),
         *_attention(dims, "self_attention"),
         *_mlp("mlp"),
     )

@@ -17,6 +17,7 @@ from orbax_safetensors_layout.mapping.families.steps import (
     Leaf,
     Step,
     Tree,
+    head_norm,
     heads,
     heads_bias,
     out_of_heads,
@@ -100,10 +101,11 @@ def _groups(dims: Dims) -> tuple[Group, ...]:
 
 def _norms(dims: Dims) -> tuple[Leaf, ...]:
     gemma = dims.family in ("gemma2", "gemma3")
-    names: tuple[str, ...] = _GEMMA_NORMS if gemma else _NORMS
+    names = _GEMMA_NORMS if gemma else _NORMS
+    steps = dict.fromkeys(names, SAME)
     if dims.family in _QK_NORMED:
-        names += _HEAD_NORMS
-    return tuple(Leaf(f"{name}.scale", f"{name}.weight", SAME) for name in names)
+        steps |= dict.fromkeys(_HEAD_NORMS, head_norm(dims.head_dim))
+    return tuple(Leaf(f"{name}.scale", f"{name}.weight", step) for name, step in steps.items())
 
 
 def _attention(dims: Dims) -> tuple[Leaf, ...]:

@@ -83,6 +83,8 @@ class Options(TypedDict, total=False):
         prefix: What stands before `embed_tokens.weight` in the checkpoint's names. By default what
             the folder's names say, else `model.`.
         root: The name of the tree that holds the leaves: `params` for MaxText, else none.
+        model_type: The `model_type` of a configuration that is another's by name: a family's
+            function then takes it. By default it takes its own, and configurations without any.
         quantized: `decode` weights, or `keep` the tensors that they are stored as: these then have
             their own names and shapes, stacked over layers and experts. Only for `plain`.
     """
@@ -95,6 +97,7 @@ class Options(TypedDict, total=False):
     untie: bool
     prefix: str | None
     root: str | None
+    model_type: str | None
     quantized: Literal["decode", "keep"]
 
 
@@ -125,64 +128,65 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
     model_type = parsed.get("model_type")
     family = _FAMILY_OF.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        nearest = nearest_names(brief(model_type), FAMILIES, 1)
-        function = f": osl.families.{nearest[0]}" if nearest else " of osl.families"
+        shown = brief(model_type)
+        nearest = nearest_names(shown, FAMILIES, 1)
+        call = "".join(f": osl.families.{name}(config, model_type={shown})" for name in nearest)
         raise MappingError(
-            f"there is no ready mapping for model_type {brief(model_type)}",
+            f"there is no ready mapping for model_type {shown}",
             expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
             hint="If the model is one of these by another name, call that family's function"
-            f"{function}; else write an osl.Mapping.",
+            f"{call or ' of osl.families'}; else write an osl.Mapping.",
         )
     return _made(family, config, parsed, options)
 
 
 def llama(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Llama 1 to 3.3, whatever the `model_type`; see `mapping`."""
+    """A mapping for Llama 1 to 3.3; see `mapping` and `Options`."""
     return _made("llama", config, _parsed(config), options)
 
 
 def mistral(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Mistral, whatever the `model_type`; see `mapping`."""
+    """A mapping for Mistral; see `mapping` and `Options`."""
     return _made("mistral", config, _parsed(config), options)
 
 
 def qwen2(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Qwen 2 and 2.5, whatever the `model_type`; see `mapping`."""
+    """A mapping for Qwen 2 and 2.5; see `mapping` and `Options`."""
     return _made("qwen2", config, _parsed(config), options)
 
 
 def qwen3(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for dense Qwen 3, whatever the `model_type`; see `mapping`."""
+    """A mapping for dense Qwen 3; see `mapping` and `Options`."""
     return _made("qwen3", config, _parsed(config), options)
 
 
 def qwen3_moe(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Qwen 3 with experts, whatever the `model_type`; see `mapping`."""
+    """A mapping for Qwen 3 with experts; see `mapping` and `Options`."""
     return _made("qwen3_moe", config, _parsed(config), options)
 
 
 def gemma2(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Gemma 2, whatever the `model_type`; see `mapping`."""
+    """A mapping for Gemma 2; see `mapping` and `Options`."""
     return _made("gemma2", config, _parsed(config), options)
 
 
 def gemma3(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for the language model of Gemma 3, whatever the `model_type`; see `mapping`."""
+    """A mapping for the language model of Gemma 3; see `mapping` and `Options`."""
     return _made("gemma3", config, _parsed(config), options)
 
 
 def mixtral(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Mixtral, whatever the `model_type`; see `mapping`."""
+    """A mapping for Mixtral; see `mapping` and `Options`."""
     return _made("mixtral", config, _parsed(config), options)
 
 
 def deepseek_v3(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for DeepSeek V3 and R1, whatever the `model_type`; see `mapping`."""
+    """A mapping for DeepSeek V3 and R1; see `mapping` and `Options`."""
     return _made("deepseek_v3", config, _parsed(config), options)
 
 
 def gpt_oss(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for GPT-OSS, whatever the `model_type`; see `mapping`."""
+    """A mapping for GPT-OSS; see `mapping` and `Options`."""
     return _made("gpt_oss", config, _parsed(config), options)
 
 
@@ -216,10 +220,34 @@ def _made(
             f"there is no ready mapping from {family} to {name}",
             expected=f"one of {', '.join(side.families)}",
         )
+    _check_type(family, parsed, options.get("model_type"))
     dims, names = dims_of(family, parsed), stored_names(config)
     settings = _settings(dims, names, name, side, options)
     _check_counts(dims, names, f"{settings.prefix}layers.")
     return build(dims, settings, side.tree(dims))
+
+
+def _check_type(
+    family: str, config: collections.abc.Mapping[str, object], said: str | None
+) -> None:
+    """Refuses the configuration of another model: many differ in what they compute, not in names.
+
+    Raises:
+        MappingError: It is another's, and the caller does not say which.
+    """
+    inner = config.get("text_config")
+    found = inner.get("model_type") if isinstance(inner, collections.abc.Mapping) else None
+    found = config.get("model_type") if found is None else found
+    own = [name for name, of in _FAMILY_OF.items() if of == family]
+    if found != said if said is not None else found is not None and found not in own:
+        shown = brief(found)
+        raise MappingError(
+            f"a mapping for {family} is asked for, but the configuration's model_type is {shown}",
+            expected=" or ".join(own) if said is None else brief(said),
+            hint="Models of other types may have the same tensors and compute something else with"
+            f" them. If this one is a {family} by another name, say so:"
+            f" osl.families.{family}(config, model_type={shown}).",
+        )
 
 
 def _check_counts(dims: Dims, names: Sequence[str], before: str) -> None:

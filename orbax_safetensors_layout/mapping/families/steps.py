@@ -51,7 +51,7 @@ class Step:
             start, step = self.every
             made = made.slice(-1, start, None, step)
         left, _, right = self.pattern.partition("->")
-        if left.split() != right.split():
+        if self.sizes or left.split() != right.split():
             made = made.rearrange(self.pattern, **dict(self.sizes))
         if self.factor is None and self.term is None:
             return made
@@ -135,6 +135,11 @@ LINEAR = Step("o i -> i o", projection=True)
 
 EMBEDDING = Step("v e -> v e")
 """Rows of tokens."""
+
+
+def head_norm(d: int, term: float | None = None) -> Step:
+    """A norm that all heads share; one over all heads at once, as in OLMoE, has another size."""
+    return Step("d -> d", (("d", d),), term=term)
 
 
 def heads(h: int, d: int, factor: float | None = None) -> Step:

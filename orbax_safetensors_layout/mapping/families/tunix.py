@@ -17,6 +17,7 @@ from orbax_safetensors_layout.mapping.families.steps import (
     Group,
     Leaf,
     Tree,
+    head_norm,
     heads,
     heads_first,
     heads_part,
@@ -61,7 +62,8 @@ def _qwen(dims: Dims) -> list[Leaf]:
     if dims.family == "qwen2":
         leaves += [Leaf(f"attn.{x}_bias", f"self_attn.{x}_proj.bias", SAME) for x in "qkv"]
     if dims.family in ("qwen3", "qwen3_moe"):
-        leaves += [Leaf(f"attn.{x}_norm.w", f"self_attn.{x}_norm.weight", SAME) for x in "qk"]
+        norm = head_norm(d)
+        leaves += [Leaf(f"attn.{x}_norm.w", f"self_attn.{x}_norm.weight", norm) for x in "qk"]
     if dims.dense:
         leaves += _mlp()
     if dims.experts:
@@ -84,9 +86,10 @@ def _gemma(dims: Dims) -> list[Leaf]:
         "pre_ffw_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     }
-    if dims.family == "gemma3":
-        norms |= {"attn._query_norm": "self_attn.q_norm", "attn._key_norm": "self_attn.k_norm"}
     leaves = [Leaf(f"{a}.scale", f"{b}.weight", SAME) for a, b in norms.items()]
+    if dims.family == "gemma3":
+        own = (("_query_norm", "q_norm"), ("_key_norm", "k_norm"))
+        leaves += [Leaf(f"attn.{a}.scale", f"self_attn.{b}.weight", head_norm(d)) for a, b in own]
     q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
     if dims.heads == dims.kv_heads:
         leaves.append(Leaf("attn.qkv_einsum.w", (q, k, v), heads_part(dims.heads, d)))
