@@ -28,7 +28,7 @@ from orbax_safetensors_layout.storage.local_write import (
     storage_errors,
 )
 from orbax_safetensors_layout.storage.publish import FolderExchange
-from orbax_safetensors_layout.storage.publish_note import aside_folder
+from orbax_safetensors_layout.storage.publish_note import folder_being_replaced
 from orbax_safetensors_layout.units import MIB
 
 _PAGE = mmap.PAGESIZE
@@ -49,8 +49,8 @@ class _Folder:
     on in it, or is told when it is gone.
 
     Args:
-        path: Where it is. Where two folders can not be exchanged, the old one stands for an
-            instant, or after a crash, at `aside_folder`, and is found there.
+        path: Where it is. Where two folders can not be exchanged, the old one is for an instant,
+            or after a crash, at `folder_being_replaced`, and is found there.
 
     Raises:
         FileNotFoundError: It is not there.
@@ -59,15 +59,26 @@ class _Folder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        # More than once: it may come back to its place between the two looks.
-        places = (path, aside_folder(os.path.realpath(path))) * _PLACE_ATTEMPTS
-        for place in (*places, path):
+        for _ in range(_PLACE_ATTEMPTS):  # it may come back to its place between the two looks
             with contextlib.suppress(FileNotFoundError):
-                self.fd = os.open(place, flags)
-                self._place = place
-                return
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                self._open(path)
+                if not self._is_empty():
+                    return
+                os.close(self.fd)
+            with contextlib.suppress(FileNotFoundError):
+                aside = folder_being_replaced(os.path.realpath(path))
+                if aside is not None:
+                    self._open(aside)
+                    return
+        self._open(path)
+
+    def _open(self, place: str) -> None:
+        self.fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._place = place
+
+    def _is_empty(self) -> bool:
+        with os.scandir(self.fd) as entries:
+            return next(entries, None) is None
 
     def files(self) -> list[str]:
         """Names of its files, and of links that lead nowhere: opening one says what is wrong."""

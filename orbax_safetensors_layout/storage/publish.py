@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import os
@@ -90,19 +91,32 @@ class Claim:
         """Puts back, or removes, what a holder that was killed left beside the folder.
 
         Raises:
-            StorageError: It can not be put back or removed.
+            StorageError: It can not be put back or removed, or somebody else has put a folder
+                there meanwhile.
         """
         with storage_errors("can not put in order what a crash left", self._folder):
             aside = aside_folder(self._folder)
-            if os.path.isdir(aside):
-                if os.path.isdir(self._folder):
-                    shutil.rmtree(aside)
-                else:
-                    os.rename(aside, self._folder)
+            if self.was_published():
+                _remove_tree(aside)
+            elif os.path.isdir(aside):
+                self._put_back(aside)
             _remove_tree(partial_folder(self._folder))
             if self._note is not None and not self._note.is_at(self._beside(self._note.finished)):
                 # At its place stands nothing, or what it was exchanged for.
                 _remove_tree(self._beside(self._note.workspace))
+
+    def _put_back(self, aside: str) -> None:
+        try:
+            os.rename(aside, self._folder)  # also in place of an empty folder
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise StorageError(
+                "a save was killed while it replaced the folder, and another was put there since",
+                file=self._folder,
+                found=f"the folder that was replaced, at {aside}",
+                hint="Remove one of the two, or move it away.",
+            ) from error
 
     def was_published(self, made: str | None = None) -> bool:
         """Whether a holder that was killed had put a folder in the place, where it still stands.
@@ -140,7 +154,9 @@ class Claim:
     @property
     def leaves_nothing(self) -> bool:
         """Whether nothing is left beside the folder that the file tells of."""
-        return self._note is None or not os.path.exists(self._beside(self._note.workspace))
+        note = self._note
+        left = () if note is None else (aside_folder(self._folder), self._beside(note.workspace))
+        return not any(map(os.path.exists, left))
 
     def _beside(self, name: str) -> str:
         return os.path.join(os.path.dirname(self._folder), name)
@@ -278,7 +294,6 @@ def _replace(finished: str, folder: str) -> None:
     if _exchange(finished, folder):
         return
     aside = aside_folder(folder)
-    shutil.rmtree(aside, ignore_errors=True)  # of a crash; the folder itself is there
     os.rename(folder, aside)
     try:
         os.rename(finished, folder)

@@ -96,6 +96,28 @@ def aside_folder(folder: str) -> str:
     return _hidden(folder, "old")
 
 
+def folder_being_replaced(folder: str) -> str | None:
+    """Where the old folder is while a new one takes its place, or since that was interrupted.
+
+    Args:
+        folder: The folder, as `os.path.realpath` gives it.
+
+    Returns:
+        `aside_folder`; None if nothing was about to take the place, or something has taken it.
+    """
+    try:
+        fd = os.open(lock_file(folder), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        note = Note.read(fd, folder)
+    finally:
+        os.close(fd)
+    if note is None or not note.is_at(os.path.join(os.path.dirname(folder), note.finished)):
+        return None
+    return aside_folder(folder)
+
+
 def lock_file(folder: str) -> str:
     """The file beside a folder that is locked while it is replaced, and holds the note."""
     return _hidden(folder, "lock")
