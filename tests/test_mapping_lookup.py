@@ -66,7 +66,7 @@ def test_a_family_of_a_configuration_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     made = find_mapping("mistral:plain", tmp_path / "config.json")
     assert repr(made) == repr(osl.families.mistral(config))
-    with pytest.raises(osl.MappingError, match="mistral is asked for, .* model_type is 'llama'"):
+    with pytest.raises(osl.MappingError, match=r"mistral is asked for, .* model_type is 'llama'"):
         find_mapping("mistral:plain", CONFIG)
 
 

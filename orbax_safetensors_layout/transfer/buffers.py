@@ -28,11 +28,11 @@ holds, 4.7 ms in one that the hypervisor has taken back, 1.1 ms in small pages, 
 keeps some that the hypervisor does not take.
 """
 
-_PROBE_BYTES = 16 * MIB
-"""An allocation is probed this often."""
+_STRETCH_BYTES = 16 * MIB
+"""What is decided upon at once."""
 
-_SMALL_PAGES_BYTES = 512 * MIB
-"""How much is allocated in small pages before huge ones are tried again."""
+_MOST_SMALL_BYTES = 512 * MIB
+"""How much is mapped in small pages, at most, before huge ones are tried again."""
 
 _PAGED_BYTES = 1 << 20
 """Memory of this size begins at a page, or as far from it as what is read into it in its file."""
@@ -113,6 +113,8 @@ def align(offset: int) -> int:
 class Pages:
     """Maps memory in huge pages while they are cheap, else in small ones.
 
+    Each time that a huge page takes long, twice as much as before is mapped in small ones.
+
     Attributes:
         clock: Processor seconds of the calling thread.
     """
@@ -120,36 +122,42 @@ class Pages:
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._small_bytes = 0
+        self._small_bytes = 0  # still to be mapped so
+        self._last_small_bytes = 0
 
     def map(self, nbytes: int) -> Bytes:
         """Returns fresh private memory, whose pages are chosen by how long the first ones took."""
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         view = np.frombuffer(memory, np.uint8)
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            if self._huge_pages_are_due(nbytes):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-                if not self._is_slow(view):
-                    return view
-                with self._lock:
-                    self._small_bytes = _SMALL_PAGES_BYTES
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
+            for start in range(0, nbytes, _STRETCH_BYTES):
+                length = min(_STRETCH_BYTES, nbytes - start)
+                if self._small_are_due(length):
+                    memory.madvise(mmap.MADV_NOHUGEPAGE, start, length)
+                    continue
+                memory.madvise(mmap.MADV_HUGEPAGE, start, length)
+                if self._is_slow(view[start : start + length]):
+                    memory.madvise(mmap.MADV_NOHUGEPAGE, start, length)
         return view
 
-    def _huge_pages_are_due(self, nbytes: int) -> bool:
+    def _small_are_due(self, nbytes: int) -> bool:
         with self._lock:
+            is_due = self._small_bytes > 0
             self._small_bytes = max(0, self._small_bytes - nbytes)
-            return not self._small_bytes
+            return is_due
 
     def _is_slow(self, memory: Bytes) -> bool:
-        """Touches a page of each stretch, until one takes long."""
-        start = -memory.ctypes.data % HUGE_PAGE_BYTES
-        for page in range(start, memory.size - HUGE_PAGE_BYTES, _PROBE_BYTES):
-            began = self._clock()
-            memory[page] = 0
-            if self._clock() - began > _SLOW_TOUCH_SECONDS:
-                return True
-        return False
+        """Touches a huge page, and remembers how that went."""
+        page = -memory.ctypes.data % HUGE_PAGE_BYTES
+        if page + HUGE_PAGE_BYTES > memory.size:
+            return False
+        began = self._clock()
+        memory[page] = 0
+        is_slow = self._clock() - began > _SLOW_TOUCH_SECONDS
+        with self._lock:
+            more = min(max(2 * self._last_small_bytes, _STRETCH_BYTES), _MOST_SMALL_BYTES)
+            self._last_small_bytes = self._small_bytes = more if is_slow else 0
+        return is_slow
 
 
 _pages = Pages()
