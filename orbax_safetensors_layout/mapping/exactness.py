@@ -59,12 +59,16 @@ def _check(
             dtype = op.result(dtype)
         _check(node.operand, (node.op, *ops), (*back, *more), dtype, last)
     elif isinstance(node, Source) and ops and not any(op.lossy_inverse for op in ops):
-        loss = first_loss(node.dtype, (*ops, *last), back)
+        done, loaded = (*ops, *last), node.dtype
+        for op in done:
+            loaded = op.result(loaded)
+        Cast(node.dtype).result(dtype)  # a leaf may be complex where the file is not
+        loss = first_loss(node.dtype, done, back)
         if loss is not None:
-            done = ".".join(map(str, (*ops, *last)))
+            named = f"{'.'.join(map(str, done))} of {node.dtype.name}"
             raise MappingError(
-                f"{done} of {node.dtype.name} does not keep every value: {loss.stored} is loaded"
-                f" as {loss.loaded}, and would be saved as {loss.saved}",
+                f"{named} does not keep every value: {loss.stored} is loaded as {loss.loaded},"
+                f" and would be saved as {loss.saved}",
                 hint="Use a dtype that holds every result, as .cast('float32') before arithmetic;"
                 " or accept the rounding with lossy_inverse=True.",
             )
@@ -93,7 +97,8 @@ def first_loss(
     """A value of a dtype that saving does not give back, if there is one.
 
     Tries every value of dtypes of up to 16 bits, and of wider ones those at which rounding,
-    overflow and underflow begin. A NaN may come back as another NaN.
+    overflow and underflow begin. A NaN may come back as another NaN. What is saved in the dtype of
+    a leaf, since nothing casts it back, has to be the same numbers.
 
     Args:
         stored: The dtype in the file.
@@ -104,10 +109,20 @@ def first_loss(
         loaded, kept = _applied(_probes(stored), ops)
         values, loaded = _probes(stored)[kept], loaded[kept]
         saved, kept = _applied(loaded, back)
-        bits = f"V{stored.itemsize}"
-        same = values.view(bits) == saved.view(bits)
-        lost = np.flatnonzero(~kept | ~(same | ((values != values) & (saved != saved))))
+        again, held = _applied(saved, (Cast(stored),))
+        kept &= held & _same(values, again)
+        if saved.dtype != stored:
+            expected, held = _applied(values, (Cast(saved.dtype),))
+            kept &= held & _same(expected, saved)
+        lost = np.flatnonzero(~kept)
     return Loss(values[lost[0]], loaded[lost[0]], saved[lost[0]]) if lost.size else None
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Where arrays of one dtype have the same bits, or NaN."""
+    bits = f"V{one.itemsize}"
+    same: np.ndarray = (one.view(bits) == other.view(bits)) | ((one != one) & (other != other))
+    return same
 
 
 def _applied(values: np.ndarray, ops: tuple[ValueOp, ...]) -> tuple[np.ndarray, np.ndarray]:
