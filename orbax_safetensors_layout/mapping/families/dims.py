@@ -46,7 +46,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # Who ties in a model with vision, by the outer `model_type` (transformers 5.23.0): the outer
-# `tie_word_embeddings`, which is true by default in these classes and false in all others ...
+# `tie_word_embeddings`, whose default is true in these classes. So it is in some that are not
+# listed, such as models of speech: there it counts as false where `config.json` leaves it out ...
 _TIED_BY_DEFAULT = frozenset(
     [
         "gemma3",
