@@ -300,6 +300,32 @@ def test_layers_for_multi_token_prediction_are_ignored(saved, target, scan):
     check(mapping, facts_of(tensors | more), tensors | more, expected)
 
 
+def test_layers_for_multi_token_prediction_are_not_lost_without_a_word(saved, tmp_path):
+    import torch
+
+    whole, config, tensors, _ = saved["deepseek_v3"]
+    config = {**config, "num_nextn_predict_layers": 1}
+    more = {f"model.layers.5.{name}.weight": torch.ones(2, 2) for name in ("eh_proj", "enorm")}
+    folder = copy(whole, tmp_path / "files", more=more)
+    (folder / "config.json").write_text(json.dumps(config))
+    mapping = families.mapping(folder)
+    tree = osl.load(folder, mapping=mapping)
+    for made in (mapping, families.mapping(config)):
+        with pytest.raises(MappingError, match=r"would lack tensors.*layers\.\{5..5\}.*leave_out="):
+            osl.save(tmp_path / "out", tree, mapping=made)
+    with pytest.raises(MappingError, match=r"lack 2 of .*layers.*eh_proj"):
+        mapping.like(folder)
+    extra = "model.layers.5.*"
+    osl.save(tmp_path / "out", tree, mapping=mapping.like(folder, leave_out=extra))
+    osl.save(tmp_path / "all", osl.load(tmp_path / "out") | osl.load(folder, only=extra))
+    assert set(osl.metadata(tmp_path / "out")) == set(tensors)
+    assert set(osl.metadata(tmp_path / "all")) == set(tensors) | set(more)
+    # Files that transformers saved have none, whatever their configuration says.
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    osl.save(tmp_path / "back", tree, mapping=families.mapping(tmp_path / "out"))
+    assert set(osl.metadata(tmp_path / "back")) == set(tensors)
+
+
 def test_queries_of_full_rank(saved):
     _, config, tensors, _ = saved["deepseek_v3"]
     config = {**config, "q_lora_rank": None}

@@ -93,7 +93,7 @@ class Mapping:
         ignore: Patterns of tensors that no leaf needs: `*` (dots included), `?`, `[...]`, `{a,b}`
             and `{0..15}`.
         strict: Refuse tensors that are neither used nor ignored.
-        unsaved: Patterns of tensors that every checkpoint of the model has, and no leaf holds.
+        unsaved: Patterns of tensors that checkpoints of the model have, and no leaf holds.
             Saving is then refused, unless `like` is told to leave them out.
         buffers: Patterns of tensors that programs compute by themselves. They are ignored too, and
             what is saved may lack them.
@@ -307,7 +307,7 @@ class Mapping:
             raise mapping_error("The mapping can not save", problems, {})
         if self._unsaved and self.files is None:
             raise MappingError(
-                "what is saved would lack tensors that every checkpoint of this model has",
+                "what is saved would lack tensors that checkpoints of this model have",
                 found=", ".join(self._unsaved),
                 hint="If it may, say so: save through mapping.like(path, leave_out="
                 f"{list(self._unsaved)}), with such a checkpoint (--config and --leave-out of"

@@ -28,6 +28,7 @@ class Settings:
         root: What stands before the names of the model's leaves, with its dot.
         keep: Whether quantised tensors stay as they are.
         head: Whether an untied model has an output kernel.
+        extra: Whether there may be layers for multi-token prediction.
     """
 
     scan: bool
@@ -39,6 +40,7 @@ class Settings:
     root: str
     keep: bool
     head: bool
+    extra: bool
 
 
 def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
@@ -50,10 +52,11 @@ def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
         tree: Its leaves.
     """
     vision = _VISION if dims.multimodal else ()
+    extra = extra_layers(dims, settings.prefix)
     return Mapping(
         _Builder(dims, settings).rules(tree),
-        ignore=[*_ignored(dims, settings), *vision],
-        unsaved=vision,
+        ignore=[*extra, *_ignored(dims, settings), *vision],
+        unsaved=[*(extra if settings.extra else ()), *vision],
         buffers=_BUFFERS,
     )
 
@@ -198,10 +201,13 @@ def head_name(prefix: str) -> str:
     return HEAD if prefix.startswith("model.") else prefix.removesuffix("model.") + HEAD
 
 
+def extra_layers(dims: Dims, prefix: str) -> list[str]:
+    """Patterns of the tensors of layers for multi-token prediction; empty where there are none."""
+    last = dims.layers + dims.extra - 1
+    return [f"{prefix}layers.{{{dims.layers}..{last}}}.*"] if dims.extra else []
+
+
 def _ignored(dims: Dims, settings: Settings) -> Iterator[str]:
     """Patterns of tensors that no leaf needs."""
-    if dims.extra:
-        last = dims.layers + dims.extra - 1
-        yield f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"
     if dims.quantized is not None and dims.quantized.method == "int4" and not settings.keep:
         yield "*.weight_shape"  # the rows and columns, which the scales tell too

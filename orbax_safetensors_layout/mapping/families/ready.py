@@ -300,6 +300,7 @@ def _settings(
         root=f"{root}." if root else "",
         keep=quantized == "keep",
         head=dims.tied or _has_head(dims, names, prefix),
+        extra=not names or count_stored(names, f"{prefix}layers.") > dims.layers,
     )
 
 
