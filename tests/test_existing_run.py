@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
@@ -322,6 +323,41 @@ def test_each_registered_item_of_each_manager_counts(tmp_path):
     with manager_of("b") as manager, pytest.warns(UserWarning, match=told):
         manager.save(0, args=items(params=1, opt=1))
     assert not holds_safetensors(tmp_path / "a", 0, "opt")
+
+
+def layout_of_v1():
+    context = ocp_v1.Context()
+    context.checkpoint_layout = osl.SafetensorsLayout
+    return context
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("change", [lambda: osl.context("state"), layout_of_v1])
+@pytest.mark.parametrize("use_ocdbt", [True, False], ids=["ocdbt", "files"])
+def test_a_run_of_v1_goes_on(tmp_path, change, use_ocdbt):
+    w = place(VALUES, P("y", "x"))
+    placed = w.sharding
+    tree = {"w": w, "step": 3}
+    wanted = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=placed), "step": 0}
+    orbaxs = ocp_v1.Context()
+    orbaxs.array.saving.use_ocdbt = use_ocdbt
+    with ocp_v1.training.Checkpointer(tmp_path, context=orbaxs) as training:
+        training.save(0, tree)
+    for context in (change(), ocp_v1.Context(change())):
+        with ocp_v1.training.Checkpointer(tmp_path, context=context) as training:
+            assert training.latest.step == 0
+            for found in (training.load(0), training.load(), training.load(0, wanted)):
+                assert_same_bits(found["w"], VALUES)
+                assert found["w"].sharding == placed
+                assert found["step"] == 3
+            assert training.metadata(0).metadata["w"].shape == (8, 8)
+        with context:
+            assert_same_bits(ocp_v1.load_checkpointables(tmp_path / "0")["state"]["w"], VALUES)
+    with ocp_v1.training.Checkpointer(tmp_path, context=context) as training:
+        training.save(1, {"w": VALUES + 1, "step": 4})
+        assert_same_bits(training.load(1)["w"], VALUES + 1)
+        assert_same_bits(training.load(0)["w"], VALUES)
+    assert holds_safetensors(tmp_path, 1, "state")
 
 
 TWO_PROCESSES = """

@@ -475,8 +475,8 @@ def test_other_contexts_stay_orbaxs(tmp_path, ours):
     with layout_context("orbax"):
         ocp.save(tmp_path / "b", {"a": VALUES})
     assert writes_ocdbt(tmp_path / "b")
-    with ours, pytest.raises(ocp.errors.InvalidLayoutError):
-        ocp.load(tmp_path / "b")
+    with ours:  # which reads the steps that a run holds already
+        assert_same_bits(ocp.load(tmp_path / "b", {"a": VALUES})["a"], VALUES)
     with pytest.raises(ValueError, match="not a valid CheckpointLayout"):
         layout_context(osl.SafetensorsHandler)
     assert ours.checkpoint_layout == ocp.options.CheckpointLayout.SAFETENSORS

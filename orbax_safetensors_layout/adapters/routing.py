@@ -18,9 +18,12 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.adapters import _orbax, settings
+from orbax_safetensors_layout.adapters.background import in_background
+from orbax_safetensors_layout.adapters.orbax_item import is_orbax_item
 from orbax_safetensors_layout.adapters.settings import Settings
 from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _Layouts: Any = ocp.options.CheckpointLayout
 
@@ -166,8 +169,18 @@ def _own() -> Settings | None:
 async def _resolve_layout(original: Any, layout: Any, path: Any = None) -> Any:
     if not isinstance(layout, LayoutOption):
         return await original(layout, path)
+    if path is not None and await in_background(_is_orbaxs, ocp.path.Path(path)):
+        return await original(_Layouts.ORBAX, path)
     await original(_Layouts.SAFETENSORS, path)  # its checks of the path
     return lambda: layout.layout
+
+
+def _is_orbaxs(path: ocp.path.Path) -> bool:
+    """Whether it is a step all of whose trees are in Orbax's own format."""
+    if not (path / _orbax.STEP_METADATA).exists() or is_safetensors_checkpoint(path):
+        return False
+    items = [child for child in path.iterdir() if child.is_dir()]
+    return any(map(is_orbax_item, items)) and not any(map(is_safetensors_checkpoint, items))
 
 
 def _for_save(original: Any, registry: Any, checkpointable: Any, *, name: str) -> Any:

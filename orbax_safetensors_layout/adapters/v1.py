@@ -17,7 +17,7 @@ import concurrent.futures
 import contextlib
 import os
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 from orbax_safetensors_layout.adapters import _orbax, settings
 from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.contents import Contents, StoredArray
+from orbax_safetensors_layout.adapters.orbax_item import is_orbax_item
 from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.adapters.restore_args import HostArray
 from orbax_safetensors_layout.adapters.save_args import storage_dtypes
@@ -99,11 +100,15 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         """Loads the item; settings are taken here, reading is done when awaited.
 
         Args:
-            directory: The item's folder.
+            directory: The item's folder; or an item in Orbax's own format, as a run's earlier steps
+                may be, which Orbax's own handler loads.
             abstract_checkpointable: The wanted tree; None loads everything: what this package saved
                 as it was saved, a checkpoint of others as a flat dict of numpy arrays.
         """
         _note_use(directory)
+        if await in_background(is_orbax_item, directory):
+            orbaxs: Any = ocp.handlers.PyTreeHandler()
+            return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
         await in_background(check_remains, directory)
         return in_background(
             load_item,
@@ -117,6 +122,8 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
 
     async def metadata(self, directory: ocp.path.Path) -> Any:
         """Shapes, dtypes and shardings, as `describe` gives them."""
+        if await in_background(is_orbax_item, directory):
+            return await ocp.handlers.PyTreeHandler().metadata(directory)
         mapping = settings.current(self._own).mapping
         return describe(await in_background(Contents.read, directory, mapping))
 
