@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -193,3 +195,20 @@ def test_many_loads_beside_saves_without_end(tmp_path, way):
     counts, saves, wrong = overlap(tmp_path / "x", way, 60)
     print(f"{way}: {counts} beside {saves} saves, {len(wrong)} wrong")
     assert wrong == []
+
+
+def test_an_index_of_more_folders_than_files_can_be_open(tmp_path):
+    names = {f"t{n}": f"d{n}/model.safetensors" for n in range(400)}
+    for number, (tensor, file) in enumerate(names.items()):
+        (tmp_path / file).parent.mkdir()
+        value = {tensor: np.full(2, number, np.float32)}
+        safetensors.numpy.save_file(value, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        found = osl.load(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [found[tensor][0] for tensor in names] == [*range(400)]

@@ -34,6 +34,7 @@ from orbax_safetensors_layout.units import MIB
 _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 _MAX_OPEN_FILES = 128
+_MAX_OPEN_FOLDERS = 32  # more, in one that is open, are found by their paths in it
 _LIST_ATTEMPTS = 20
 _PLACE_ATTEMPTS = 3
 _DIRECT_MIN_BYTES = 1 * MIB
@@ -82,12 +83,7 @@ class _Folder:
 
     def files(self) -> list[str]:
         """Names of its files, and of links that lead nowhere: opening one says what is wrong."""
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
-        try:
-            with os.scandir(fd) as entries:
-                return [e.name for e in entries if _is_file_or_broken_link(e, fd)]
-        finally:
-            os.close(fd)
+        return _Place(".", self).files()
 
     def is_moved(self) -> bool:
         """Whether it stands no longer where it was found, and perhaps is being removed."""
@@ -109,6 +105,15 @@ class _Place(NamedTuple):
     def open(self, flags: int) -> int:
         flags |= os.O_CLOEXEC
         return os.open(self.name, flags, dir_fd=None if self.folder is None else self.folder.fd)
+
+    def files(self) -> list[str]:
+        """As `_Folder.files`, of a folder."""
+        fd = self.open(os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(fd) as entries:
+                return [e.name for e in entries if _is_file_or_broken_link(e, fd)]
+        finally:
+            os.close(fd)
 
 
 class _OpenFile:
@@ -215,6 +220,12 @@ class LocalStorage:
         """Names of the files in a folder; from then on files are read from that same folder."""
         is_first = folder not in self._folders
         try:
+            place = self._place(folder)
+            if is_first and place.folder is not None and len(self._folders) >= _MAX_OPEN_FOLDERS:
+                names = place.files()
+                if place.folder.is_moved():
+                    raise _replaced(folder)
+                return sorted(names)
             for _ in range(_LIST_ATTEMPTS if is_first else 1):
                 found = self._folder(folder)
                 names = found.files()
