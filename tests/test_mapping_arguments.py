@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -133,3 +135,13 @@ def test_constants_beyond_a_dtype_are_refused(name):
     for expr in (osl.tensor(name).scale(1e300), osl.tensor(name).add(-1e300)):
         with pytest.raises(MappingError, match="can not hold the constant"):
             bound(expr)
+
+
+def test_scalars_of_jax_are_numbers():
+    for made in (jnp.float32(2), jnp.asarray(2.0), 4 / jnp.sqrt(4), jnp.bfloat16(2), jnp.int32(2)):
+        assert repr(W.scale(made)) in (repr(W.scale(2.0)), repr(W.scale(2)))
+    for wrong in (jnp.ones(2), jax.random.key(0), jax.ShapeDtypeStruct((), jnp.float32)):
+        with pytest.raises(osl.MappingError, match="takes a real number"):
+            W.scale(wrong)
+    with pytest.raises(osl.MappingError, match="takes a real number"):
+        jax.jit(lambda x: W.scale(x) and x)(jnp.float32(2))

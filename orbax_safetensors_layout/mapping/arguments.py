@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -48,8 +49,11 @@ def number(value: Any, what: str) -> float:
     Raises:
         MappingError: It is none, or too large.
     """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "__array__"):  # of JAX too
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # keys, traced, deleted
+            value = np.asarray(value)
     kind = getattr(value, "dtype", None)
-    is_array = isinstance(value, np.generic | np.ndarray) and not value.shape
+    is_array = isinstance(value, np.ndarray) and not value.shape
     if isinstance(value, int | float) or (is_array and np.dtype(kind).kind in "biufV"):
         try:
             value = value.item() if isinstance(value, np.ndarray) else value
