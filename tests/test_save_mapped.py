@@ -18,6 +18,7 @@ from saved_files import CODES, PACKED_BITS, write_packed
 from test_load_mapped import BF16, HEAD_DIM, SPECS, path, sharded, tensors
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS, ONE_A_BYTE
 from orbax_safetensors_layout.transfer.coordination import Group
 
 __all__ = ["path", "tensors"]  # fixtures
@@ -413,3 +414,19 @@ def test_two_processes_write_the_bytes_of_one(tmp_path, path, split):
         for name in ("one", "two")
     )
     assert one == two
+
+
+@pytest.mark.parametrize("dtype", sorted(NARROW_INTEGERS & ONE_A_BYTE.keys()))
+def test_integers_narrower_than_a_byte_are_saved_one_a_byte(tmp_path, dtype):
+    dtype = np.dtype(getattr(ml_dtypes, dtype))
+    value = np.arange(16).reshape(2, 8).astype(np.int8).astype(dtype)
+    osl.save(tmp_path / "files", {"t": value})
+    rules = osl.Mapping([osl.rule("leaf", osl.tensor("t").transpose())])
+    leaf = osl.load(tmp_path / "files", mapping=rules)["leaf"]
+    assert leaf.dtype == dtype
+    for number, made in enumerate((rules, rules.like(tmp_path / "files"))):
+        osl.save(tmp_path / f"{number}", {"leaf": leaf}, mapping=made)
+        found = osl.load(tmp_path / f"{number}")["t"]
+        assert_same_bits(found, value.astype("u1" if dtype.name.startswith("u") else "i1"))
+        again = osl.load(tmp_path / f"{number}", {"leaf": leaf}, mapping=made)["leaf"]
+        assert_same_bits(again, leaf)

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format.dtypes import dtype_from_numpy
+from orbax_safetensors_layout.format.dtypes import (
+    DTYPES,
+    NARROW_INTEGERS,
+    ONE_A_BYTE,
+    DType,
+    dtype_from_numpy,
+)
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
@@ -88,10 +94,16 @@ def plan_scatter(
                     part = Contribution(number, held, piece.box, piece.view, ops)
                     parts[piece.source].append(part)
     new = tuple(
-        NewTensor(name, dtype_from_numpy(stored[name], tensor=name), fact.shape)
-        for name, fact in tensors.items()
+        NewTensor(name, _code(stored[name], name), fact.shape) for name, fact in tensors.items()
     )
     return ScatterPlan(new, parts)
+
+
+def _code(dtype: np.dtype, name: str) -> DType:
+    """The dtype in the files; integers narrower than a byte are stored one a byte."""
+    if dtype.name in NARROW_INTEGERS:
+        return DTYPES[ONE_A_BYTE[dtype.name].code]
+    return dtype_from_numpy(dtype, tensor=name)
 
 
 def _stored(dtype: np.dtype, wanted: np.dtype | None) -> np.dtype:
