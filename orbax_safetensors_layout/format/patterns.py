@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 _MAX_RANGE = 10_000
 _MAX_DEPTH = 20
-_MAX_LOOSE = 5
+_MAX_LOOSE = 3
 _NUMERIC_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _SPECIAL = frozenset("*?[{}")
 
