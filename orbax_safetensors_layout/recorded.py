@@ -29,6 +29,7 @@ from orbax_safetensors_layout.format.manifest import (
     leaves,
 )
 from orbax_safetensors_layout.mapping.integers import is_whole
+from orbax_safetensors_layout.mapping.values import rounded
 from orbax_safetensors_layout.plan.shards import is_abstract, sharding_of
 from orbax_safetensors_layout.structure import rebuild
 from orbax_safetensors_layout.transfer.casting import Subject, cast, check_castable
@@ -189,8 +190,11 @@ def _as_wanted(value: Value, want: Want) -> Any:
     wanted = want.dtype or array.dtype
     dtype = wanted if want.placement is None else jax_dtype(wanted, want.placement)
     check_castable(array.dtype, dtype)
-    # As of arrays: 64 bits that were asked for and that JAX can not hold must survive.
-    exact = want.dtype is not None and dtype != wanted
+    # As of arrays: 64 bits that were asked for and that JAX can not hold must survive. Where
+    # nothing was asked for, a float is rounded, but stays finite.
+    is_rounded = want.dtype is None and dtype.kind == "f"
+    is_kept = is_rounded and bool(np.isfinite(array) == np.isfinite(rounded(array, dtype)))
+    exact = dtype != wanted and not is_kept
     result = cast(array, dtype, exact=exact, subject=Subject(want.name, None, array.dtype))
     if want.placement is None:
         return result if want.scalar is None else result[()]

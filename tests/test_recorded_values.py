@@ -97,6 +97,24 @@ def enable_x64(on: bool):
     return home.enable_x64(on)
 
 
+def test_a_float_that_jax_would_make_infinite_is_refused(saved):
+    """No dtype is asked for: one is rounded as JAX does, but stays finite."""
+    request = ocp0.ArrayRestoreArgs(restore_type=jax.Array)
+    checkpointer = ocp0.Checkpointer(osl.SafetensorsCheckpointHandler())
+    for number, value in enumerate(VALUES):
+        if type(value) is not float:
+            continue
+        args = osl.SafetensorsRestore(
+            {str(number): 0.0}, {str(number): request}, partial_restore=True
+        )
+        if abs(value) == 1e300:
+            with pytest.raises(osl.DtypeMismatchError, match=f"tensor: '{number}'"):
+                checkpointer.restore(saved, args=args)
+        else:
+            found = checkpointer.restore(saved, args=args)[str(number)]
+            assert same(found.item(), float(np.float32(value)))
+
+
 def test_a_numpy_scalar_comes_back_as_one(saved):
     found = osl.load(saved, asked(0, np.float32(7)))["0"]
     assert (type(found), found) == (np.float32, 0)
