@@ -292,8 +292,7 @@ def test_a_step_that_was_deleted_is_saved_again(tmp_path, is_async):
 def test_a_direct_load_of_a_step(tmp_path):
     with manager_of(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(state(1)))
-    with pytest.raises(osl.CheckpointNotFoundError, match="give the folder of an item"):
-        osl.load(tmp_path / "1")
+    same(osl.load(tmp_path / "1"), state(1))
     same(osl.load(tmp_path / "1" / "default"), state(1))
 
 
