@@ -16,13 +16,14 @@ from jax.tree_util import tree_flatten_with_path
 
 from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA
 from orbax_safetensors_layout.adapters.restore_args import HostArray, described, plain_tree
+from orbax_safetensors_layout.adapters.saving import HINT
 from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 from orbax_safetensors_layout.mapping.keys import dotted_name
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 # The last two are all that releases before the metadata file left in the folder.
-_FILES = (ITEM_METADATA, "checkpoint", "manifest.ocdbt")
+_FILES = ("checkpoint", "manifest.ocdbt")
 
 
 def is_orbax_item(directory: str | os.PathLike[str]) -> bool:
@@ -30,6 +31,9 @@ def is_orbax_item(directory: str | os.PathLike[str]) -> bool:
     if is_safetensors_checkpoint(directory):
         return False
     folder = ocp_v1.path.Path(directory)
+    metadata = folder / ITEM_METADATA
+    if metadata.exists():  # ours is left where the files of an item of ours are gone
+        return HINT not in metadata.read_text()
     return any((folder / name).exists() for name in _FILES)
 
 

@@ -20,14 +20,14 @@ from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage.resolve import open_storage
 
 _PathLike = str | os.PathLike[str]
-_HINT = (
+HINT = (
     "This folder holds safetensors files, not a checkpoint in Orbax's own format: restore it with"
     " orbax_safetensors_layout (v0: handler_registry=osl.handler_registry(...), v1:"
     " osl.context(...) or osl.install()), or make Orbax's own of it with osl.convert(...)"
 )
 # Orbax v1 takes a folder for a pytree by this file's presence. What is in it, only Orbax's own
 # handlers read; theirs is then the error "ValueError: '<the hint>' is not a valid KeyType".
-_ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _HINT}]}}}
+_ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": HINT}]}}}
 # A part of what was saved is gone if the manifest is; see `remains`.
 _WITH_MANIFEST = _ITEM_METADATA | {MANIFEST: True}
 _POLL_SECONDS = 0.05
