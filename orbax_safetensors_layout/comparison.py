@@ -12,9 +12,9 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.facts import Fact
 from orbax_safetensors_layout.options import Progress, ReadOptions
+from orbax_safetensors_layout.profiles import MIB
 from orbax_safetensors_layout.report import Finding
 from orbax_safetensors_layout.sides import BLOCKS_IN_BUDGET, Block, Side
-from orbax_safetensors_layout.units import MIB
 
 _BLOCK_BYTES = 32 * MIB
 _MOST_PLACES = 3

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors_layout.profiles import PROFILES, StorageProfile
-from orbax_safetensors_layout.units import GIB, KIB
+from orbax_safetensors_layout.profiles import GIB, KIB, PROFILES, StorageProfile
 
 
 class Progress(NamedTuple):

@@ -33,7 +33,8 @@ from orbax_safetensors_layout.mapping.pieces import (
 )
 from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.mapping.values import ValueOp
-from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, Source
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 

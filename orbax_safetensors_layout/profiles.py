@@ -8,7 +8,9 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from orbax_safetensors_layout.units import GIB, MIB
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

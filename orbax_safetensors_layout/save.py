@@ -26,6 +26,7 @@ from orbax_safetensors_layout.options import (
 from orbax_safetensors_layout.plan.scatter import ScatterPlan
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import WritePlan
+from orbax_safetensors_layout.profiles import MIB
 from orbax_safetensors_layout.publishing import publication_of, publish
 from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.saved_tree import SavedTree
@@ -41,7 +42,6 @@ from orbax_safetensors_layout.transfer.progress import progress_callback
 from orbax_safetensors_layout.transfer.scatter import scatter
 from orbax_safetensors_layout.transfer.write import WriteStats, write_parts
 from orbax_safetensors_layout.transfer.write_pool import WritePool
-from orbax_safetensors_layout.units import MIB
 
 PathLike = str | os.PathLike[str]
 _WRITING, _GATHERING = "writing shards", "putting files together"

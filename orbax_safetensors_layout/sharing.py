@@ -22,13 +22,13 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.leaf_values import LeafValues
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.bands import Bands, bands_of
-from orbax_safetensors_layout.plan.leaves import LocalBoxes
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.plan.replicas import Replicas
 from orbax_safetensors_layout.plan.shards import ProcessShards, is_abstract, sharding_of
 from orbax_safetensors_layout.plan.spread import (
     Fragment,
     Item,
     Limits,
-    Replicas,
     Round,
     SharedLeaf,
     Stage,

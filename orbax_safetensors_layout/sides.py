@@ -27,7 +27,7 @@ from orbax_safetensors_layout.mapping.facts import Fact
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.origins import Mapped, Origin, Plain, bind
-from orbax_safetensors_layout.plan.leaves import LocalBoxes
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.transfer.gather import row_blocks
 from orbax_safetensors_layout.transfer.read import read_leaves

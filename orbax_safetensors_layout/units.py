@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import re
 
-KIB = 1 << 10
-MIB = 1 << 20
-GIB = 1 << 30
-
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?)(i?)B?(?:/s)?\s*")

@@ -22,7 +22,8 @@ from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.origins import LeafPlan, Mapped, Origin, Plain, bind
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.shards import (
     Placement,
     ProcessShards,
@@ -30,10 +31,10 @@ from orbax_safetensors_layout.plan.shards import (
     sharding_of,
 )
 from orbax_safetensors_layout.plan.sources import sources_of
+from orbax_safetensors_layout.profiles import KIB, MIB
 from orbax_safetensors_layout.transfer.assemble import jax_holds
 from orbax_safetensors_layout.transfer.casting import Subject, check_castable
 from orbax_safetensors_layout.tree import Want, WantedTree, in_host_memory
-from orbax_safetensors_layout.units import KIB, MIB
 
 _BLOCKS_IN_BUDGET = 4  # of all boxes of a leaf: some are read while others are computed
 _MOST_BLOCK_BYTES = 8 * MIB

@@ -22,11 +22,10 @@ import orbax_safetensors_layout.transfer.assemble as assemble_module
 import orbax_safetensors_layout.transfer.buffers as buffers_module
 import orbax_safetensors_layout.transfer.destinations as destinations_module
 import orbax_safetensors_layout.transfer.read as read_module
-from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 from orbax_safetensors_layout.profiles import PROFILES
 from orbax_safetensors_layout.storage.direct import HUGE_PAGE_BYTES
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.buffers import Pages, Staging, allocate
+from orbax_safetensors_layout.transfer.buffers import SLOT_ALIGNMENT, Pages, Staging, allocate
 from orbax_safetensors_layout.transfer.read import read_leaves
 
 

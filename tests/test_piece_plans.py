@@ -18,7 +18,8 @@ from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.plan.leaves import LeafRead, Source
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.transfer.read import read_leaves
 

@@ -20,7 +20,8 @@ from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan import blocking, groups, regions
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.plan.leaves import LeafRead, Source
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.profiles import StorageProfile
 from orbax_safetensors_layout.transfer import blocks

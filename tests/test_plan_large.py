@@ -11,8 +11,9 @@ from recording import RecordingStorage
 from orbax_safetensors_layout.forecast import forecast
 from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
 from orbax_safetensors_layout.plan.grid import DeviceGrid
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
+from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
 from orbax_safetensors_layout.profiles import PROFILES

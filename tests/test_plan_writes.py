@@ -18,7 +18,7 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.owners import HeldBoxes
+from orbax_safetensors_layout.plan.boxes import HeldBoxes
 from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import LeafWrite
 

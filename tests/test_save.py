@@ -33,7 +33,7 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.layout import NewTensor, lay_out
 from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.plan.owners import HeldBoxes
+from orbax_safetensors_layout.plan.boxes import HeldBoxes
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.file_set import FileSet

@@ -20,7 +20,7 @@ from test_load_mapped import sharded
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.plan.spread import Grid
+from orbax_safetensors_layout.plan.replicas import Grid
 from orbax_safetensors_layout.transfer.spread import Slots
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

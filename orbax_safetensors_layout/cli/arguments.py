@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orbax_safetensors_layout.plan.sharding_rules import ShardingRule, parse_rules
-from orbax_safetensors_layout.units import KIB, parse_size
+from orbax_safetensors_layout.profiles import KIB
+from orbax_safetensors_layout.units import parse_size
 
 _LEAST_BUDGET_BYTES = 64 * KIB
 

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.bound import Bound
 from orbax_safetensors_layout.origins import Mapped, Origin, Plain
-from orbax_safetensors_layout.plan.leaves import LocalBoxes
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.profiles import PROFILES

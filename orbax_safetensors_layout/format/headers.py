@@ -14,9 +14,8 @@ from orbax_safetensors_layout.format.header import (
     parse_header,
 )
 from orbax_safetensors_layout.format.telling import Tell, refuse
-from orbax_safetensors_layout.profiles import PROFILES
+from orbax_safetensors_layout.profiles import MIB, PROFILES
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
-from orbax_safetensors_layout.units import MIB
 
 _LARGE_BYTES = 8 * MIB
 

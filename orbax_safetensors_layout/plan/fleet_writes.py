@@ -9,11 +9,11 @@ import numpy as np
 from orbax_safetensors_layout.format.layout import NewTensor, lay_out
 from orbax_safetensors_layout.format.pieces import piece_file_prefix
 from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.plan.boxes import HeldBoxes
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf
 from orbax_safetensors_layout.plan.grid import DeviceGrid, Spec
 from orbax_safetensors_layout.plan.holdings import Holding
-from orbax_safetensors_layout.plan.owners import HeldBoxes
 from orbax_safetensors_layout.plan.writes import LeafWrite, WritePlan, plan_writes
 
 

@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.boxes import HeldBoxes, LocalBoxes
 from orbax_safetensors_layout.plan.grid import Cells, DeviceGrid, Spec
-from orbax_safetensors_layout.plan.leaves import LocalBoxes
-from orbax_safetensors_layout.plan.owners import HeldBoxes
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

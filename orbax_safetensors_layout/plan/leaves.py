@@ -6,7 +6,6 @@ elements fill it and where in that tensor they are. See ARCHITECTURE.md, The cor
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -23,29 +22,7 @@ from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, cover
 from orbax_safetensors_layout.geometry.runs import StridedRuns
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalBoxes:
-    """The distinct regions of one array that the devices of one process hold.
-
-    Attributes:
-        boxes: Each region once, however many local devices hold it.
-        shared: For each box, whether devices of other processes hold it too.
-    """
-
-    boxes: tuple[Box, ...]
-    shared: tuple[bool, ...]
-
-    @functools.cached_property
-    def elements(self) -> int:
-        """Elements of all boxes."""
-        return sum(box.size for box in self.boxes)
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> LocalBoxes:
-        """All of an array, for one reader."""
-        return cls((Box.whole(shape),), (False,))
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
 
 
 class Source(NamedTuple):

@@ -12,25 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry.box import Box, Tile, tile
+from orbax_safetensors_layout.geometry.box import Tile, tile
+from orbax_safetensors_layout.plan.boxes import HeldBoxes
 
 _SLACK = 1.1  # a process may own this much more than its even share to own what it holds already
-
-
-class HeldBoxes(NamedTuple):
-    """The distinct boxes of an array and the processes whose devices hold them.
-
-    Attributes:
-        boxes: Each box once; together they are the array.
-        holders: For each box the processes that hold it, ascending.
-    """
-
-    boxes: tuple[Box, ...]
-    holders: tuple[tuple[int, ...], ...]
-
-    def held_by(self, process: int) -> bool:
-        """Whether a process holds the whole array."""
-        return all(process in holders for holders in self.holders)
 
 
 class StoredTile(NamedTuple):

@@ -19,8 +19,7 @@ from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.regions import Region, TileKey
 from orbax_safetensors_layout.plan.tiles import TileLayout
-from orbax_safetensors_layout.profiles import StorageProfile
-from orbax_safetensors_layout.units import KIB
+from orbax_safetensors_layout.profiles import KIB, StorageProfile
 
 Batch = tuple[str, tuple[Region, ...]]
 """A file, and regions of it by offset."""

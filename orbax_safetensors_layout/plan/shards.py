@@ -18,10 +18,9 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.plan.boxes import HeldBoxes, LocalBoxes
 from orbax_safetensors_layout.plan.grid import Cells, DeviceGrid, Spec
-from orbax_safetensors_layout.plan.leaves import LocalBoxes
-from orbax_safetensors_layout.plan.owners import HeldBoxes
-from orbax_safetensors_layout.plan.spread import Grid, Replicas
+from orbax_safetensors_layout.plan.replicas import Grid, Replicas
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format

@@ -8,10 +8,7 @@ from collections.abc import Iterable
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, Tile
-
-SLOT_ALIGNMENT = 64
-"""Shards begin at multiples of this many bytes: what JAX's CPU backend asks of a buffer that it
-adopts without a copy (seen with jax 0.10 and 0.12; `tests/test_adoption.py` checks it)."""
+from orbax_safetensors_layout.transfer.buffers import SLOT_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

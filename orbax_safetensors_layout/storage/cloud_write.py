@@ -17,12 +17,12 @@ import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.profiles import MIB
 from orbax_safetensors_layout.redaction import redact
 from orbax_safetensors_layout.storage.base import Source
 from orbax_safetensors_layout.storage.cloud_client import classify
 from orbax_safetensors_layout.storage.local_write import storage_errors
 from orbax_safetensors_layout.storage.retry import RequestFailed
-from orbax_safetensors_layout.units import MIB
 
 PARTS_AT_ONCE = 4
 """Parts of one object that are on their way together; one more is being filled."""

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-from orbax_safetensors_layout.units import MIB
+from orbax_safetensors_layout.profiles import MIB
 
 DIRECT_CHUNK_BYTES = 2 * MIB
 """One direct read or write."""

@@ -20,9 +20,9 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
+from orbax_safetensors_layout.profiles import KIB
 from orbax_safetensors_layout.redaction import Sent
 from orbax_safetensors_layout.storage.base import Buffer
-from orbax_safetensors_layout.units import KIB
 
 _CONNECT_SECONDS = 20.0
 _SLOWEST_BYTES_PER_SECOND = 16 * KIB  # a longer body may take longer, but not come slower

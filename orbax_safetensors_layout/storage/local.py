@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.profiles import MIB
 from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
 from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
 from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
@@ -29,7 +30,6 @@ from orbax_safetensors_layout.storage.local_write import (
 )
 from orbax_safetensors_layout.storage.publish import FolderExchange
 from orbax_safetensors_layout.storage.publish_note import folder_being_replaced
-from orbax_safetensors_layout.units import MIB
 
 _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.profiles import KIB, MIB
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Buffer
 from orbax_safetensors_layout.storage.buffers import scatter, skip
 from orbax_safetensors_layout.storage.http import Answer, Connections, Headers, Origin, quoted
@@ -23,7 +24,6 @@ from orbax_safetensors_layout.storage.retry import (
     is_transient_status,
     retry_after_seconds,
 )
-from orbax_safetensors_layout.units import KIB, MIB
 
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
 _REDIRECTS = {301, 302, 303, 307, 308}

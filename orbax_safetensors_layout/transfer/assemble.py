@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from orbax_safetensors_layout.plan.leaves import LocalBoxes
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
 from orbax_safetensors_layout.plan.shards import Index, Placement, box_of, sharding_of
 from orbax_safetensors_layout.transfer._jax import batched_device_put
 

@@ -14,11 +14,14 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
+from orbax_safetensors_layout.profiles import MIB
 from orbax_safetensors_layout.storage.direct import HUGE_PAGE_BYTES
-from orbax_safetensors_layout.units import MIB
 
 Bytes = npt.NDArray[np.uint8]
+
+SLOT_ALIGNMENT = 64
+"""Shards begin at multiples of this many bytes: what JAX's CPU backend asks of a buffer that it
+adopts without a copy (seen with jax 0.10 and 0.12; `tests/test_adoption.py` checks it)."""
 
 _SLOW_TOUCH_SECONDS = 1e-3
 """Processor time of the first write to a huge page, above which small pages cost less.

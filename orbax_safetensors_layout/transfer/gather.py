@@ -17,7 +17,8 @@ from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.plan.writes import WritePlan

@@ -15,8 +15,8 @@ from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS
 from orbax_safetensors_layout.geometry.box import Box, Tile
 from orbax_safetensors_layout.plan.shards import box_of
 from orbax_safetensors_layout.plan.writes import LeafWrite, Part
+from orbax_safetensors_layout.profiles import KIB
 from orbax_safetensors_layout.transfer.parts import SUB_BYTE_FLOATS, Fetch
-from orbax_safetensors_layout.units import KIB
 
 _SLABS = 4  # that fit the budget together: some are written while the next come
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones

@@ -20,12 +20,11 @@ from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.groups import Group
 from orbax_safetensors_layout.plan.reads import ReadPlan, read_bytes
 from orbax_safetensors_layout.plan.regions import Region, TileKey
-from orbax_safetensors_layout.plan.tiles import SLOT_ALIGNMENT
 from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.transfer.blocks import Scratch
 from orbax_safetensors_layout.transfer.budget import Budget
-from orbax_safetensors_layout.transfer.buffers import Staging, allocate
+from orbax_safetensors_layout.transfer.buffers import SLOT_ALIGNMENT, Staging, allocate
 from orbax_safetensors_layout.transfer.decoding import one_a_byte
 from orbax_safetensors_layout.transfer.destinations import Destination, Room, destinations_of
 from orbax_safetensors_layout.transfer.jobs import Job, jobs_of

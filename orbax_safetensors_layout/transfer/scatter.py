@@ -20,7 +20,8 @@ from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.mapping.pieces import strided
 from orbax_safetensors_layout.mapping.values import apply_ops
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan.leaves import LeafRead, LocalBoxes, Source
+from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.plan.leaves import LeafRead, Source
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.scatter import Contribution
 from orbax_safetensors_layout.plan.writes import WritePlan

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.plan.spread import Grid, Round
+from orbax_safetensors_layout.plan.replicas import Grid
+from orbax_safetensors_layout.plan.spread import Round
 from orbax_safetensors_layout.transfer.buffers import allocate
 
 _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"

@@ -20,8 +20,8 @@ from orbax_safetensors_layout.format.digests import (
 )
 from orbax_safetensors_layout.format.headers import read_range
 from orbax_safetensors_layout.format.index import SUFFIX
+from orbax_safetensors_layout.profiles import MIB
 from orbax_safetensors_layout.storage.base import Buffer, RangeReader, Storage, join
-from orbax_safetensors_layout.units import MIB
 
 _BLOCK_BYTES = 8 * MIB
 

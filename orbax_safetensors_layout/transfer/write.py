@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
+from orbax_safetensors_layout.profiles import MIB
 from orbax_safetensors_layout.storage.base import Source
 from orbax_safetensors_layout.transfer.buffers import Bytes, align, allocate
 from orbax_safetensors_layout.transfer.file_set import FileSet, OpenFile
 from orbax_safetensors_layout.transfer.parts import Fetch, PartBytes
 from orbax_safetensors_layout.transfer.write_pool import WritePool
-from orbax_safetensors_layout.units import MIB
 
 _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes

@@ -1,0 +1,75 @@
+"""The devices that hold an array: a row for each distinct box, a column for each of its replicas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from orbax_safetensors_layout.geometry.box import Box
+
+
+class Grid(NamedTuple):
+    """The devices that hold an array; equal for arrays whose boxes they hold alike.
+
+    Attributes:
+        devices: [boxes][replicas] the devices; replicas in the order of their processes.
+        processes: [boxes][replicas] the process of each.
+        cuts: Of boxes that are bands: how many boxes of the array each is made of, along each axis
+            that parts them. Its columns are the replicas of all of those in turn.
+    """
+
+    devices: tuple[tuple[Any, ...], ...]
+    processes: tuple[tuple[int, ...], ...]
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Devices that hold each box, or a part of it."""
+        return len(self.devices[0])
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same."""
+        return self.columns // math.prod(self.cuts)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes hold the same box."""
+        return any(len(set(row)) > 1 for row in self.processes)
+
+    @property
+    def parts_processes(self) -> bool:
+        """Whether replicas of one band's boxes are those of other processes each."""
+        count = math.prod(self.cuts)
+        return any(len({row[cut::count] for cut in range(count)}) > 1 for row in self.processes)
+
+    def slots(self, process: int) -> tuple[tuple[int, int], ...]:
+        """Row and column of each device of a process."""
+        return _slots(self).get(process, ())
+
+    @property
+    def most_slots(self) -> int:
+        """Devices of the process that has most of them."""
+        return max(map(len, _slots(self).values()))
+
+
+@functools.lru_cache(256)
+def _slots(grid: Grid) -> dict[int, tuple[tuple[int, int], ...]]:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for row, processes in enumerate(grid.processes):
+        for column, process in enumerate(processes):
+            found.setdefault(process, []).append((row, column))
+    return {process: tuple(slots) for process, slots in found.items()}
+
+
+class Replicas(NamedTuple):
+    """The distinct boxes of an array, and who holds them.
+
+    Attributes:
+        boxes: Each box once, ascending.
+        grid: A row of devices for each.
+    """
+
+    boxes: tuple[Box, ...]
+    grid: Grid
