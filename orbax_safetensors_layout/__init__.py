@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from orbax_safetensors_layout.adapters.v0_registry import handler_registry
     from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
     from orbax_safetensors_layout.adapters.v1_context import context
-    from orbax_safetensors_layout.consolidate import consolidate
+    from orbax_safetensors_layout.analysis.report import Finding, Report
+    from orbax_safetensors_layout.analysis.verify import verify
+    from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
+    from orbax_safetensors_layout.conversion.consolidate import consolidate
     from orbax_safetensors_layout.convert import Converted, convert
     from orbax_safetensors_layout.errors import (
         CheckpointExistsError,
@@ -48,13 +51,12 @@ if TYPE_CHECKING:
         UnexpectedTensorError,
         UnsupportedDtypeError,
     )
-    from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
     from orbax_safetensors_layout.load import TensorMetadata, load, metadata, plan_load
     from orbax_safetensors_layout.mapping import families
-    from orbax_safetensors_layout.mapping.expression import Expr, fill, tensor
-    from orbax_safetensors_layout.mapping.functions import opaque
-    from orbax_safetensors_layout.mapping.joins import concat, stack
-    from orbax_safetensors_layout.mapping.quantized import (
+    from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
+    from orbax_safetensors_layout.mapping.expr.functions import opaque
+    from orbax_safetensors_layout.mapping.expr.joins import concat, stack
+    from orbax_safetensors_layout.mapping.expr.quantized import (
         dequantize_block,
         dequantize_int4,
         dequantize_mxfp4,
@@ -70,9 +72,7 @@ if TYPE_CHECKING:
     from orbax_safetensors_layout.plan.cost import Cost
     from orbax_safetensors_layout.plan.reads import ReadPlan
     from orbax_safetensors_layout.plan.writes import WritePlan
-    from orbax_safetensors_layout.report import Finding, Report
     from orbax_safetensors_layout.save import plan_save, save
-    from orbax_safetensors_layout.verify import verify
 
 __version__ = "0.1.0.dev0"
 

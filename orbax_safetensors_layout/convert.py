@@ -12,24 +12,23 @@ from typing import Any, Literal
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.adapters.checkpoints import (
+from orbax_safetensors_layout.adapters.orbax_format.locate import (
     holds_checkpoint,
     is_orbaxs,
     locate,
     open_source,
 )
-from orbax_safetensors_layout.adapters.orbax_target import orbax_target
-from orbax_safetensors_layout.checkpoint_folder import companions, given_companions
-from orbax_safetensors_layout.conversion.design import (
+from orbax_safetensors_layout.adapters.orbax_format.target import orbax_target
+from orbax_safetensors_layout.conversion.checkpoint_reader import Source, arrays_of, rerooted
+from orbax_safetensors_layout.conversion.location import Location
+from orbax_safetensors_layout.conversion.pipeline import Conversion, conversion_limits
+from orbax_safetensors_layout.conversion.target import Target
+from orbax_safetensors_layout.conversion.target_tree import (
     Topology,
     files_target,
     mapped_tree,
     plain_tree,
 )
-from orbax_safetensors_layout.conversion.location import Location
-from orbax_safetensors_layout.conversion.pipeline import Conversion, conversion_limits
-from orbax_safetensors_layout.conversion.source import Source, arrays_of, rerooted
-from orbax_safetensors_layout.conversion.target import Target
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -38,13 +37,18 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.mapping.fingerprint import fingerprint
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
-from orbax_safetensors_layout.plan.grid import DeviceGrid
-from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
-from orbax_safetensors_layout.publishing import appearance_rank, check_documents, check_is_folder
+from orbax_safetensors_layout.runtime.gc import frozen_heap
 from orbax_safetensors_layout.save import save_group
+from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.rules import ShardingRule
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.resolve import open_storage
-from orbax_safetensors_layout.transfer.garbage import frozen_heap
+from orbax_safetensors_layout.writing.commit import (
+    appearance_rank,
+    check_documents,
+    check_is_folder,
+)
+from orbax_safetensors_layout.writing.folder import companions, given_companions
 
 PathLike = str | os.PathLike[str]
 Format = Literal["hf", "sharded", "orbax"]

@@ -14,17 +14,18 @@ import jax
 import numpy as np
 from absl import logging
 
-from orbax_safetensors_layout.filling import Filling
-from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.leaf_values import LeafValues
+from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
-from orbax_safetensors_layout.origins import Mapped, bind
+from orbax_safetensors_layout.plan.array_source import Mapped, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
-from orbax_safetensors_layout.plan.shards import ProcessShards
-from orbax_safetensors_layout.recorded import Recorded
-from orbax_safetensors_layout.sharing import (
+from orbax_safetensors_layout.pytree.abstract import HostLeaf, WantedTree
+from orbax_safetensors_layout.reading.decoding import check_booleans
+from orbax_safetensors_layout.reading.leaf_builder import LeafValues
+from orbax_safetensors_layout.reading.materialize import Filling
+from orbax_safetensors_layout.reading.read import ReadStats, read_leaves
+from orbax_safetensors_layout.reading.replica_exchange import (
     LOADING,
     PLANNING,
     Exchange,
@@ -32,16 +33,15 @@ from orbax_safetensors_layout.sharing import (
     load_group,
     steps_of,
 )
+from orbax_safetensors_layout.reading.resolve import adopts, host_leaves, wanted_leaves
+from orbax_safetensors_layout.reading.saved_metadata import Recorded
+from orbax_safetensors_layout.reading.verifying import VerifyingReader
+from orbax_safetensors_layout.runtime.gc import frozen_heap
+from orbax_safetensors_layout.runtime.process_group import Group
+from orbax_safetensors_layout.runtime.progress import consecutive, progress_callback
+from orbax_safetensors_layout.sharding.shards import ProcessShards
 from orbax_safetensors_layout.storage.base import RangeReader
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.coordination import Group
-from orbax_safetensors_layout.transfer.decoding import check_booleans
-from orbax_safetensors_layout.transfer.garbage import frozen_heap
-from orbax_safetensors_layout.transfer.progress import consecutive, progress_callback
-from orbax_safetensors_layout.transfer.read import ReadStats, read_leaves
-from orbax_safetensors_layout.transfer.verifying import VerifyingReader
-from orbax_safetensors_layout.tree import HostLeaf, WantedTree
-from orbax_safetensors_layout.wants import adopts, host_leaves, wanted_leaves
 
 PathLike = str | os.PathLike[str]
 _VERIFYING = "verifying what was read"
@@ -81,7 +81,7 @@ def load(
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file; also as a
             `gs://`, `s3://`, `az://`, `hf://` or `https://` URL.
-        abstract: The tree that is wanted; see `orbax_safetensors_layout.tree.WantedTree`. Where
+        abstract: The tree that is wanted; see `orbax_safetensors_layout.pytree.abstract.WantedTree`. Where
             a leaf's dtype is not the file's, values are cast; a cast to integers that do not
             hold the values, or of a 64-bit value that JAX can not hold because x64 is off, is an
             error. Leaves that are jax arrays and name no sharding are replicated on all devices.

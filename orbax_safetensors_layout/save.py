@@ -14,34 +14,34 @@ from typing import Any, NamedTuple, Self
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.checkpoint_folder import CheckpointFolder, given_companions
+from orbax_safetensors_layout.errors import redact_urls
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import (
+    MIB,
     ConvertOptions,
     Progress,
     WriteOptions,
     given_or_default,
 )
 from orbax_safetensors_layout.plan.scatter import ScatterPlan
-from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.profiles import MIB
-from orbax_safetensors_layout.publishing import publication_of, publish
-from orbax_safetensors_layout.redaction import redact_urls
-from orbax_safetensors_layout.saved_tree import SavedTree
+from orbax_safetensors_layout.reading._jax import DistributedStore
+from orbax_safetensors_layout.runtime.gc import frozen_heap
+from orbax_safetensors_layout.runtime.process_group import Agreement, Group
+from orbax_safetensors_layout.runtime.progress import progress_callback
+from orbax_safetensors_layout.runtime.write_pool import WritePool
+from orbax_safetensors_layout.sharding.shards import ProcessShards
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.resolve import open_storage
-from orbax_safetensors_layout.transfer._jax import DistributedStore
-from orbax_safetensors_layout.transfer.completion import Completion
-from orbax_safetensors_layout.transfer.coordination import Agreement, Group
-from orbax_safetensors_layout.transfer.garbage import frozen_heap
-from orbax_safetensors_layout.transfer.gather import gather
-from orbax_safetensors_layout.transfer.host import HostValues
-from orbax_safetensors_layout.transfer.progress import progress_callback
-from orbax_safetensors_layout.transfer.scatter import scatter
-from orbax_safetensors_layout.transfer.write import WriteStats, write_parts
-from orbax_safetensors_layout.transfer.write_pool import WritePool
+from orbax_safetensors_layout.writing.assemble_files import gather
+from orbax_safetensors_layout.writing.commit import publication_of, publish
+from orbax_safetensors_layout.writing.completion import Completion
+from orbax_safetensors_layout.writing.folder import CheckpointFolder, given_companions
+from orbax_safetensors_layout.writing.host import HostValues
+from orbax_safetensors_layout.writing.prepare_tree import SavedTree
+from orbax_safetensors_layout.writing.scatter import scatter
+from orbax_safetensors_layout.writing.write import WriteStats, write_parts
 
 PathLike = str | os.PathLike[str]
 _WRITING, _GATHERING = "writing shards", "putting files together"

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.bound import Bound
-from orbax_safetensors_layout.mapping.expression import Expr, fill, tensor
-from orbax_safetensors_layout.mapping.joins import concat, stack
-from orbax_safetensors_layout.mapping.pieces import AffinePiece, apply_view, assemble_box
+from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece, apply_view, assemble_box
+from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
+from orbax_safetensors_layout.mapping.expr.joins import concat, stack
 
 
 class Case(NamedTuple):

@@ -14,8 +14,8 @@ from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.format.pieces import piece_name
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.boxes import HeldBoxes
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, WritePlan, plan_writes
+from orbax_safetensors_layout.sharding.boxes import HeldBoxes
 
 DATA_ALIGNMENT = 4096
 

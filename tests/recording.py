@@ -43,6 +43,6 @@ class RecordingStorage(LocalStorage):
 def recording() -> Iterator[RecordingStorage]:
     """Inside the block every load of a local path goes through the storage."""
     storage = RecordingStorage()
-    where = "orbax_safetensors_layout.format.catalog.open_storage"
+    where = "orbax_safetensors_layout.catalog.catalog.open_storage"
     with mock.patch(where, lambda path, **_: (storage, str(path))):
         yield storage

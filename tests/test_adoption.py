@@ -18,15 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
-import orbax_safetensors_layout.transfer.assemble as assemble_module
-import orbax_safetensors_layout.transfer.buffers as buffers_module
-import orbax_safetensors_layout.transfer.destinations as destinations_module
-import orbax_safetensors_layout.transfer.read as read_module
-from orbax_safetensors_layout.profiles import PROFILES
-from orbax_safetensors_layout.storage.direct import HUGE_PAGE_BYTES
+import orbax_safetensors_layout.reading.assemble as assemble_module
+import orbax_safetensors_layout.reading.destinations as destinations_module
+import orbax_safetensors_layout.reading.read as read_module
+import orbax_safetensors_layout.runtime.memory as buffers_module
+from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.runtime.direct import HUGE_PAGE_BYTES
+from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT, Pages, Staging, allocate
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.buffers import SLOT_ALIGNMENT, Pages, Staging, allocate
-from orbax_safetensors_layout.transfer.read import read_leaves
 
 
 def pointers(array: jax.Array) -> list[int]:

@@ -96,7 +96,7 @@ def test_exit_codes(monkeypatch, capsys, error, code):
     def fail(*_, **__):
         raise error
 
-    module = importlib.import_module("orbax_safetensors_layout.consolidate")
+    module = importlib.import_module("orbax_safetensors_layout.conversion.consolidate")
     monkeypatch.setattr(module, "consolidate", fail)
     assert main(["consolidate", "here"]) == code
     out, err = capsys.readouterr()
@@ -113,7 +113,7 @@ def test_exit_codes(monkeypatch, capsys, error, code):
 INTERRUPTED = """
 import os, signal, sys
 from orbax_safetensors_layout.cli import main
-from orbax_safetensors_layout.transfer.file_set import FileSet
+from orbax_safetensors_layout.writing.open_files import FileSet
 
 begin = FileSet.begin
 

@@ -20,10 +20,10 @@ from random_trees import mesh_of, place
 from test_cli import run
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.analysis.inspect import inspect
+from orbax_safetensors_layout.catalog.patterns import compile_pattern
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.main import main
-from orbax_safetensors_layout.format.patterns import compile_pattern
-from orbax_safetensors_layout.inspection import inspect
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES
 
 

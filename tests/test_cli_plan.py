@@ -16,12 +16,12 @@ from multiprocess import run_processes
 from test_cli import run
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.analysis.forecast import forecast
 from orbax_safetensors_layout.cli.main import main
-from orbax_safetensors_layout.forecast import forecast
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.coverage import coverage
-from orbax_safetensors_layout.plan.grid import DeviceGrid
-from orbax_safetensors_layout.plan.sharding_rules import (
+from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.rules import (
     ShardingRule,
     ShardingRules,
     auto_spec,

@@ -17,14 +17,15 @@ import pytest
 from checkpoints import random_tensor, save
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import publish
+from orbax_safetensors_layout.storage import local_commit
 
 SERVER = """
 import json, os, signal, sys, warnings
 import orbax_safetensors_layout as osl
 import traceback
 from orbax_safetensors_layout.conversion import journal, pipeline
-from orbax_safetensors_layout.adapters import orbax_source, orbax_target
+from orbax_safetensors_layout.adapters.orbax_format import source as orbax_source
+from orbax_safetensors_layout.adapters.orbax_format import target as orbax_target
 from orbax_safetensors_layout.storage import local, resumable
 
 warnings.simplefilter("ignore")
@@ -337,16 +338,16 @@ def test_an_interrupt_leaves_what_is_done(tmp_path):
 
 def ends_while_publishing(source, target, *, after, **more):
     """A conversion that ends as a kill would end it: `after` the folder took its place, or not."""
-    real = publish.publish_folder
+    real = local_commit.publish_folder
 
     def publish_folder(*arguments, **keywords):
         if after:
-            with mock.patch.object(publish, "_remove_old"):
+            with mock.patch.object(local_commit, "_remove_old"):
                 real(*arguments, **keywords)
         raise KeyboardInterrupt
 
     with (
-        mock.patch.object(publish, "publish_folder", publish_folder),
+        mock.patch.object(local_commit, "publish_folder", publish_folder),
         pytest.raises(KeyboardInterrupt),
     ):
         osl.convert(source, target, **CONTINUED | more)
@@ -399,7 +400,7 @@ def test_an_old_checkpoint_is_put_back_where_names_are_not_exchanged(tmp_path):
             raise KeyboardInterrupt
 
     with (
-        mock.patch.object(publish, "_exchange", return_value=False),
+        mock.patch.object(local_commit, "_exchange", return_value=False),
         mock.patch.object(os, "rename", ends),
         pytest.raises(KeyboardInterrupt),
     ):

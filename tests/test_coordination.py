@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout import sharing
-from orbax_safetensors_layout.transfer import coordination, pulse
-from orbax_safetensors_layout.transfer.coordination import Group
+from orbax_safetensors_layout.reading import replica_exchange
+from orbax_safetensors_layout.runtime import heartbeat, process_group
+from orbax_safetensors_layout.runtime.process_group import Group
 
 PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
 
@@ -94,9 +94,9 @@ def make_groups(
 ) -> list[Group]:
     """One group a process. Each process counts its operations; threads share the counter."""
     groups = []
-    before = coordination._counts["save", name]
+    before = process_group._counts["save", name]
     for process in range(count):
-        coordination._counts["save", name] = before
+        process_group._counts["save", name] = before
         groups.append(Group(name, process, count, store, timeout_seconds))
     return groups
 
@@ -320,12 +320,12 @@ def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
 
 
 def test_processes_meet_by_what_may_be_shown_of_a_path(store, monkeypatch):
-    monkeypatch.setattr(sharing.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(sharing.DistributedStore, "connect", lambda: store)
+    monkeypatch.setattr(replica_exchange.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(replica_exchange.DistributedStore, "connect", lambda: store)
     options = osl.ReadOptions(replicated="read_once", timeout_seconds=0.1)
     with (
         pytest.raises(osl.PeerError) as caught,
-        sharing.load_group("https://me:hunter2@host/model?sig=hunter2", options) as group,
+        replica_exchange.load_group("https://me:hunter2@host/model?sig=hunter2", options) as group,
     ):
         group.meet("a step")
     assert caught.value.file == "https://host/model"
@@ -350,8 +350,8 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
 
 def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
     """Also where others have failed already because they need it; not the others' failure."""
-    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
 
     def work(group):
         group.meet("a first step")
@@ -373,8 +373,8 @@ def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
 
 
 def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
-    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
 
     def work(group):
         group.meet("a first step")
@@ -392,8 +392,8 @@ def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
 
 
 def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
-    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
 
     def work(group):
         if group.process_index == 1:

@@ -17,8 +17,8 @@ SOURCE = """
 import os
 import numpy as np
 import orbax_safetensors_layout as osl
-import orbax_safetensors_layout.consolidate, orbax_safetensors_layout.convert
-from orbax_safetensors_layout.storage import publish
+import orbax_safetensors_layout.conversion.consolidate, orbax_safetensors_layout.convert
+from orbax_safetensors_layout.storage import local_commit
 
 
 def tensors(version):
@@ -26,8 +26,8 @@ def tensors(version):
 
 
 def main(what, source, target, version, kill, exchange):
-    rename = publish._renameat2() if exchange else None  # which is not Python's, but counts
-    publish._renameat2 = lambda: rename and (lambda *arguments: os.renameat2(*arguments))
+    rename = local_commit._renameat2() if exchange else None  # which is not Python's, but counts
+    local_commit._renameat2 = lambda: rename and (lambda *arguments: os.renameat2(*arguments))
     os.renameat2 = rename
     count = kill_at(kill, [(os, "renameat2")] if rename else [])
     say("begin")

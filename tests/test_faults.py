@@ -87,7 +87,7 @@ def load_through(folder, seed):
     passing = shares.choice([0.0, 0.05, 0.3, 0.6, 0.95])
     lasting = shares.choice([0.0, 0.0, 0.01, 0.2])
     storage = FaultyStorage(seed, passing=passing, lasting=lasting)
-    where = "orbax_safetensors_layout.format.catalog.open_storage"
+    where = "orbax_safetensors_layout.catalog.catalog.open_storage"
     with storage, mock.patch(where, lambda path, **_: (storage, str(path))):
         went_well = check_loaded(outcome(lambda: osl.load(folder, wanted(seed), options=OPTIONS)))
     assert went_well or passing or lasting

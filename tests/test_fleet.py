@@ -12,16 +12,15 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.layout import NewTensor
-from orbax_safetensors_layout.options import ReadOptions, WriteOptions
-from orbax_safetensors_layout.plan.fleet import plan_fleet
-from orbax_safetensors_layout.plan.fleet_sums import FleetLeaf
-from orbax_safetensors_layout.plan.fleet_writes import plan_fleet_writes
-from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.options import PROFILES, ReadOptions, WriteOptions
+from orbax_safetensors_layout.plan.cluster import plan_fleet
+from orbax_safetensors_layout.plan.cluster_costs import FleetLeaf
+from orbax_safetensors_layout.plan.cluster_writes import plan_fleet_writes
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
-from orbax_safetensors_layout.profiles import PROFILES
+from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 CODES = ["F32", "BF16", "U8", "F64", "F4", "F6_E2M3", "F8_E4M3"]
 

@@ -9,6 +9,9 @@ import pytest
 import safetensors.numpy
 from format_helpers import MemoryStorage, Request, entry, file_bytes, index_bytes, model_file
 
+from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog.headers import read_header
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidHeaderError,
@@ -17,9 +20,6 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     StorageError,
 )
-from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.format.headers import read_header
-from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 INDEX = "/m/model.safetensors.index.json"
 
@@ -438,7 +438,7 @@ def test_close_leaves_a_given_storage_open() -> None:
 def test_own_storage_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = MemoryStorage({"/m/1.safetensors": file_bytes({"a": entry("U8", [1], 0, 1)}, b"x")})
     monkeypatch.setattr(
-        "orbax_safetensors_layout.format.catalog.open_storage", lambda path, **_: (storage, path)
+        "orbax_safetensors_layout.catalog.catalog.open_storage", lambda path, **_: (storage, path)
     )
     with Catalog.open("/m"):
         assert not storage.closed

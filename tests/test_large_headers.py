@@ -13,8 +13,8 @@ import pytest
 import safetensors
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.format import manifest
-from orbax_safetensors_layout.format.catalog import Catalog
 
 EMPTY = '"dtype":"U8","shape":[0],"data_offsets":[0,0]'
 DIGESTS = "orbax_safetensors_layout.digests.json"
@@ -104,7 +104,7 @@ def test_a_list_of_checksums_beyond_its_limit(tmp_path):
 PEAK = """
 import resource, sys
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.catalog.catalog import Catalog
 try:
     found = osl.verify(sys.argv[2]).ok if sys.argv[1] == "verify" else Catalog.open(sys.argv[2])
 except osl.FormatError as error:

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import publish
+from orbax_safetensors_layout.storage import local_commit
 
 ROWS = 40
 WRITERS = {
@@ -84,7 +84,7 @@ class Between:
 )
 def test_a_save_at_each_moment_of_a_load(tmp_path, monkeypatch, before, after, exchange):
     if not exchange:
-        monkeypatch.setattr(publish, "_renameat2", lambda: None)
+        monkeypatch.setattr(local_commit, "_renameat2", lambda: None)
     folder = tmp_path / "x"
     outcomes = []
     number = calls = 0
@@ -134,10 +134,10 @@ import sys, time
 sys.path[:0] = [sys.argv[1]]
 import test_load_overlap as t
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import publish
+from orbax_safetensors_layout.storage import local_commit
 
 if sys.argv[3] == "renames":
-    publish._renameat2 = lambda: None
+    local_commit._renameat2 = lambda: None
 print("begun", flush=True)
 deadline = time.monotonic() + float(sys.argv[4])
 version = 1

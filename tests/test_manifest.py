@@ -31,7 +31,7 @@ from orbax_safetensors_layout.format.manifest import (
     parse_manifest,
     piece_name,
 )
-from orbax_safetensors_layout.format.nodes import MAX_DEPTH
+from orbax_safetensors_layout.format.tree import MAX_DEPTH
 from orbax_safetensors_layout.geometry.box import Box
 
 FILE = "folder/orbax_safetensors_layout.json"

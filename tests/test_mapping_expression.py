@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from mapping_expressions import evaluate, same
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.einops import parse
-from orbax_safetensors_layout.mapping.expression import fill, tensor
-from orbax_safetensors_layout.mapping.functions import opaque
-from orbax_safetensors_layout.mapping.joins import concat, stack
+from orbax_safetensors_layout.mapping.expr.einops import parse
+from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
+from orbax_safetensors_layout.mapping.expr.functions import opaque
+from orbax_safetensors_layout.mapping.expr.joins import concat, stack
+from orbax_safetensors_layout.mapping.expr.values import Add, Scale
 from orbax_safetensors_layout.mapping.names import NameTree, natural_key, substitute
 from orbax_safetensors_layout.mapping.rules import rule
-from orbax_safetensors_layout.mapping.values import Add, Scale
 
 F32 = np.dtype(np.float32)
 X = tensor("x")

@@ -24,14 +24,14 @@ from mapping_expressions import (
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box, cover
-from orbax_safetensors_layout.mapping.expression import fill, tensor
-from orbax_safetensors_layout.mapping.facts import Fact
-from orbax_safetensors_layout.mapping.functions import opaque
-from orbax_safetensors_layout.mapping.invert import invert
-from orbax_safetensors_layout.mapping.joins import concat, stack
-from orbax_safetensors_layout.mapping.pieces import index_only
-from orbax_safetensors_layout.mapping.quantized import dequantize_block
+from orbax_safetensors_layout.mapping.affine.pieces import index_only
+from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
+from orbax_safetensors_layout.mapping.expr.functions import opaque
+from orbax_safetensors_layout.mapping.expr.joins import concat, stack
+from orbax_safetensors_layout.mapping.expr.quantized import dequantize_block
+from orbax_safetensors_layout.mapping.inverse.invert import invert
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
+from orbax_safetensors_layout.mapping.shapes import Fact
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors_layout as osl
-import orbax_safetensors_layout.transfer.buffers as buffers
-from orbax_safetensors_layout.transfer.buffers import Pages
+import orbax_safetensors_layout.runtime.memory as buffers
+from orbax_safetensors_layout.runtime.memory import Pages
 
 BUDGET = 8 << 20
 BESIDES = 24 << 20

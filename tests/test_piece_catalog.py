@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from orbax_safetensors_layout.catalog.pieces import PieceCatalog
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import Header, TensorEntry
-from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.format.pieces import (
     StoredBox,
     StoredPieces,

@@ -13,15 +13,15 @@ from recording import RecordingStorage
 from test_pieces import run
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.boxes import LocalBoxes
 from orbax_safetensors_layout.plan.leaves import LeafRead, Source
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
-from orbax_safetensors_layout.transfer.read import read_leaves
+from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.sharding.boxes import LocalBoxes
 
 LOCAL = osl.ReadOptions().profile("local")
 

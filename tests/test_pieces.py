@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recording import RecordingStorage
 
-from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan import blocking, groups, regions
-from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan import blocking, coalesce, regions
 from orbax_safetensors_layout.plan.leaves import LeafRead, Source
 from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.profiles import StorageProfile
-from orbax_safetensors_layout.transfer import blocks
-from orbax_safetensors_layout.transfer.read import read_leaves
+from orbax_safetensors_layout.reading import blocks
+from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.sharding.boxes import LocalBoxes
 
 DTYPES = [*map(np.dtype, ["u1", "i2", "f4", "c8", ml_dtypes.bfloat16])]
 
@@ -201,7 +201,7 @@ def test_so_it_is_where_small_regions_are_treated_as_large_ones(
     with (
         mock.patch.multiple(blocking, _CONFLICT_BYTES=1, _LINE_BYTES=8, _LEAST_REQUEST_BYTES=1),
         mock.patch.object(regions, "_DIRECT_SPAN_BYTES", 1),
-        mock.patch.object(groups, "_MAX_UNPADDED_BYTES", 0),
+        mock.patch.object(coalesce, "_MAX_UNPADDED_BYTES", 0),
         mock.patch.object(blocks, "_LONG_LOOP", 2),
     ):
         check(case, files, latency, most_bytes, budget)

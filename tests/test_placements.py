@@ -31,7 +31,7 @@ from orbax_safetensors_layout.format.manifest import (
     SingleDeviceRecord,
     parse_manifest,
 )
-from orbax_safetensors_layout.placements import ShardingTable, record, restore
+from orbax_safetensors_layout.sharding.serialize import ShardingTable, record, restore
 
 P = PartitionSpec
 DEVICES = jax.devices()

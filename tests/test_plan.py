@@ -17,7 +17,7 @@ from recording import recording
 from test_load import MESHES, mesh_of, specs
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.plan.shards import ProcessShards, box_of
+from orbax_safetensors_layout.sharding.shards import ProcessShards, box_of
 
 
 @given(st.data())

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 from recording import RecordingStorage
 
-from orbax_safetensors_layout.forecast import forecast
-from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.boxes import LocalBoxes
-from orbax_safetensors_layout.plan.grid import DeviceGrid
+from orbax_safetensors_layout.analysis.forecast import forecast
+from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.options import PROFILES, ReadOptions
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
-from orbax_safetensors_layout.profiles import PROFILES
-from orbax_safetensors_layout.transfer.read import read_leaves
+from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.rules import ShardingRule
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MOST_BYTES = 500e6

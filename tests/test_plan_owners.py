@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from plans import grid_boxes, held_boxes
 
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.boxes import HeldBoxes
-from orbax_safetensors_layout.plan.owners import PieceWriters, file_owners
+from orbax_safetensors_layout.plan.ownership import PieceWriters, file_owners
+from orbax_safetensors_layout.sharding.boxes import HeldBoxes
 
 
 def replicated(shape, processes):

@@ -20,9 +20,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import cover
-from orbax_safetensors_layout.plan.shards import ProcessShards
-from orbax_safetensors_layout.plan.spread import Limits, SharedLeaf, plan_spread
-from orbax_safetensors_layout.sharing import Step, agreement
+from orbax_safetensors_layout.plan.replica_exchange import Limits, SharedLeaf, plan_spread
+from orbax_safetensors_layout.reading.replica_exchange import Step, agreement
+from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 NO_LIMITS = Limits(1 << 30, 1 << 30, 25_000)
 MESHES = [(2, 1, 1), (4, 2, 1), (8, 1, 4), (2, 6, 3), (16, 1, 16)]

@@ -18,9 +18,9 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.boxes import HeldBoxes
-from orbax_safetensors_layout.plan.shards import ProcessShards
 from orbax_safetensors_layout.plan.writes import LeafWrite
+from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 P = PartitionSpec
 BF16 = np.dtype(ml_dtypes.bfloat16)

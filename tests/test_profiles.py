@@ -8,7 +8,7 @@ import safetensors.numpy
 from http_server import file_server
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.profiles import PROFILES, StorageProfile
+from orbax_safetensors_layout.options import PROFILES, StorageProfile
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ import sys
 import termios
 
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.transfer.progress import ProgressLines
+from orbax_safetensors_layout.runtime.progress import ProgressLines
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_a_terminal_gets_a_bar():
     termios.tcsetwinsize(theirs, (24, 100))
     code = (
         "from orbax_safetensors_layout.options import Progress\n"
-        "from orbax_safetensors_layout.transfer.progress import progress_callback\n"
+        "from orbax_safetensors_layout.runtime.progress import progress_callback\n"
         "with progress_callback(True) as report:\n"
         "    report(Progress(5, 10, 'some.weight'))\n"
         "    report(Progress(10, 10, 'some.weight'))\n"

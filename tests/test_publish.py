@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import publish
-from orbax_safetensors_layout.storage.publish import publish_folder
+from orbax_safetensors_layout.storage import local_commit
+from orbax_safetensors_layout.storage.local_commit import publish_folder
 
 
 def tree(folder):
@@ -44,9 +44,9 @@ def put(new, old):
 def way(request, monkeypatch):
     """Linux exchanges two names at once; other systems, and some file systems, do not."""
     if request.param == "no system call":
-        monkeypatch.setattr(publish, "_renameat2", lambda: None)
+        monkeypatch.setattr(local_commit, "_renameat2", lambda: None)
     elif request.param == "refused":
-        monkeypatch.setattr(publish, "_renameat2", lambda: lambda *_: -1)
+        monkeypatch.setattr(local_commit, "_renameat2", lambda: lambda *_: -1)
     return request.param
 
 
@@ -163,7 +163,7 @@ def test_what_somebody_writes_meanwhile_is_kept(tmp_path, monkeypatch, links):
         monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(1, "no")))
     old = make(tmp_path / "checkpoint", model="old", config="c", log="1", same="s")
     make(old / "sub", note="n")
-    replace = publish._replace
+    replace = local_commit._replace
 
     def meanwhile(*arguments):
         (old / "late").write_text("late")
@@ -176,7 +176,7 @@ def test_what_somebody_writes_meanwhile_is_kept(tmp_path, monkeypatch, links):
             os.utime(old / name)
         return replace(*arguments)
 
-    monkeypatch.setattr(publish, "_replace", meanwhile)
+    monkeypatch.setattr(local_commit, "_replace", meanwhile)
     put(make(tmp_path / "new", model="new"), old)
     assert tree(old) == {
         "config": "newer", "late": "late", "log": "1 2", "model": "new", "new folder": "folder",
@@ -207,7 +207,7 @@ def fail_nth_rename(monkeypatch, nth):
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_rename_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, nth):
-    monkeypatch.setattr(publish, "_renameat2", lambda: None)
+    monkeypatch.setattr(local_commit, "_renameat2", lambda: None)
     old = make(tmp_path / "checkpoint", model="old")
     new = make(tmp_path / "new", model="new")
     fail_nth_rename(monkeypatch, nth)
@@ -219,9 +219,9 @@ def test_a_rename_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, nth):
 
 def test_a_folder_that_a_crash_left_beside_is_not_removed(tmp_path, monkeypatch):
     """Whether it is needed, only the claim of the place knows."""
-    monkeypatch.setattr(publish, "_renameat2", lambda: None)
+    monkeypatch.setattr(local_commit, "_renameat2", lambda: None)
     old = make(tmp_path / "checkpoint", model="old")
-    aside = make(Path(publish.aside_folder(str(old))), model="older")
+    aside = make(Path(local_commit.aside_folder(str(old))), model="older")
     with pytest.raises(osl.StorageError):
         put(make(tmp_path / "new", model="new"), old)
     assert tree(old) == {"model": "old"}
@@ -232,7 +232,7 @@ def test_a_folder_that_a_crash_left_beside_is_not_removed(tmp_path, monkeypatch)
 def test_an_old_folder_that_can_not_be_removed_is_no_failure(tmp_path, monkeypatch, way):
     """On NFS a file that is still open leaves a `.nfs…` behind, and its folder stays."""
     if way != "exchange":
-        monkeypatch.setattr(publish, "_renameat2", lambda: None)
+        monkeypatch.setattr(local_commit, "_renameat2", lambda: None)
     real = os.rmdir
 
     def busy(path, **keywords):

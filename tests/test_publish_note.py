@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import publish
+from orbax_safetensors_layout.storage import local_commit
 
 TREE = {"w": np.arange(4.0, dtype=np.float32)}
 OTHER = {"w": -np.arange(4.0, dtype=np.float32)}
@@ -21,7 +21,7 @@ OTHER = {"w": -np.arange(4.0, dtype=np.float32)}
 def interrupted(source, target):
     """A conversion that ends while it is published; returns its lock file, which holds a note."""
     with (
-        mock.patch.object(publish, "publish_folder", side_effect=KeyboardInterrupt),
+        mock.patch.object(local_commit, "publish_folder", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         osl.convert(source, target, format="hf")
@@ -81,7 +81,7 @@ def test_a_note_that_is_none(tmp_path, text):
 
 def killed_after_publishing(call, target):
     """Ends a call as a kill would, right after it put the new folder in its place."""
-    real, note = publish.publish_folder, []
+    real, note = local_commit.publish_folder, []
 
     def publish_folder(*arguments, **keywords):
         real(*arguments, **keywords)
@@ -89,7 +89,7 @@ def killed_after_publishing(call, target):
         raise KeyboardInterrupt
 
     with (
-        mock.patch.object(publish, "publish_folder", publish_folder),
+        mock.patch.object(local_commit, "publish_folder", publish_folder),
         pytest.raises(KeyboardInterrupt),
     ):
         call()

@@ -199,11 +199,11 @@ def main(path, guilty, where):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from recording import recording
     import orbax_safetensors_layout as osl
-    from orbax_safetensors_layout import sharing
+    from orbax_safetensors_layout.reading import replica_exchange
     from orbax_safetensors_layout.storage.local import LocalStorage
-    from orbax_safetensors_layout.transfer import pulse
+    from orbax_safetensors_layout.runtime import heartbeat
 
-    pulse.SILENCE_SECONDS = 5.0
+    heartbeat.SILENCE_SECONDS = 5.0
     mine = jax.process_index() == guilty
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {
@@ -223,7 +223,7 @@ def main(path, guilty, where):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(5, "the disk is gone")
 
-    gather = sharing.Slots.gather
+    gather = replica_exchange.Slots.gather
 
     def gather_or_die(slots, process):
         seen.append(slots)
@@ -245,7 +245,7 @@ def main(path, guilty, where):
                 raise OSError(5, "the disk is gone")
 
     if where == "gather" and mine:
-        sharing.Slots.gather = gather_or_die
+        replica_exchange.Slots.gather = gather_or_die
     options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16)
     started = time.monotonic()
     try:

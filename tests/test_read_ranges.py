@@ -16,7 +16,7 @@ from recording import recording
 from test_load import sharded_tensors
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.catalog import Catalog
+from orbax_safetensors_layout.catalog.catalog import Catalog
 
 NO_GAPS = osl.ReadOptions(latency_seconds={"local": 0.0})
 

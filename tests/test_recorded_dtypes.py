@@ -16,8 +16,8 @@ from saved_files import raw_tensors
 from states import mesh
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.analysis.inspect import inspect
 from orbax_safetensors_layout.format.manifest import MANIFEST
-from orbax_safetensors_layout.inspection import inspect
 
 FLOATS = ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"]
 INTEGERS = ["int4", "uint4", "int2", "uint2"]

@@ -33,12 +33,12 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.layout import NewTensor, lay_out
 from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.plan.boxes import HeldBoxes
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
+from orbax_safetensors_layout.runtime.write_pool import WritePool
+from orbax_safetensors_layout.sharding.boxes import HeldBoxes
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.transfer.file_set import FileSet
-from orbax_safetensors_layout.transfer.write import _PartWriter, write_parts
-from orbax_safetensors_layout.transfer.write_pool import WritePool
+from orbax_safetensors_layout.writing.open_files import FileSet
+from orbax_safetensors_layout.writing.write import _PartWriter, write_parts
 
 P = PartitionSpec
 MIB = 1 << 20
@@ -904,7 +904,7 @@ def test_an_interrupt(old):
 
 
 def test_what_an_earlier_crash_left_is_removed(old):
-    from orbax_safetensors_layout.storage.publish import partial_folder
+    from orbax_safetensors_layout.storage.local_commit import partial_folder
 
     partial = Path(partial_folder(os.path.realpath(old)))
     partial.mkdir()

@@ -23,7 +23,7 @@ from saving import full_disk, opened, run_alone
 from states import place
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.transfer import host
+from orbax_safetensors_layout.writing import host
 
 VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 NAMES = "abcdefgh"
@@ -31,7 +31,7 @@ NAMES = "abcdefgh"
 
 @pytest.fixture(autouse=True)
 def device_memory(monkeypatch):
-    monkeypatch.setattr("orbax_safetensors_layout.transfer.host._on_host", lambda array: False)
+    monkeypatch.setattr("orbax_safetensors_layout.writing.host._on_host", lambda array: False)
 
 
 def tree():

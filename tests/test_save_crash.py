@@ -17,7 +17,7 @@ SOURCE = """
 import numpy as np
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.save
-from orbax_safetensors_layout.storage import publish
+from orbax_safetensors_layout.storage import local_commit
 
 
 def tensors(version, files, rows):
@@ -27,8 +27,8 @@ def tensors(version, files, rows):
 
 
 def main(folder, version, files, rows, kill, exchange):
-    rename = publish._renameat2() if exchange else None  # which is not Python's, but counts
-    publish._renameat2 = lambda: rename and (lambda *arguments: os.renameat2(*arguments))
+    rename = local_commit._renameat2() if exchange else None  # which is not Python's, but counts
+    local_commit._renameat2 = lambda: rename and (lambda *arguments: os.renameat2(*arguments))
     os.renameat2 = rename
     count = kill_at(kill, [(os, "renameat2")] if rename else [])
     options = osl.WriteOptions(max_file_bytes=242 * rows)

@@ -18,7 +18,7 @@ SAVER = """
 import os, signal, sys, time
 import numpy as np
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import publish
+from orbax_safetensors_layout.storage import local_commit
 
 folder, what = sys.argv[1:3]
 
@@ -37,7 +37,7 @@ if what == "die while writing":
     save(1.0)
     save(2.0, progress=die)
 elif what.startswith("die at rename"):
-    publish._renameat2 = lambda: None
+    local_commit._renameat2 = lambda: None
     save(1.0)
     open(folder + "/config.json", "w").close()
     rename, calls = os.rename, []
@@ -51,7 +51,7 @@ elif what.startswith("die at rename"):
     os.rename = one_is_fatal
     save(2.0)
 elif what == "save":
-    publish._renameat2 = lambda: None
+    local_commit._renameat2 = lambda: None
     try:
         save(3.0)
         print("saved")

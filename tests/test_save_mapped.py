@@ -19,7 +19,7 @@ from test_load_mapped import BF16, HEAD_DIM, SPECS, path, sharded, tensors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS, ONE_A_BYTE
-from orbax_safetensors_layout.transfer.coordination import Group
+from orbax_safetensors_layout.runtime.process_group import Group
 
 __all__ = ["path", "tensors"]  # fixtures
 

@@ -257,9 +257,9 @@ def main(path, target, kind, process):
     from orbax_safetensors_layout.save import PreparedSave
     from orbax_safetensors_layout.storage.local_write import LocalFileWriter
     from orbax_safetensors_layout.storage.resumable import ResumableFile
-    from orbax_safetensors_layout.transfer import pulse
+    from orbax_safetensors_layout.runtime import heartbeat
 
-    pulse.SILENCE_SECONDS = 5.0
+    heartbeat.SILENCE_SECONDS = 5.0
     tree = make_tree(path, "replicated")
     osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))
     if jax.process_index() == process:

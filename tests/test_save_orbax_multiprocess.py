@@ -154,7 +154,7 @@ def main(root, api, guilty):
 BUDGET = (
     PRELUDE
     + """
-from orbax_safetensors_layout.transfer import host
+from orbax_safetensors_layout.writing import host
 host._on_host = lambda array: False  # stands for devices with memory of their own
 
 def main(root, api):

@@ -20,8 +20,8 @@ from test_load_mapped import sharded
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.plan.replicas import Grid
-from orbax_safetensors_layout.transfer.spread import Slots
+from orbax_safetensors_layout.reading.all_gather import Slots
+from orbax_safetensors_layout.sharding.replicas import Grid
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SPECS = [(), ("a",), (None, "a"), ("a", "b"), (("b", "a"),), (None, "b")]

@@ -10,14 +10,14 @@ import pytest
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.redaction import redact
+from orbax_safetensors_layout.errors import redact
+from orbax_safetensors_layout.runtime.tasks import Workers
 from orbax_safetensors_layout.storage.retry import (
     Failure,
     Retrier,
     is_transient_status,
     retry_after_seconds,
 )
-from orbax_safetensors_layout.transfer.workers import Workers
 
 URL = "https://me:hunter2@host/bucket/model.safetensors?X-Amz-Signature=abcdef&Expires=5#part"
 

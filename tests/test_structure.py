@@ -34,9 +34,9 @@ from orbax_safetensors_layout.format.manifest import (
     leaves,
     parse_manifest,
 )
-from orbax_safetensors_layout.format.nodes import MAX_DEPTH
-from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.structure import describe, rebuild
+from orbax_safetensors_layout.format.tree import MAX_DEPTH
+from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
+from orbax_safetensors_layout.pytree.treedef import describe, rebuild
 
 
 class Point(NamedTuple):

@@ -22,10 +22,10 @@ from random_trees import mesh_of, place
 from test_cli import run
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.adapters.orbax_source import OrbaxSource
-from orbax_safetensors_layout.conversion.boxes import chunk_parts
+from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxSource
+from orbax_safetensors_layout.analysis.structure_check import Soundness
 from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
-from orbax_safetensors_layout.soundness import Soundness
+from orbax_safetensors_layout.geometry.blocks import chunk_parts
 from orbax_safetensors_layout.storage.local import LocalStorage
 
 DIGESTS = "orbax_safetensors_layout.digests.json"

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_safetensors_layout import prng
-from orbax_safetensors_layout.adapters.contents import Contents, StoredArray
+from orbax_safetensors_layout.adapters.metadata import Contents, StoredArray
 from orbax_safetensors_layout.load import load
-from orbax_safetensors_layout.mapping.expression import Expr, tensor
-from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
+from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
 from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.pytree import prng
+from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
 
 
 def load_resized(

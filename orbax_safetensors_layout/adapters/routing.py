@@ -22,8 +22,8 @@ from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.orbax_item import is_orbax_item
 from orbax_safetensors_layout.adapters.settings import Settings
 from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
+from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _Layouts: Any = ocp.options.CheckpointLayout
 

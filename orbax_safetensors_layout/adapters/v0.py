@@ -44,11 +44,11 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from orbax_safetensors_layout.adapters import _orbax, orbax_item, settings, v0_metadata
-from orbax_safetensors_layout.adapters.contents import Contents
+from orbax_safetensors_layout.adapters.item_save import ItemSave
+from orbax_safetensors_layout.adapters.metadata import Contents
 from orbax_safetensors_layout.adapters.resizing import load_resized
 from orbax_safetensors_layout.adapters.restore_args import abstract_tree
 from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
-from orbax_safetensors_layout.adapters.saving import ItemSave
 from orbax_safetensors_layout.adapters.strictness import load_item
 from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, item_name
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.adapters import _orbax
-from orbax_safetensors_layout.adapters.contents import Contents, StoredArray
+from orbax_safetensors_layout.adapters.metadata import Contents, StoredArray
 from orbax_safetensors_layout.format.manifest import NamedRecord
 
 _AXIS_TYPES = {name.lower(): kind for name, kind in AxisType.__members__.items()}

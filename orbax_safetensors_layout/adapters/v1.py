@@ -26,16 +26,16 @@ from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 
 from orbax_safetensors_layout.adapters import _orbax, settings
 from orbax_safetensors_layout.adapters.background import in_background
-from orbax_safetensors_layout.adapters.contents import Contents, StoredArray
+from orbax_safetensors_layout.adapters.item_save import ItemSave
+from orbax_safetensors_layout.adapters.metadata import Contents, StoredArray
 from orbax_safetensors_layout.adapters.orbax_item import is_orbax_item
 from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.adapters.restore_args import HostArray
 from orbax_safetensors_layout.adapters.save_args import storage_dtypes
-from orbax_safetensors_layout.adapters.saving import ItemSave
 from orbax_safetensors_layout.adapters.settings import Settings
 from orbax_safetensors_layout.adapters.strictness import load_item
+from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.format.survey import is_safetensors_checkpoint
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _VALUES = (bool, int, float, str)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from orbax_safetensors_layout.plan.sharding_rules import ShardingRule, parse_rules
-from orbax_safetensors_layout.profiles import KIB
-from orbax_safetensors_layout.units import parse_size
+from orbax_safetensors_layout.options import KIB
+from orbax_safetensors_layout.runtime.text import parse_size
+from orbax_safetensors_layout.sharding.rules import ShardingRule, parse_rules
 
 _LEAST_BUDGET_BYTES = 64 * KIB
 

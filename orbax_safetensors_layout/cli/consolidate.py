@@ -8,7 +8,7 @@ from orbax_safetensors_layout.cli.arguments import memory_budget
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.verb import Verb, argument
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.units import parse_size
+from orbax_safetensors_layout.runtime.text import parse_size
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    from orbax_safetensors_layout.consolidate import consolidate
+    from orbax_safetensors_layout.conversion.consolidate import consolidate
 
     options = WriteOptions(
         max_file_bytes=parsed.max_file_bytes,

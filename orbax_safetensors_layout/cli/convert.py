@@ -11,7 +11,7 @@ from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
 from orbax_safetensors_layout.cli.verb import UsageError, Verb, argument
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.units import parse_size, size_text
+from orbax_safetensors_layout.runtime.text import parse_size, size_text
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

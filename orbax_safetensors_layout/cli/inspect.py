@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts, Total, inspect
+from orbax_safetensors_layout.analysis.located import located
 from orbax_safetensors_layout.cli.console import Console, table
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.verb import Verb, add_json
-from orbax_safetensors_layout.inspection import Inspection, TensorFacts, Total, inspect
-from orbax_safetensors_layout.located import located
-from orbax_safetensors_layout.units import count_text, number_text, size_text
+from orbax_safetensors_layout.runtime.text import count_text, number_text, size_text
 
 _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
     "name": lambda tensor: tensor.name,
@@ -56,7 +56,7 @@ def _inspect(path: str, patterns: list[str] | None) -> Inspection:
     location = located(path)
     if not location.is_orbax:
         return inspect(location.path, only=patterns)
-    from orbax_safetensors_layout.adapters.orbax_inspection import inspect_orbax
+    from orbax_safetensors_layout.analysis.orbax_inspect import inspect_orbax
 
     return inspect_orbax(location.path, only=patterns)
 

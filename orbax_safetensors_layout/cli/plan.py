@@ -7,17 +7,17 @@ import itertools
 import shlex
 from typing import Any
 
+from orbax_safetensors_layout.analysis.forecast import Forecast, forecast, forecast_save
+from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
 from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
 from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
-from orbax_safetensors_layout.forecast import Forecast, forecast, forecast_save
-from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
-from orbax_safetensors_layout.plan.grid import DeviceGrid
-from orbax_safetensors_layout.plan.sharding_rules import ShardingRule
-from orbax_safetensors_layout.units import parse_seconds, parse_size
+from orbax_safetensors_layout.runtime.text import parse_seconds, parse_size
+from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.rules import ShardingRule
 
 _AUTO = ShardingRule(".*", None)
 
@@ -158,7 +158,7 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
         return forecast_save(found, writing)
     if parsed.save is not None:
         raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
-    from orbax_safetensors_layout.forecast_tree import forecast_tree, mesh_of
+    from orbax_safetensors_layout.analysis.forecast_tree import forecast_tree, mesh_of
 
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)

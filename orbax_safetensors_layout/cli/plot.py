@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from orbax_safetensors_layout.analysis.forecast import Forecast
 from orbax_safetensors_layout.cli.verb import UsageError
-from orbax_safetensors_layout.forecast import Forecast
 from orbax_safetensors_layout.plan.coverage import Coverage, coverage
-from orbax_safetensors_layout.units import size_text
+from orbax_safetensors_layout.runtime.text import size_text
 
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4

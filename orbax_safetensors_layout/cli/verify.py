@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 from typing import Any
 
+from orbax_safetensors_layout.analysis.located import located
 from orbax_safetensors_layout.cli.arguments import memory_budget
 from orbax_safetensors_layout.cli.console import Console
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
 from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
-from orbax_safetensors_layout.located import located
 from orbax_safetensors_layout.options import ReadOptions
 
 
@@ -35,7 +35,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    from orbax_safetensors_layout.verify import verify
+    from orbax_safetensors_layout.analysis.verify import verify
 
     if parsed.mapping and parsed.against is None:
         raise UsageError("--mapping says what PATH is made of in --against OTHER")

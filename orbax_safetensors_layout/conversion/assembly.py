@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.boxes import cut
 from orbax_safetensors_layout.conversion.leaves import (
     Leaf,
     Lease,
@@ -25,7 +24,8 @@ from orbax_safetensors_layout.conversion.leaves import (
     bytes_to_read,
     read_regions,
 )
-from orbax_safetensors_layout.conversion.stage import write_box
+from orbax_safetensors_layout.conversion.spool import write_box
+from orbax_safetensors_layout.geometry.blocks import cut
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.storage.local import LocalStorage
 

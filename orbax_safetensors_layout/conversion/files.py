@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.boxes import within
 from orbax_safetensors_layout.conversion.leaves import Leaf, Region
 from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.format.dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType
@@ -25,13 +24,14 @@ from orbax_safetensors_layout.format.layout import (
 )
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
 from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID, piece_name
+from orbax_safetensors_layout.geometry.blocks import within
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
 from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
 from orbax_safetensors_layout.storage.resumable import ResumableFile
-from orbax_safetensors_layout.transfer.gather import row_blocks
+from orbax_safetensors_layout.writing.assemble_files import row_blocks
 
 
 class _Place(NamedTuple):

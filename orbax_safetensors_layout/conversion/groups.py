@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray
 from orbax_safetensors_layout.conversion.leaves import Leaf, Region, bytes_to_read
-from orbax_safetensors_layout.conversion.source import Source, SourceArray
 
 _MOST_OVER_READ = 1.05  # bytes read for a byte needed, before arrays are rather read as a whole
 

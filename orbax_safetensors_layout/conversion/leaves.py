@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.filling import Filling
+from orbax_safetensors_layout.catalog.pieces import PieceCatalog
 from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.format.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.bound import Bound
-from orbax_safetensors_layout.origins import Mapped, Origin, Plain
-from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.plan.array_source import Mapped, Origin, Plain
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
-from orbax_safetensors_layout.profiles import PROFILES
+from orbax_safetensors_layout.pytree.abstract import Want
+from orbax_safetensors_layout.reading.materialize import Filling
+from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, WantedLeaf
+from orbax_safetensors_layout.sharding.boxes import LocalBoxes
 from orbax_safetensors_layout.storage.base import RangeReader
-from orbax_safetensors_layout.transfer.read import read_leaves
-from orbax_safetensors_layout.tree import Want
-from orbax_safetensors_layout.wants import Fidelity, PlannedLeaf, WantedLeaf
 
 
 class Leaf(NamedTuple):

@@ -7,19 +7,24 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 
+from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray
+from orbax_safetensors_layout.conversion.execute import (
+    Limits,
+    Report,
+    convert_groups,
+    verify_groups,
+)
 from orbax_safetensors_layout.conversion.groups import Group, make_groups, shares
 from orbax_safetensors_layout.conversion.journal import Journal
-from orbax_safetensors_layout.conversion.run import Limits, Report, convert_groups, verify_groups
-from orbax_safetensors_layout.conversion.source import Source, SourceArray
 from orbax_safetensors_layout.conversion.target import FINISHED, Target
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions
+from orbax_safetensors_layout.runtime.process_group import Agreement
+from orbax_safetensors_layout.runtime.process_group import Group as Processes
+from orbax_safetensors_layout.runtime.progress import progress_callback
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.publish import Claim, check_replaceable, claimed
+from orbax_safetensors_layout.storage.local_commit import Claim, check_replaceable, claimed
 from orbax_safetensors_layout.storage.publish_note import partial_folder
-from orbax_safetensors_layout.transfer.coordination import Agreement
-from orbax_safetensors_layout.transfer.coordination import Group as Processes
-from orbax_safetensors_layout.transfer.progress import progress_callback
 
 _CHUNKS_IN_BUDGET = 4
 _LARGER_BLOCKS = 2  # a continued run may take blocks so many times as large as its own would be

@@ -15,16 +15,6 @@ from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import strict_json
 from orbax_safetensors_layout.format.checks import Checks, brief
 from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE, DType
-from orbax_safetensors_layout.format.nodes import (
-    Container,
-    Leaf,
-    Node,
-    TensorLeaf,
-    ValueLeaf,
-    leaf_names,
-    leaves,
-)
-from orbax_safetensors_layout.format.nodes_json import dump_tree, parse_tree
 from orbax_safetensors_layout.format.pieces import (
     StoredBox,
     StoredPieces,
@@ -42,6 +32,16 @@ from orbax_safetensors_layout.format.shardings import (
     dump_sharding,
     parse_sharding,
 )
+from orbax_safetensors_layout.format.tree import (
+    Container,
+    Leaf,
+    Node,
+    TensorLeaf,
+    ValueLeaf,
+    leaf_names,
+    leaves,
+)
+from orbax_safetensors_layout.format.tree_json import dump_tree, parse_tree
 
 __all__ = [
     "MANIFEST",

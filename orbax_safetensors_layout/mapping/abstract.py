@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.facts import Fact
-from orbax_safetensors_layout.mapping.keys import dotted_name, unboxed_name
+from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 

@@ -16,7 +16,7 @@ def fingerprint(mapping: Mapping) -> str:
     Functions count by their names.
 
     Example:
-        >>> from orbax_safetensors_layout.mapping.expression import tensor
+        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
         >>> from orbax_safetensors_layout.mapping.rules import rule
         >>> ways = [[*range(20)], [*range(18), 19, 18]]
         >>> one, two = (Mapping([rule("a", tensor("b").take(0, way))]) for way in ways)

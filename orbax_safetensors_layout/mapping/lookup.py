@@ -11,8 +11,8 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any, cast
 
+from orbax_safetensors_layout.catalog.nearest import nearest_names
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.nearest import nearest_names
 from orbax_safetensors_layout.mapping import families
 from orbax_safetensors_layout.mapping.families.config import Config
 from orbax_safetensors_layout.mapping.families.ready import Options

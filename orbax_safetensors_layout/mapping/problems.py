@@ -6,9 +6,8 @@ import collections
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.nearest import nearest_names
-from orbax_safetensors_layout.grouping import MOST_LINES
+from orbax_safetensors_layout.catalog.nearest import nearest_names
+from orbax_safetensors_layout.errors import MOST_LINES, MappingError
 
 T = TypeVar("T")
 _MAX_ALIKE = 3

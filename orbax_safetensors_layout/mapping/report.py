@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orbax_safetensors_layout.mapping.bound import Bound
-from orbax_safetensors_layout.mapping.computed import Computed
-from orbax_safetensors_layout.mapping.functions import Whole
+from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.computed import Computed
+from orbax_safetensors_layout.mapping.expr.functions import Whole
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.catalog import Catalog
-from orbax_safetensors_layout.format.patterns import compile_pattern
-from orbax_safetensors_layout.grouping import pattern_of
+from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog.patterns import compile_pattern
+from orbax_safetensors_layout.errors import MappingError, pattern_of
+from orbax_safetensors_layout.mapping.affine.binding import Binder, BoundMapping
 from orbax_safetensors_layout.mapping.arguments import several
-from orbax_safetensors_layout.mapping.binding import Binder, BoundMapping
-from orbax_safetensors_layout.mapping.expression import Apply, Expr, as_expr
-from orbax_safetensors_layout.mapping.extents import known
-from orbax_safetensors_layout.mapping.facts import Fact, Facts, Shapes
-from orbax_safetensors_layout.mapping.functions import Compute
-from orbax_safetensors_layout.mapping.inference import Inference
-from orbax_safetensors_layout.mapping.invert import invert
+from orbax_safetensors_layout.mapping.expr.expression import Apply, Expr, as_expr
+from orbax_safetensors_layout.mapping.expr.functions import Compute
+from orbax_safetensors_layout.mapping.expr.ops import Value
+from orbax_safetensors_layout.mapping.expr.values import Scale
+from orbax_safetensors_layout.mapping.inverse.extents import known
+from orbax_safetensors_layout.mapping.inverse.inference import Inference
+from orbax_safetensors_layout.mapping.inverse.invert import invert
 from orbax_safetensors_layout.mapping.matching import (
     LeafShapes,
     Rule,
@@ -29,9 +29,8 @@ from orbax_safetensors_layout.mapping.matching import (
     match_rules,
 )
 from orbax_safetensors_layout.mapping.names import Captures, substitute, wildcards
-from orbax_safetensors_layout.mapping.ops import Value
 from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
-from orbax_safetensors_layout.mapping.values import Scale
+from orbax_safetensors_layout.mapping.shapes import Fact, Facts, Shapes
 
 Checkpoint = Shapes | str | os.PathLike[str]
 """A checkpoint's path, or the names, shapes and dtypes of its tensors."""
@@ -61,7 +60,7 @@ def rule(
         MappingError: A wildcard of `expr` is in neither the target nor a `stack`, or in both.
 
     Example:
-        >>> from orbax_safetensors_layout.mapping.expression import tensor
+        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
         >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
         rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
     """
@@ -106,8 +105,8 @@ class Mapping:
 
     Example:
         >>> import numpy as np
-        >>> from orbax_safetensors_layout.mapping.expression import tensor
-        >>> from orbax_safetensors_layout.mapping.joins import stack
+        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
+        >>> from orbax_safetensors_layout.mapping.expr.joins import stack
         >>> up = stack(tensor("model.layers.{i}.up.weight").transpose(), over="i")
         >>> mapping = Mapping([rule("layers.up.kernel", up)], ignore="*.rotary.inv_freq")
         >>> f32 = np.dtype("float32")

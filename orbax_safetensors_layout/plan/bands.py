@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.replicas import Grid, Replicas
-from orbax_safetensors_layout.plan.spread import rank_of
+from orbax_safetensors_layout.plan.replica_exchange import rank_of
+from orbax_safetensors_layout.sharding.replicas import Grid, Replicas
 
 
 class Bands(NamedTuple):

@@ -9,11 +9,11 @@ import numpy as np
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, Tile, tile
 from orbax_safetensors_layout.geometry.packing import packed_box
-from orbax_safetensors_layout.plan.boxes import LocalBoxes
+from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.leaves import LeafRead, Source
 from orbax_safetensors_layout.plan.regions import Region, RegionRead
 from orbax_safetensors_layout.plan.tiles import TileLayout
-from orbax_safetensors_layout.profiles import StorageProfile
+from orbax_safetensors_layout.sharding.boxes import LocalBoxes
 
 
 class RegionPlanner:

@@ -13,13 +13,13 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 
+from orbax_safetensors_layout.options import KIB, StorageProfile
+from orbax_safetensors_layout.plan.coalesce import Bound, Group, grouped
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.groups import Bound, Group, grouped
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.regions import Region, TileKey
 from orbax_safetensors_layout.plan.tiles import TileLayout
-from orbax_safetensors_layout.profiles import KIB, StorageProfile
 
 Batch = tuple[str, tuple[Region, ...]]
 """A file, and regions of it by offset."""

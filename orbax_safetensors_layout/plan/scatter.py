@@ -21,11 +21,11 @@ from orbax_safetensors_layout.format.dtypes import (
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.facts import Fact
+from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece
+from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, is_number, undone
 from orbax_safetensors_layout.mapping.integers import is_whole
-from orbax_safetensors_layout.mapping.pieces import AffinePiece
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.values import Cast, ValueOp, is_number, undone
+from orbax_safetensors_layout.mapping.shapes import Fact
 from orbax_safetensors_layout.plan.writes import LeafWrite
 
 

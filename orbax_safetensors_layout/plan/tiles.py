@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.transfer.buffers import SLOT_ALIGNMENT
+from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

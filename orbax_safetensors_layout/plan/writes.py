@@ -25,9 +25,9 @@ from orbax_safetensors_layout.format.manifest import (
 from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID, piece_file_prefix
 from orbax_safetensors_layout.geometry.box import Tile, tile
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.boxes import HeldBoxes
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.owners import PieceWriters, StoredTile, file_owners
+from orbax_safetensors_layout.plan.ownership import PieceWriters, StoredTile, file_owners
+from orbax_safetensors_layout.sharding.boxes import HeldBoxes
 
 PIECES_FOLDER = "orbax_safetensors_layout.pieces"
 """Where processes leave what the owners of files fetch; it is gone when a save is complete.

@@ -8,7 +8,7 @@ from typing import Protocol, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.profiles import KIB
+from orbax_safetensors_layout.options import KIB
 
 Buffer: TypeAlias = memoryview
 """A writable, contiguous memoryview of bytes."""

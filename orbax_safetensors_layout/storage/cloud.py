@@ -28,8 +28,8 @@ from orbax_safetensors_layout.storage.cloud_client import (
     classify,
     open_client,
 )
+from orbax_safetensors_layout.storage.cloud_commit import InPlace, StagedCopy
 from orbax_safetensors_layout.storage.cloud_object import Seen, not_alone, replaced
-from orbax_safetensors_layout.storage.cloud_publish import InPlace, StagedCopy
 from orbax_safetensors_layout.storage.cloud_write import CloudFileWriter, part_bytes
 from orbax_safetensors_layout.storage.retry import Retrier
 

@@ -12,9 +12,8 @@ from typing import Any
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.errors import StorageError, redact
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.redaction import redact
 from orbax_safetensors_layout.storage.retry import (
     Failure,
     RequestFailed,

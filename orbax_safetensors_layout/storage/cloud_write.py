@@ -16,9 +16,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.profiles import MIB
-from orbax_safetensors_layout.redaction import redact
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError, redact
+from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.storage.base import Source
 from orbax_safetensors_layout.storage.cloud_client import classify
 from orbax_safetensors_layout.storage.local_write import storage_errors

@@ -20,8 +20,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
-from orbax_safetensors_layout.profiles import KIB
-from orbax_safetensors_layout.redaction import Sent
+from orbax_safetensors_layout.errors import Sent
+from orbax_safetensors_layout.options import KIB
 from orbax_safetensors_layout.storage.base import Buffer
 
 _CONNECT_SECONDS = 20.0

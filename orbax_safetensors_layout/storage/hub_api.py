@@ -10,8 +10,7 @@ from huggingface_hub import HfApi, constants, errors, hf_hub_url
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
-from orbax_safetensors_layout.redaction import redact_urls
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError, redact_urls
 from orbax_safetensors_layout.storage.http import Headers, Origin
 from orbax_safetensors_layout.storage.hub_path import HubPath
 from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place

@@ -19,16 +19,16 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
-from orbax_safetensors_layout.profiles import MIB
+from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.runtime.direct import DIRECT_CHUNK_BYTES, DirectScratch
 from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
 from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
-from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
+from orbax_safetensors_layout.storage.local_commit import FolderExchange
 from orbax_safetensors_layout.storage.local_write import (
     LocalFileWriter,
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.storage.publish import FolderExchange
 from orbax_safetensors_layout.storage.publish_note import folder_being_replaced
 
 _PAGE = mmap.PAGESIZE

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.runtime.direct import DIRECT_CHUNK_BYTES, DirectScratch
 from orbax_safetensors_layout.storage.base import Source
-from orbax_safetensors_layout.storage.direct import DIRECT_CHUNK_BYTES, DirectScratch
 
 PARTIAL_SUFFIX = ".partial"
 """What is appended to a file's name until it is complete."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
-from orbax_safetensors_layout.profiles import KIB, MIB
+from orbax_safetensors_layout.options import KIB, MIB
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Buffer
 from orbax_safetensors_layout.storage.buffers import scatter, skip
 from orbax_safetensors_layout.storage.http import Answer, Connections, Headers, Origin, quoted

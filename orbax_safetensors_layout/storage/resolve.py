@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import urllib.parse
 
-from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.errors import StorageError, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.redaction import redact_urls
 from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.web import WebStorage

@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from absl import logging
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError, redact
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.redaction import redact
 
 T = TypeVar("T")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from orbax_safetensors_layout.mapping.choices import Either, Same
-from orbax_safetensors_layout.mapping.expression import Expr, tensor
+from orbax_safetensors_layout.mapping.expr.choices import Either, Same
+from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
+from orbax_safetensors_layout.mapping.expr.joins import concat, stack
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import AS_IT_IS, Group, Leaf, Step, Tree
-from orbax_safetensors_layout.mapping.joins import concat, stack
 from orbax_safetensors_layout.mapping.matching import Rule
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
-from orbax_safetensors_layout.format.catalog import Catalog
 from orbax_safetensors_layout.format.checks import brief
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.storage.resolve import open_storage

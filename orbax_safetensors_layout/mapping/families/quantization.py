@@ -8,14 +8,14 @@ from typing import Literal
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.checks import brief
-from orbax_safetensors_layout.mapping.expression import Expr, tensor
-from orbax_safetensors_layout.mapping.families.config import SIZES, Section
-from orbax_safetensors_layout.mapping.families.steps import Step
-from orbax_safetensors_layout.mapping.quantized import (
+from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
+from orbax_safetensors_layout.mapping.expr.quantized import (
     dequantize_block,
     dequantize_int4,
     dequantize_mxfp4,
 )
+from orbax_safetensors_layout.mapping.families.config import SIZES, Section
+from orbax_safetensors_layout.mapping.families.steps import Step
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _REGEX = "re:"

@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
+from orbax_safetensors_layout.catalog.nearest import nearest_names
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.checks import brief
-from orbax_safetensors_layout.format.nearest import nearest_names
+from orbax_safetensors_layout.mapping.expr.values import as_dtype
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
 from orbax_safetensors_layout.mapping.families.build import (
     EMBEDDING_TENSOR,
@@ -27,7 +28,6 @@ from orbax_safetensors_layout.mapping.families.config import (
 from orbax_safetensors_layout.mapping.families.dims import FAMILIES, Dims, dims_of
 from orbax_safetensors_layout.mapping.families.steps import Tree
 from orbax_safetensors_layout.mapping.rules import Mapping
-from orbax_safetensors_layout.mapping.values import as_dtype
 
 
 class _Target(NamedTuple):

@@ -1,0 +1,1 @@
+"""Reads and writes checkpoints in Orbax's own format."""

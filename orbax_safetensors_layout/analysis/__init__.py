@@ -1,0 +1,1 @@
+"""Read-only reports on checkpoints: inspect, verify, compare and cluster estimates."""

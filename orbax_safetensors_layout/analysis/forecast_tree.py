@@ -1,0 +1,187 @@
+"""What a load of any abstract tree costs a cluster: `forecast` for mappings, pieces and trees.
+
+Here each process is planned by itself, as `plan_load` does. Of many processes some are, evenly
+spread; the forecast says which.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from orbax_safetensors_layout.analysis.forecast import Forecast, HostRate, LeafCost, RuleUse
+from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.errors import MismatchError
+from orbax_safetensors_layout.load import metadata, plan_load
+from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.options import ReadOptions, given_or_default
+from orbax_safetensors_layout.plan.reads import ReadPlan
+from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
+from orbax_safetensors_layout.sharding.grid import DeviceGrid, Spec
+from orbax_safetensors_layout.sharding.rules import Placed, ShardingRule, ShardingRules
+from orbax_safetensors_layout.sharding.shards import spec_of
+
+PathLike = str | os.PathLike[str]
+
+_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the tree, with its sharding.
+
+    Attributes:
+        name: Its name.
+        struct: What is wanted.
+        spec: Its sharding.
+        placed: Which rule that comes from; None where the tree says it.
+    """
+
+    name: str
+    struct: Any
+    spec: Spec
+    placed: Placed | None
+
+    def shard_bytes(self, grid: DeviceGrid) -> int:
+        """Bytes of one device's shard."""
+        elements = math.prod(self.struct.shape) // math.prod(map(grid.ways, self.spec))
+        nbytes: int = elements * np.dtype(self.struct.dtype).itemsize
+        return nbytes
+
+
+def forecast_tree(
+    path: PathLike,
+    grid: DeviceGrid,
+    rules: tuple[ShardingRule, ...],
+    *,
+    mapping: Mapping | None = None,
+    abstract: Any = None,
+    options: ReadOptions | None = None,
+    host_bandwidth: float | None = None,
+    most_processes: int = 16,
+) -> Forecast:
+    """What loading a tree costs.
+
+    Args:
+        path: The checkpoint.
+        grid: The devices and processes.
+        rules: How leaves are sharded that have no sharding of their own.
+        mapping: As for `load`.
+        abstract: The tree; None takes all that the mapping makes, or all tensors.
+        options: As for `load`.
+        host_bandwidth: Bytes per second that a host reaches; see `HostRate.of`.
+        most_processes: Of more processes, this many are planned.
+
+    Raises:
+        ValueError: A rule, or the mesh of a leaf, does not fit the mesh.
+        MismatchError: The tree does not fit the checkpoint.
+        MappingError: The mapping does not.
+    """
+    options = given_or_default(options, ReadOptions)
+    if abstract is None:
+        abstract = {
+            name: _struct(found.shape, found.dtype)
+            for name, found in metadata(path, mapping=mapping).items()
+        }
+    leaves, tree = _placed(abstract, ShardingRules(rules, grid), grid)
+    count = min(grid.processes, most_processes)
+    processes = tuple(number * grid.processes // count for number in range(count))
+    plans = [
+        plan_load(
+            path,
+            tree,
+            mapping=mapping,
+            options=options,
+            process_index=process,
+            process_count=grid.processes,
+        )
+        for process in processes
+    ]
+    with Catalog.open(path) as catalog:
+        nbytes = sum(entry.nbytes for entry in catalog.all_entries().values())
+        storage, place, files = catalog.storage.kind, catalog.path, len(catalog.files)
+    shards = [(leaf.name, leaf.shard_bytes(grid)) for leaf in leaves]
+    placed = [leaf.placed for leaf in leaves if leaf.placed is not None]
+    return Forecast(
+        path=place,
+        grid=grid,
+        profile=options.profile(storage),
+        rate=HostRate.of(options.profile(storage), storage, host_bandwidth),
+        storage=storage,
+        parameters=sum(math.prod(leaf.struct.shape) for leaf in leaves),
+        checkpoint_bytes=nbytes,
+        checkpoint_files=files,
+        leaf_count=len(leaves),
+        processes=processes,
+        costs=tuple(plan.cost() for plan in plans),
+        process_parameters=tuple(map(_parameters, plans)),
+        device_bytes=sum(size for _, size in shards),
+        largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
+        leaf_costs=_leaf_costs(plans, {leaf.name: leaf.spec for leaf in leaves}),
+        rules=RuleUse.tally(rules, placed),
+        misfits=tuple(placing.misfit for placing in placed if placing.misfit),
+    )
+
+
+def mesh_of(abstract: Any) -> dict[str, int] | None:
+    """Name to size of each axis of the mesh that a tree's leaves are sharded over, if they are."""
+    for leaf in jax.tree.leaves(abstract):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return dict(sharding.mesh.shape)
+    return None
+
+
+def _placed(abstract: Any, rules: ShardingRules, grid: DeviceGrid) -> tuple[list[_Leaf], Any]:
+    """The leaves, and the tree with a sharding at each."""
+    mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
+    pairs, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    leaves = []
+    for path, leaf in pairs:
+        name = unboxed_name(path) or dotted_name(path)
+        shape = getattr(leaf, "shape", None)
+        if shape is None:
+            raise MismatchError(
+                "a leaf of the abstract tree has no shape", tensor=name, found=repr(leaf)
+            )
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            spec, placed = spec_of(sharding), None
+            if dict(sharding.mesh.shape) != dict(grid.axes):
+                raise MismatchError(
+                    "a leaf is sharded over another mesh",
+                    tensor=name,
+                    expected=dict(grid.axes),
+                    found=dict(sharding.mesh.shape),
+                )
+        else:
+            placed = rules.place(name, tuple(shape))
+            spec = placed.spec
+        parts = PartitionSpec(*(names or None for names in spec))  # type: ignore[no-untyped-call]
+        struct = _struct(shape, leaf.dtype, sharding=NamedSharding(mesh, parts))
+        leaves.append(_Leaf(name, struct, spec, placed))
+    return leaves, jax.tree.unflatten(structure, [leaf.struct for leaf in leaves])
+
+
+def _parameters(plan: ReadPlan) -> int:
+    return sum(box.size for leaf in plan.leaves for box in leaf.local.boxes)
+
+
+def _leaf_costs(plans: list[ReadPlan], specs: dict[str, Spec]) -> tuple[LeafCost, ...]:
+    worst: dict[str, LeafCost] = {}
+    for plan in plans:
+        requests = [0] * len(plan.leaves)
+        for _, regions in plan.batches:
+            for region in regions:
+                requests[region.leaf] += region.read.storage_requests(plan.profile)
+        for number, (name, needed, read) in enumerate(plan.by_tensor()):
+            leaf = plan.leaves[number]
+            code, spec = leaf.stored.code, specs.get(name)
+            cost = LeafCost(name, leaf.shape, code, spec, needed, read, requests[number])
+            if name not in worst or worst[name].read_bytes < read:
+                worst[name] = cost
+    return tuple(worst.values())

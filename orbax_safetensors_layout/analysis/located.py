@@ -1,0 +1,28 @@
+"""What stands at a path that a user names, without importing Orbax where it is not needed."""
+
+from __future__ import annotations
+
+import os
+
+from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
+from orbax_safetensors_layout.conversion.location import Location
+
+
+def located(path: str | os.PathLike[str]) -> Location:
+    """A safetensors checkpoint as it is named, or what Orbax saved there, or in a step there.
+
+    Args:
+        path: What a user names; where nothing stands, it is for the reader to say so.
+
+    Raises:
+        CheckpointNotFoundError: It is not clear which item of a step is meant.
+        StorageError: The storage can not be asked.
+    """
+    text = os.path.expanduser(os.fsdecode(path))
+    if "://" in text or is_safetensors_checkpoint(text):
+        return Location(text, is_orbax=False, item=None)
+    from orbax_safetensors_layout.adapters.orbax_format.locate import holds_checkpoint, locate
+
+    if not holds_checkpoint(text):
+        return Location(text, is_orbax=False, item=None)
+    return locate(os.path.abspath(text))  # Orbax takes no other

@@ -1,0 +1,159 @@
+"""Whether a checkpoint is whole: its structure, its checksums, and its values against another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from orbax_safetensors_layout.analysis.located import located
+from orbax_safetensors_layout.analysis.report import Finding, Report
+from orbax_safetensors_layout.analysis.structure_check import Soundness
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.format.digests import DIGESTS, join_crc32
+from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
+from orbax_safetensors_layout.reading.verifying import file_ranges, read_digests
+from orbax_safetensors_layout.runtime.progress import progress_callback
+from orbax_safetensors_layout.storage.base import join
+from orbax_safetensors_layout.storage.resolve import open_storage
+
+PathLike = str | os.PathLike[str]
+
+
+def verify(
+    path: PathLike,
+    against: PathLike | None = None,
+    *,
+    mapping: Any = None,
+    subtree: str | None = None,
+    digests: bool = True,
+    options: ReadOptions | None = None,
+) -> Report:
+    """Looks whether a checkpoint is whole; finds all that is wrong, not the first.
+
+    Structure: every header; the index or the manifest against the headers; sizes, missing, stray
+    and doubly held tensors; pieces. Contents: the checksums that a save with
+    `WriteOptions(digests=True)` left. Values: bit by bit against another checkpoint, whose files
+    may be cut otherwise. Tensors are read in blocks, in bounded memory.
+
+    Either may be what Orbax saved in its own format, or a step with it. Of such a `path` every
+    array is read: missing chunks and such that can not be decoded are found. What TensorStore
+    takes to decode a chunk comes on top of the memory budget.
+
+    Args:
+        path: The checkpoint.
+        against: Another, which must have the same tensors.
+        mapping: What the tensors of `path` are made of in `against`, an `osl.Mapping`.
+        subtree: Dotted name of the part of the tree of `path` that is compared.
+        digests: Whether to hold files against their checksums, where there are any; that reads
+            all of them.
+        options: How to read: `memory_budget_bytes`, `progress` and the cost model count.
+
+    Raises:
+        CheckpointNotFoundError: Nothing stands at a path.
+        StorageError: A read failed.
+        MappingError: The mapping does not fit, or `against` is no safetensors checkpoint.
+        MissingTensorError: There is no `subtree`.
+        SafetensorsLayoutError: A chunk of an Orbax checkpoint is too large for the memory budget.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> import orbax_safetensors_layout as osl
+        >>> folder = tempfile.mkdtemp()
+        >>> osl.save(folder, {"w": np.arange(4)}, options=osl.WriteOptions(digests=True))
+        >>> print(osl.verify(folder))
+        /tmp/...: whole (1 file, 1 tensor, 2 checksums)
+    """
+    options = given_or_default(options, ReadOptions)
+    if against is None and not (mapping is None and subtree is None):
+        raise ValueError("mapping= and subtree= say what is compared: give against=, too.")
+    location = located(path)
+    with progress_callback(options.progress) as progress:
+        if not location.is_orbax:
+            report = _check_files(location.path, digests, progress)
+            if against is None or not report.ok:
+                return report
+        else:
+            report = Report(location.path, ())
+        from orbax_safetensors_layout.analysis import array_reader, compare
+
+        if against is None:
+            broken: list[StorageError] = []
+            with array_reader.opened(location, options, broken.append) as side:
+                findings = (
+                    *(Finding("array", str(error)) for error in broken),
+                    *compare.check_readable(side, options=options, progress=progress),
+                )
+                return Report(location.path, findings, tensors=len(side.arrays))
+        with array_reader.both_opened(
+            location, located(against), options, mapping=mapping, subtree=subtree
+        ) as (here, there):
+            compared = compare.compare(here, there, options=options, progress=progress)
+    return dataclasses.replace(
+        report,
+        findings=(
+            *report.findings,
+            *(Finding("value", text) for text in compared.differences),
+        ),
+        compared_tensors=compared.tensors,
+        compared_bytes=compared.nbytes,
+    )
+
+
+def _check_files(path: str, digests: bool, progress: Callable[[Progress], None] | None) -> Report:
+    """Looks at the structure of a safetensors checkpoint, and holds files against checksums."""
+    storage, place = open_storage(path)
+    with storage:
+        soundness = Soundness(storage, place)
+        soundness.check()
+        digested = _check_digests(soundness, progress) if digests else 0
+    return Report(
+        place,
+        tuple(soundness.findings),
+        files=len(soundness.headers),
+        tensors=sum(len(header.tensors) for header in soundness.headers.values()),
+        digested_files=digested,
+    )
+
+
+def _check_digests(soundness: Soundness, progress: Callable[[Progress], None] | None) -> int:
+    """Holds files against their checksums; returns how many."""
+    storage, folder = soundness.storage, soundness.path
+    if storage.is_file(folder) or DIGESTS not in storage.list(folder):
+        return 0
+    try:
+        found = read_digests(storage, folder) or {}
+    except SafetensorsLayoutError as error:
+        soundness.findings.append(Finding("digest", str(error)))
+        return 0
+    present = set(storage.list(folder))
+    missing = sorted(set(found) - present)
+    soundness.findings += [
+        Finding("digest", f"{name} is missing; there is a checksum of it") for name in missing
+    ]
+    soundness.findings += [
+        Finding("digest", f"{soundness.name(name)} has no checksum", is_error=False)
+        for name in soundness.headers
+        if soundness.name(name) not in found
+    ]
+    names = sorted(set(found) & present)
+    total = sum(storage.size(join(folder, name)) for name in names)
+    done = 0
+    for name in names:
+        file, ranges = join(folder, name), []
+        try:
+            size = storage.size(file)
+            for one in file_ranges(storage, file, 0, size):
+                ranges.append(one)
+                done += one[1]
+                if progress is not None:
+                    progress(Progress(done, total, name))
+        except StorageError as error:
+            soundness.findings.append(Finding("digest", str(error)))
+            continue
+        value = join_crc32(ranges, size)
+        if value != found[name]:
+            text = f"{name} has CRC-32 {value:08x}; it was written with {found[name]:08x}"
+            soundness.findings.append(Finding("digest", text))
+    return len(names)

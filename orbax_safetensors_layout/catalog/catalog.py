@@ -1,0 +1,280 @@
+"""The catalog of a checkpoint: every tensor's file, offset, shape and dtype.
+
+Only names are looked at when a catalog is opened with an index; a file's header is fetched when one
+of its tensors is asked for, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from orbax_safetensors_layout.catalog.discover import Survey, listed, read_manifest, survey
+from orbax_safetensors_layout.catalog.headers import Headers
+from orbax_safetensors_layout.catalog.pieces import PieceCatalog
+from orbax_safetensors_layout.catalog.select import missing_names, select_names
+from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
+from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE
+from orbax_safetensors_layout.format.header import Header, TensorEntry
+from orbax_safetensors_layout.format.index import MAIN_INDEX
+from orbax_safetensors_layout.format.manifest import Manifest
+from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.storage.resolve import open_storage
+
+_BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
+
+
+class Catalog:
+    """What a checkpoint holds. Safe to use from many threads; `open` makes one.
+
+    Attributes:
+        path: The file or folder that holds it, in the storage's own terms.
+        storage: Where its files are read from.
+        files: Paths of the `.safetensors` files that count, sorted.
+        names: Names of all tensors: in the order of the index if there is one, else file by file in
+            the order of their bytes.
+        pieces: Where the pieces of its tensors are, in layout `sharded`; else None.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        storage: Storage,
+        survey: Survey,
+        owns_storage: bool,
+        concurrency: int | None,
+    ) -> None:
+        self.path = path
+        self.storage = storage
+        self.files = tuple(sorted(survey.files))
+        self.pieces: PieceCatalog | None = None
+        self._manifest_file = survey.manifest_file
+        self._manifest = survey.manifest
+        self._owns_storage = owns_storage
+        self._headers = Headers(storage, concurrency)
+        self._file_of: Mapping[str, str]
+        if survey.manifest is not None and survey.manifest.pieces is not None:
+            stored = survey.manifest.pieces
+            self.pieces = PieceCatalog(
+                stored, survey.files, self._headers.fetch, survey.manifest.dtypes()
+            )
+            self._file_of = dict.fromkeys(stored.tensors, survey.files[0])
+        elif survey.weights is None:
+            self._file_of = _file_of(self._headers.fetch(self.files), path)
+        else:
+            paths = {name: join(path, name) for name in survey.weights.files}
+            self._file_of = {name: paths[file] for name, file in survey.weights.weight_map.items()}
+        self.names = tuple(self._file_of)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        storage: Storage | None = None,
+        concurrency: int | None = None,
+        retries: RetryPolicy | None = None,
+    ) -> Self:
+        """Opens a checkpoint.
+
+        In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
+        only other `*.safetensors.index.json`: files that it does not name are ignored. Without an
+        index all `.safetensors` files directly in the folder count, and all headers are read. Of a
+        step that Orbax made, the only item of safetensors files is opened, or `default` or `state`.
+
+        Args:
+            path: A `.safetensors` file, or a folder.
+            storage: Where `path` is; None opens the one that `path` names, and `close` closes it.
+            concurrency: Headers fetched at once; None takes the storage class's default.
+            retries: How long requests are tried, if `open` opens the storage; None is the default.
+
+        Raises:
+            CheckpointNotFoundError: There is no `.safetensors` file at `path`.
+            InvalidIndexError: The index is malformed or lists missing files, there are several, or
+                without one two files hold a tensor of the same name.
+            FormatError: Without an index, a header is malformed.
+            StorageError: A read failed.
+        """
+        owns_storage = storage is None
+        if storage is None:
+            storage, text = open_storage(path, retries=retries)
+        else:
+            text = os.fspath(path)
+        try:
+            found = survey(storage, text)
+            return cls(
+                found.path,
+                storage=storage,
+                survey=found,
+                owns_storage=owns_storage,
+                concurrency=concurrency,
+            )
+        except BaseException:
+            if owns_storage:
+                storage.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the storage, if `open` opened it."""
+        if self._owns_storage:
+            self.storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Catalog({self.path!r}, {len(self.names)} tensors in {len(self.files)} files)"
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def entries(self, names: Iterable[str]) -> dict[str, TensorEntry]:
+        """The entries of some tensors, in the given order.
+
+        Only headers of files that hold one of them are fetched, concurrently, and kept. A tensor
+        that is stored in pieces is described as a whole; `pieces` says where it is. Where the
+        manifest records that bytes hold sub-byte elements, the dtype is theirs.
+
+        Args:
+            names: Tensor names.
+
+        Raises:
+            MissingTensorError: The checkpoint lacks some of them; names them all.
+            InvalidIndexError: A file's header lacks a tensor that the index says it holds.
+            FormatError: A header, or the manifest, is malformed.
+            StorageError: A read failed.
+        """
+        wanted = list(dict.fromkeys(names))
+        missing = [name for name in wanted if name not in self._file_of]
+        if missing:
+            problems = [(f"Tensor '{name}' not found", name) for name in missing]
+            raise missing_names(problems, self.names, path=self.path)
+        if self.pieces is not None:
+            return {name: self.pieces.whole(name) for name in wanted}
+        headers = self._headers.fetch(sorted({self._file_of[name] for name in wanted}))
+        found: dict[str, TensorEntry] = {}
+        for name in wanted:
+            entry = headers[self._file_of[name]].tensors.get(name)
+            if entry is None:
+                raise self._contradiction(wanted, headers)
+            found[name] = entry
+        return self._as_recorded(found)
+
+    def _as_recorded(self, found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """The entries, of sub-byte elements that are stored one a byte with their own dtype.
+
+        Raises:
+            InvalidManifestError: The manifest records a dtype that is stored under another code.
+        """
+        if all(entry.dtype.code not in _BYTES for entry in found.values()):
+            return found  # the manifest has nothing to say of other dtypes
+        manifest = self.manifest()
+        recorded = {} if manifest is None else manifest.dtypes()
+        for name in recorded.keys() & found.keys():
+            entry, dtype = found[name], recorded[name]
+            if entry.dtype.code == dtype.code:
+                found[name] = entry._replace(dtype=dtype)
+            elif entry.dtype.code in _BYTES:
+                raise InvalidManifestError(
+                    "the manifest records a dtype that the file's code does not stand for",
+                    file=self._manifest_file,
+                    tensor=name,
+                    expected=f"{dtype.code} for {dtype.numpy}",
+                    found=entry.dtype.code,
+                )
+        return found
+
+    def all_entries(self) -> dict[str, TensorEntry]:
+        """The entries of all tensors, in the order of `names`; see `entries`."""
+        return self.entries(self.names)
+
+    def manifest(self) -> Manifest | None:
+        """What this package wrote beside the tensors, if it wrote them.
+
+        Raises:
+            InvalidManifestError: It is malformed, or of a newer version.
+            StorageError: The read failed.
+        """
+        if self._manifest is None and self._manifest_file is not None:
+            self._manifest = read_manifest(self.storage, self._manifest_file)
+        return self._manifest
+
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` strings of all files; the first file's, in sorted order, win.
+
+        Raises:
+            FormatError: A header is malformed.
+            StorageError: A read failed.
+        """
+        headers = self._headers.fetch(self.files)
+        merged: dict[str, str] = {}
+        if self.pieces is not None and self._manifest is not None:
+            return dict(self._manifest.metadata)
+        for file in reversed(self.files):
+            merged.update(headers[file].metadata)
+        return merged
+
+    def select(self, patterns: str | Sequence[str]) -> list[str]:
+        """The names that match any of some patterns, in the order of `names`.
+
+        Args:
+            patterns: Glob-like patterns on whole names: `*` (dots included), `?`, `[...]`,
+                `{a,b}` and `{0..15}`; see `patterns.compile_pattern`. Each also matches the name
+                that it spells.
+
+        Raises:
+            ValueError: A pattern is malformed.
+            MissingTensorError: Some patterns match nothing; names them all.
+        """
+        return select_names(self.names, patterns, path=self.path)
+
+    def _contradiction(
+        self, names: Sequence[str], headers: Mapping[str, Header]
+    ) -> InvalidIndexError:
+        lacking = [name for name in names if name not in headers[self._file_of[name]].tensors]
+        first = lacking[0]
+        return InvalidIndexError(
+            "the index names tensors that are not in their file's header: "
+            + listed([f"'{name}' in {self._file_of[name]}" for name in lacking]),
+            file=self._file_of[first],
+            tensor=first,
+            expected="every tensor of the index in the file that the index gives it",
+            found=f"{len(lacking)} that are not",
+        )
+
+
+def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:
+    """Tensor name to file, without an index; no two files may hold a name."""
+    file_of: dict[str, str] = {}
+    repeated: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header.tensors:
+            if file_of.setdefault(name, file) != file:
+                repeated.setdefault(name, file)
+    if repeated:
+        name, second = next(iter(repeated.items()))
+        more = f", and {len(repeated) - 1} more such names" if len(repeated) > 1 else ""
+        raise InvalidIndexError(
+            f"Duplicate tensor {name} in {file_of[name]} and {second}{more}",
+            file=path,
+            tensor=name,
+            expected="each name in one file",
+            found="the name in two files",
+            hint=f"Add the '{MAIN_INDEX}' that says which file counts, or give one file's path.",
+        )
+    return file_of

@@ -1,0 +1,128 @@
+"""Headers fetched from their files."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from orbax_safetensors_layout.format.header import (
+    PREFIX_BYTES,
+    Header,
+    header_length,
+    parse_header,
+)
+from orbax_safetensors_layout.format.telling import Tell, refuse
+from orbax_safetensors_layout.options import MIB, PROFILES
+from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
+
+_LARGE_BYTES = 8 * MIB
+
+
+class Headers:
+    """Headers of files, each fetched when it is first asked for. Safe to use from many threads.
+
+    Args:
+        storage: Where the files are.
+        concurrency: Headers fetched at once; None takes the storage class's default.
+    """
+
+    def __init__(self, storage: Storage, concurrency: int | None = None) -> None:
+        self._storage = storage
+        self._concurrency = concurrency or PROFILES[storage.kind].concurrency
+        self._lock = threading.Lock()
+        self._found: dict[str, Header] = {}
+
+    def fetch(self, files: Sequence[str]) -> dict[str, Header]:
+        """The headers of some files.
+
+        Raises:
+            FormatError: One is malformed.
+            StorageError: A read failed.
+        """
+        # One lock for all: whoever comes second most likely wants the same headers.
+        with self._lock:
+            lacking = [file for file in files if file not in self._found]
+            if len(lacking) == 1:
+                self._found[lacking[0]] = read_header(self._storage, lacking[0])
+            elif lacking:
+                pool = ThreadPoolExecutor(min(self._concurrency, len(lacking)), "catalog")
+                turns = _Turns()
+                try:
+                    jobs = [
+                        pool.submit(read_header, self._storage, file, turns=turns)
+                        for file in lacking
+                    ]
+                    for file, job in zip(lacking, jobs, strict=True):
+                        self._found[file] = job.result()
+                except BaseException:
+                    self._storage.interrupt()  # no use in waiting for the others
+                    raise
+                finally:
+                    pool.shutdown(cancel_futures=True)
+            return {file: self._found[file] for file in files}
+
+
+class _Turns:
+    """Lets one thread at a time hold a large header, and none after one that was refused.
+
+    A header of 100 MB takes 200 to 600 MB while it is parsed, and seconds under Python's lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """Waits until no other thread has its turn.
+
+        Raises:
+            Exception: What ended the turn of another thread.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                yield
+            except Exception as error:
+                self._error = error
+                raise
+
+
+def read_header(
+    storage: Storage, file: str, *, tell: Tell = refuse, turns: _Turns | None = None
+) -> Header:
+    """Fetches and parses a file's header, in one request unless it is longer than 256 KiB.
+
+    Args:
+        storage: Where the file is.
+        file: The file.
+        tell: As for `parse_header`.
+        turns: What large headers of several threads wait for.
+
+    Raises:
+        FormatError: It is malformed, or the file is truncated.
+        StorageError: A read failed.
+    """
+    file_size = storage.size(file)
+    data = read_range(storage, file, 0, min(file_size, FIRST_READ_BYTES))
+    length = header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
+    with turns.take() if turns and length > _LARGE_BYTES else contextlib.nullcontext():
+        header = data[PREFIX_BYTES : PREFIX_BYTES + length]
+        if len(header) < length:
+            header += read_range(storage, file, len(data), length - len(header))
+        return parse_header(header, file=file, file_size=file_size, tell=tell)
+
+
+def read_range(storage: Storage, file: str, start: int, size: int) -> bytes:
+    """Bytes of a file.
+
+    Raises:
+        StorageError: The read failed.
+    """
+    data = bytearray(size)
+    if size:
+        storage.read_into(file, start, [memoryview(data)])
+    return bytes(data)

@@ -1,0 +1,79 @@
+"""Choosing tensors by name: patterns, and errors that name the nearest of what was not found."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from orbax_safetensors_layout.catalog.nearest import nearest_names
+from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
+from orbax_safetensors_layout.errors import MissingTensorError, pattern_of
+
+_MAX_HINTS = 5  # names for which the nearest are looked up; each is a pass over all names
+
+
+def select_names(names: Collection[str], patterns: str | Sequence[str], *, path: str) -> list[str]:
+    """The names that match any of some patterns, in their order.
+
+    Args:
+        names: The names of a checkpoint's tensors.
+        patterns: Glob-like patterns on whole names: `*` (dots included), `?`, `[...]`, `{a,b}` and
+            `{0..15}`; see `patterns.compile_pattern`. Each also matches the name that it spells.
+        path: The checkpoint.
+
+    Raises:
+        ValueError: A pattern is malformed.
+        MissingTensorError: Some patterns match nothing; names them all.
+    """
+    known = frozenset(names)
+    chosen: set[str] = set()
+    unmatched: list[tuple[str, str]] = []
+    is_one = isinstance(patterns, str) or not hasattr(patterns, "__iter__")
+    given: list[Any] = [patterns] if is_one else list(patterns)
+    if not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"Tensors are chosen by patterns, which are strings, not {patterns!r}.")
+    for pattern in given:
+        if is_plain(pattern):
+            matching = [pattern] if pattern in known else []
+            problem = f"Tensor '{pattern}' not found"
+        else:
+            matching = _matching(names, known, pattern)
+            problem = f"Pattern '{pattern}' matches no tensor"
+        if not matching:
+            unmatched.append((problem, pattern))
+        chosen.update(matching)
+    if unmatched:
+        raise missing_names(unmatched, names, path=path)
+    return [name for name in names if name in chosen]
+
+
+def _matching(names: Collection[str], known: Collection[str], pattern: str) -> list[str]:
+    try:
+        matches = compile_pattern(pattern).fullmatch
+    except ValueError:
+        if pattern in known:  # it is a name, and no pattern
+            return [pattern]
+        raise
+    return [name for name in names if name == pattern or matches(name)]
+
+
+def missing_names(
+    problems: Sequence[tuple[str, str]], names: Collection[str], *, path: str
+) -> MissingTensorError:
+    """One error for pairs of a message and the name or pattern that it is about.
+
+    Args:
+        problems: The pairs.
+        names: The names that there are.
+        path: The checkpoint.
+    """
+    errors = []
+    sought: set[str] = set()  # patterns; of names that differ in numbers the first one is told
+    for problem, name in problems:
+        hint = None
+        if len(sought) < _MAX_HINTS and (pattern := pattern_of(name)) not in sought:
+            sought.add(pattern)
+            nearest = nearest_names(name, names)
+            hint = f"The nearest names are {', '.join(map(repr, nearest))}." if nearest else None
+        errors.append(MissingTensorError(problem, file=path, tensor=name, hint=hint))
+    return MissingTensorError.collect(errors)

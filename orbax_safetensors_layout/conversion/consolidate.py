@@ -1,0 +1,143 @@
+"""A checkpoint of layout `sharded` made into one of layout `hf`, streaming, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.manifest import (
+    Container,
+    Manifest,
+    Node,
+    TensorLeaf,
+    leaves,
+)
+from orbax_safetensors_layout.format.pieces import StoredPieces
+from orbax_safetensors_layout.options import WriteOptions, given_or_default
+from orbax_safetensors_layout.plan.writes import plan_consolidation
+from orbax_safetensors_layout.runtime.process_group import Group
+from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
+from orbax_safetensors_layout.sharding.shards import ProcessShards
+from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.local_commit import finish_interrupted
+from orbax_safetensors_layout.writing.folder import companions
+from orbax_safetensors_layout.writing.host import HostValues
+
+_PACKED = {dtype.numpy.name: dtype for dtype in DTYPES.values() if dtype.packed}
+
+
+def consolidate(
+    path: PathLike,
+    target: PathLike | None = None,
+    *,
+    options: WriteOptions | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Makes files that `safetensors` and `transformers` open from a checkpoint stored in pieces.
+
+    The result has the bytes that a save in layout `hf` would have written. Memory is bounded by
+    `options.memory_budget_bytes`, whatever the checkpoint's size. Several processes of one program
+    share the files out among them; no device is needed.
+
+    Args:
+        path: A checkpoint saved with `WriteOptions(layout="sharded")`.
+        target: The folder to write, which gets the `config.json`, tokenizer and the like of `path`,
+            too; by default `path` itself, whose pieces are then replaced when all is complete.
+        options: How to write; `layout` and `dtype` do not count, and `metadata` is the saved one.
+        overwrite: Replace a checkpoint that stands at `target`.
+
+    Raises:
+        SafetensorsLayoutError: `path` is not stored in pieces.
+        CheckpointExistsError: A checkpoint, or another file of these names, stands at `target`,
+            without `overwrite`.
+        CheckpointNotFoundError: Nothing stands at `path`.
+        FormatError: A file is malformed.
+        StorageError: A read or write failed.
+
+    Example:
+        >>> import tempfile, numpy as np, safetensors.numpy
+        >>> import orbax_safetensors_layout as osl
+        >>> folder = tempfile.mkdtemp()
+        >>> tree = {"weight": np.arange(4.0, dtype=np.float32)}
+        >>> osl.save(folder, tree, options=osl.WriteOptions(layout="sharded"))
+        >>> consolidate(folder)
+        >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
+        {'weight': array([0., 1., 2., 3.], dtype=float32)}
+    """
+    options = given_or_default(options, WriteOptions)
+    with (
+        save_group(path if target is None else target, options) as group,
+        Catalog.open(path, retries=options.retries) as catalog,
+    ):
+        manifest = catalog.manifest()
+        if manifest is None or manifest.pieces is None or catalog.pieces is None:
+            if target is None and _was_interrupted(catalog, group):
+                return
+            raise SafetensorsLayoutError(
+                "the checkpoint is not stored in pieces",
+                file=path,
+                expected='layout "sharded"',
+                hint="It needs no consolidation.",
+            )
+        options = dataclasses.replace(options, layout="hf", dtype=None, metadata=manifest.metadata)
+        packed = _packed_tensors(manifest)
+        shards = ProcessShards()
+        plan = plan_consolidation(
+            _tensors(manifest.pieces, packed),
+            manifest.pieces,
+            options=options,
+            process_index=shards.process_index,
+            process_count=shards.process_count,
+        )
+        tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
+        whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
+        pieces = catalog.storage, catalog.path
+        prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces=pieces)
+        if target is None:  # what stands beside the pieces stays there
+            prepared.publish(path, group=group, overwrite=True)
+        else:
+            documents = companions(path) if group.is_leader else {}
+            prepared.publish(target, group=group, overwrite=overwrite, documents=documents)
+
+
+def _was_interrupted(catalog: Catalog, group: Group) -> bool:
+    """Whether an earlier call was killed after it had replaced the pieces; removes what it left."""
+    found = ""
+    with group.together("removing what an interrupted call has left"):
+        if group.is_leader and isinstance(catalog.storage, LocalStorage):
+            found = str(finish_interrupted(os.path.realpath(catalog.path)))
+    return group.meet("looking at what an interrupted call has done", tell=found or "?") == "True"
+
+
+def _packed_tensors(manifest: Manifest) -> dict[str, str]:
+    """Tensors whose sub-byte elements stand one a byte and can be packed, with their dtype."""
+    assert manifest.pieces is not None
+    found = {}
+    for leaf in () if manifest.tree is None else leaves(manifest.tree):
+        if isinstance(leaf, TensorLeaf) and leaf.dtype in _PACKED:
+            size = math.prod(manifest.pieces.tensors[leaf.tensor].shape)
+            if size % 8 == 0:
+                found[leaf.tensor] = leaf.dtype
+    return found
+
+
+def _tensors(pieces: StoredPieces, packed: dict[str, str]) -> list[NewTensor]:
+    return [
+        NewTensor(name, _PACKED[packed[name]] if name in packed else DTYPES[code], shape)
+        for name, (code, shape, _) in pieces.tensors.items()
+    ]
+
+
+def _with_dtypes(node: Node, packed: dict[str, str]) -> Node:
+    """The tree, in which packed tensors need no note of their dtype any more."""
+    if isinstance(node, Container):
+        children = tuple(_with_dtypes(child, packed) for child in node.children)
+        return dataclasses.replace(node, children=children)
+    if isinstance(node, TensorLeaf) and node.tensor in packed:
+        return node._replace(dtype=None)
+    return node

@@ -1,0 +1,247 @@
+# ruff: noqa: D102 (methods are documented by `Bound`)
+"""Bound expressions: every name, shape and dtype is known, so that regions can be pulled back.
+
+An expression of `expression.py` is bound by the names and shapes of one side of a mapping. What
+shapes an array stands in `shaping.py`; here are the ends of the tree and operations on values.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping.affine.pieces import (
+    AffinePiece,
+    FillPiece,
+    Piece,
+    merged,
+)
+from orbax_safetensors_layout.mapping.affine.window import Window
+from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, apply_ops
+
+_strides = functools.lru_cache(4096)(row_major_strides)
+
+
+class Sink(NamedTuple):
+    """Where a walk down an expression leaves its pieces.
+
+    Attributes:
+        pieces: The pieces, in the order of the walk.
+        refined: Whether a piece's view may take axes of its box apart.
+        saving: Whether each tensor is to have its elements once; see `Bound.pull_back`.
+    """
+
+    pieces: list[Piece]
+    refined: bool
+    saving: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Bound(abc.ABC):
+    """An expression with known shape and dtype.
+
+    Attributes:
+        shape: Extents.
+        dtype: The numpy or ml_dtypes dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def pull_back(
+        self, box: Box, *, refined: bool = False, saving: bool = False
+    ) -> tuple[Piece, ...]:
+        """The disjoint pieces that cover a region.
+
+        Only what overlaps the region is visited.
+
+        Args:
+            box: The region.
+            refined: Let views take axes of the region apart. Merged axes whose strides do not
+                nest, repeats, and interleaved rows are then one piece instead of one for each
+                index of their outer axis: `piece.view.shape` has the factors of `piece.box.shape`,
+                and `values.reshape(piece.box.shape)` is the region.
+            saving: Take what is to be written: of repeated elements only the first, and of copies
+                each.
+
+        Raises:
+            ValueError: The region reaches beyond the expression.
+        """
+        whole = Box.whole(self.shape)
+        if len(box.start) != len(self.shape) or not whole.contains(box):
+            raise ValueError(f"{box} is no region of an expression of shape {self.shape}.")
+        if 0 in box.shape:
+            return ()
+        sink = Sink([], refined, saving)
+        self.pull(Window.of(box), (), sink)
+        return merged(sink.pieces)
+
+    @abc.abstractmethod
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        """Adds the pieces of a window, on whose values `ops` are still to be done."""
+
+    @abc.abstractmethod
+    def below(self) -> Sequence[Bound]:
+        """The expressions that this one is made of."""
+
+    def nodes(self) -> Iterator[Bound]:
+        """This expression and all below it."""
+        yield self
+        for operand in self.below():
+            yield from operand.nodes()
+
+    def sources(self) -> tuple[str, ...]:
+        """The names of all tensors it takes, each once, in the order of their use."""
+        return tuple(dict.fromkeys(n.name for n in self.nodes() if isinstance(n, Source)))
+
+    @property
+    def index_only(self) -> bool:
+        """Whether all values are those of tensors as they are."""
+        return all(node.keeps_values for node in self.nodes())
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether its values are those of the expressions below it, as they are."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {list(self.shape)} {self.dtype.name}>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Source(Bound):
+    """All of one tensor.
+
+    Attributes:
+        name: The tensor's name.
+        stored: The tensor as an expression of the pieces that it is stored in, if it is.
+    """
+
+    name: str
+    stored: Bound | None = None
+
+    def below(self) -> Sequence[Bound]:
+        return ()
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        if self.stored is not None:
+            self.stored.pull(window, ops, sink)
+            return
+        box = window.box
+        view, ranks = refined_view(window, _strides(self.shape))
+        if sink.refined or len(view.shape) == len(ranks):
+            sink.pieces.append(AffinePiece(box, self.name, view, ops))
+        else:
+            for part, plain in _plain_views(box, view, ranks):
+                sink.pieces.append(AffinePiece(part, self.name, plain, ops))
+
+    def __repr__(self) -> str:
+        return f"<Source {self.name!r} {list(self.shape)} {self.dtype.name}>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Constant(Bound):
+    """One value everywhere.
+
+    Attributes:
+        value: The value, of `dtype`.
+    """
+
+    value: Any
+
+    @property
+    def keeps_values(self) -> bool:
+        return False
+
+    def below(self) -> Sequence[Bound]:
+        return ()
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        sink.pieces.append(filled(window, self.value, ops))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Valued(Bound):
+    """An operation on the values of an expression.
+
+    Attributes:
+        operand: The expression.
+        op: The operation.
+    """
+
+    operand: Bound
+    op: ValueOp
+
+    @property
+    def keeps_values(self) -> bool:
+        return False
+
+    @classmethod
+    def of(cls, operand: Bound, op: ValueOp) -> Bound:
+        """The operation on an expression.
+
+        Raises:
+            MappingError: It has no meaning for the expression's dtype.
+        """
+        dtype = op.result(operand.dtype)
+        if isinstance(op, Cast) and dtype == operand.dtype:
+            return operand
+        return cls(operand.shape, dtype, operand, op)
+
+    def below(self) -> Sequence[Bound]:
+        return (self.operand,)
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        self.operand.pull(window, (self.op, *ops), sink)
+
+
+def filled(window: Window, value: Any, ops: tuple[ValueOp, ...]) -> FillPiece:
+    """The piece of a window on one value."""
+    return FillPiece(window.box, np.asarray(apply_ops(np.asarray(value), ops)))
+
+
+def refined_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tuple[int, ...]]:
+    """The view of a window on a row-major array, and the number of factors of each axis.
+
+    Factors that nest are one.
+    """
+    offset, steps = window.flat(strides)
+    factors: list[list[tuple[int, int]]] = [[] for _ in window.origin]
+    for (axis, extent, _), stride in zip(window.dims, steps, strict=True):
+        along = factors[axis]
+        if along and along[-1][1] == extent * stride:
+            along[-1] = (along[-1][0] * extent, stride)
+        else:
+            along.append((extent, stride))
+    flat = [pair for along in factors for pair in along or ((1, 0),)]
+    view = AffineView(offset, tuple([n for n, _ in flat]), tuple([s for _, s in flat]))
+    return view, tuple([len(along) or 1 for along in factors])
+
+
+def _plain_views(
+    box: Box, view: AffineView, ranks: Sequence[int]
+) -> Iterator[tuple[Box, AffineView]]:
+    """A refined view as views whose shape is their region's."""
+    last = [stop - 1 for stop in itertools.accumulate(ranks)]  # the innermost factor of each axis
+    outer = [i for i in range(len(view.shape)) if i not in last]
+    axes = [axis for axis, rank in enumerate(ranks) for _ in range(rank)]
+    weights = [math.prod(view.shape[i + 1 : last[axes[i]] + 1]) for i in outer]
+    shape = tuple(view.shape[i] for i in last)
+    strides = tuple(view.strides[i] for i in last)
+    for index in itertools.product(*(range(view.shape[i]) for i in outer)):
+        start, offset = list(box.start), view.offset
+        for j, i, weight in zip(index, outer, weights, strict=True):
+            start[axes[i]] += j * weight
+            offset += j * view.strides[i]
+        stop = tuple(map(operator.add, start, shape))
+        yield Box(tuple(start), stop), AffineView(offset, shape, strides)

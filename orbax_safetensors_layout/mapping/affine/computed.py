@@ -1,0 +1,65 @@
+# ruff: noqa: D102 (methods are documented by `Bound`)
+"""Bound expressions that are functions of others, and not elementwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+
+from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.mapping.affine.bound import Bound, Sink, refined_view
+from orbax_safetensors_layout.mapping.affine.builders import sliced
+from orbax_safetensors_layout.mapping.affine.pieces import ComputedPiece, Decoder
+from orbax_safetensors_layout.mapping.affine.window import Window
+from orbax_safetensors_layout.mapping.expr.values import ValueOp
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Computed(Bound):
+    """A function of expressions that is not elementwise.
+
+    Attributes:
+        operands: The expressions.
+        decoder: The function.
+    """
+
+    operands: tuple[Bound, ...]
+    decoder: Decoder
+
+    @property
+    def keeps_values(self) -> bool:
+        return False
+
+    def below(self) -> Sequence[Bound]:
+        return self.operands
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        operands = self.operands
+        for axis in range(self.decoder.free):
+            window, operands = _without_gaps(window, operands, axis)
+        region = self.decoder.widen(window.bounds)
+        start = tuple(map(operator.sub, window.start, region.start))
+        view, _ = refined_view(window._replace(start=start), row_major_strides(region.shape))
+        inputs = tuple(zip(operands, self.decoder.needs(region), strict=True))
+        sink.pieces.append(ComputedPiece(window.box, inputs, self.decoder, region, view, ops))
+
+
+def _without_gaps(
+    window: Window, operands: tuple[Bound, ...], axis: int
+) -> tuple[Window, tuple[Bound, ...]]:
+    """Operands of which only the indices that a window takes along an axis are left."""
+    step = math.gcd(*(dim.steps[axis] for dim in window.dims))
+    if step < 2:
+        return window, operands
+    low, high = window.bounds.start[axis], window.bounds.stop[axis]
+    count = (high - 1 - low) // step + 1
+    kept = tuple(sliced(operand, axis, low, count, step) for operand in operands)
+    dims = [d._replace(steps=_with(d.steps, axis, d.steps[axis] // step)) for d in window.dims]
+    start = _with(window.start, axis, (window.start[axis] - low) // step)
+    return Window(window.origin, start, tuple(dims)), kept
+
+
+def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])

@@ -1,0 +1,289 @@
+# ruff: noqa: D102 (methods are documented by `Bound`)
+"""Bound expressions that move indices and leave values alone; see `bound.py`.
+
+`builders.py` builds them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from orbax_safetensors_layout.mapping.affine.bound import Bound, Sink, filled
+from orbax_safetensors_layout.mapping.affine.window import Part, Window, divide, split
+from orbax_safetensors_layout.mapping.expr.values import ValueOp
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class _Unary(Bound):
+    operand: Bound
+
+    def below(self) -> Sequence[Bound]:
+        return (self.operand,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Permuted(_Unary):
+    """Axes in another order.
+
+    Attributes:
+        axes: The operand's axis for each axis, as in `numpy.transpose`.
+    """
+
+    axes: tuple[int, ...]
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        self.operand.pull(window.permute(inverse_permutation(self.axes)), ops, sink)
+
+
+class Group(NamedTuple):
+    """Axes that are reshaped together.
+
+    Attributes:
+        axis: The first of them.
+        extents: Their extents.
+        inner: The extents of the operand's axes that they are.
+    """
+
+    axis: int
+    extents: tuple[int, ...]
+    inner: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Reshaped(_Unary):
+    """Another shape of the same row-major elements.
+
+    Attributes:
+        groups: The groups of axes that change, the last ones first.
+    """
+
+    groups: tuple[Group, ...]
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        windows: Iterable[Window] = (window,)
+        for group in self.groups:
+            windows = [part for w in windows for part in _regroup(w, group)]
+        for part in windows:
+            self.operand.pull(part, ops, sink)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Sliced(_Unary):
+    """Every `step`-th index of an axis.
+
+    Attributes:
+        axis: The axis.
+        start: The operand's index that is index 0.
+        step: Not 0; the indices go down if it is negative.
+    """
+
+    axis: int
+    start: int
+    step: int
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        self.operand.pull(window.rescale(self.axis, self.start, self.step), ops, sink)
+
+
+class Run(NamedTuple):
+    """Indices of an axis that stand for equally spaced indices of the operand.
+
+    Attributes:
+        start: The first index.
+        first: The operand's index that it stands for.
+        step: The operand's distance from one index to the next.
+    """
+
+    start: int
+    first: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Taken(_Unary):
+    """Any indices of an axis.
+
+    Attributes:
+        axis: The axis.
+        runs: The indices, in order.
+        starts: `start` of each run, and the axis's extent.
+    """
+
+    axis: int
+    runs: tuple[Run, ...]
+    starts: tuple[int, ...]
+
+    def part_of(self, index: int) -> Part:
+        """The run that holds an index."""
+        number = bisect.bisect_right(self.starts, index) - 1
+        return Part(number, self.starts[number], self.starts[number + 1])
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        for part, (number, *_) in split(window, self.axis, self.part_of):
+            start, first, step = self.runs[number]
+            self.operand.pull(part.rescale(self.axis, first - step * start, step), ops, sink)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Repeated(_Unary):
+    """Each index of an axis several times in a row, as in `numpy.repeat`.
+
+    Attributes:
+        axis: The axis.
+        count: How many times.
+    """
+
+    axis: int
+    count: int
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        for part in divide(window, self.axis, self.count):
+            if not sink.saving:
+                self.operand.pull(part.drop(self.axis + 1), ops, sink)
+                continue
+            for alone, number in _unit_parts(part, self.axis + 1):
+                if number == 0:
+                    self.operand.pull(alone, ops, sink)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Padded(_Unary):
+    """A value before and after the indices of an axis.
+
+    Attributes:
+        axis: The axis.
+        before: How many indices before.
+        value: The value, of `dtype`.
+    """
+
+    axis: int
+    before: int
+    value: Any
+
+    @property
+    def keeps_values(self) -> bool:
+        return False
+
+    def part_of(self, index: int) -> Part:
+        """Before, within or after the operand."""
+        stop = self.before + self.operand.shape[self.axis]
+        if index < self.before:
+            return Part(0, 0, self.before)
+        if index < stop:
+            return Part(1, self.before, stop)
+        return Part(2, stop, self.shape[self.axis])
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        for part, (number, *_) in split(window, self.axis, self.part_of):
+            if number == 1:
+                self.operand.pull(part.rescale(self.axis, -self.before, 1), ops, sink)
+            else:
+                sink.pieces.append(filled(part, self.value, ops))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class _Joined(Bound):
+    operands: tuple[Bound, ...]
+    axis: int
+
+    def below(self) -> Sequence[Bound]:
+        return self.operands
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Stacked(_Joined):
+    """Operands of one shape along a new axis.
+
+    Attributes:
+        operands: One for each index of the axis.
+        axis: The new axis.
+    """
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        for part, number in _unit_parts(window, self.axis):
+            self.operands[number].pull(part, ops, sink)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Concatenated(_Joined):
+    """Operands one after the other along an axis.
+
+    Attributes:
+        operands: In order.
+        axis: The axis.
+        starts: The first index of each, and the axis's extent.
+    """
+
+    starts: tuple[int, ...]
+
+    def part_of(self, index: int) -> Part:
+        """The operand that holds an index."""
+        number = bisect.bisect_right(self.starts, index) - 1
+        return Part(number, self.starts[number], self.starts[number + 1])
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        for part, (number, start, _) in split(window, self.axis, self.part_of):
+            self.operands[number].pull(part.rescale(self.axis, -start, 1), ops, sink)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Interleaved(_Joined):
+    """Operands by turns along an axis: index `i` is index `i // n` of operand `i % n`.
+
+    Attributes:
+        operands: In turn; the first ones may be longer by one.
+        axis: The axis.
+    """
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        for part in divide(window, self.axis, len(self.operands)):
+            for alone, number in _unit_parts(part, self.axis + 1):
+                self.operands[number].pull(alone, ops, sink)
+
+
+def _regroup(window: Window, group: Group) -> list[Window]:
+    axis, extents, inner = group
+    merged = window if len(extents) == 1 else window.merge(axis, extents)
+    if not inner:
+        return [merged.drop(axis)]
+    windows = [merged]
+    for n in reversed(inner[1:]):
+        windows = [part for w in windows for part in divide(w, axis, n)]
+    return windows
+
+
+def _unit_parts(window: Window, column: int) -> Iterator[tuple[Window, int]]:
+    """Windows without a column, for each of its indices, and the index."""
+    active = [i for i, dim in enumerate(window.dims) if dim.steps[column]]
+    if not active:
+        yield window.drop(column), window.start[column]
+        return
+    number = active[0]
+    axis, extent, steps = window.dims[number]
+    if len(active) > 1 or any(dim.axis == axis for dim in window.dims[:number]):
+        for part, (index, *_) in split(window, column, lambda i: Part(i, i, i + 1)):
+            yield part.drop(column), index
+        return
+    inner = math.prod(dim.extent for dim in window.dims[number + 1 :] if dim.axis == axis)
+    index, step = window.start[column], steps[column]
+    origin, start, dims = window.narrow(number, 0, 1).drop(column)
+    other = steps[:column] + steps[column + 1 :]
+    moves = any(other)
+    before, after = origin[:axis], origin[axis + 1 :]
+    for j in range(extent):
+        place = (*before, origin[axis] + j * inner, *after)
+        moved = tuple([a + j * s for a, s in zip(start, other, strict=True)]) if moves else start
+        yield Window(place, moved, dims), index + j * step
+
+
+def inverse_permutation(axes: Sequence[int]) -> tuple[int, ...]:
+    """The order that undoes another.
+
+    >>> inverse_permutation((2, 0, 1))
+    (1, 2, 0)
+    """
+    return tuple(sorted(range(len(axes)), key=axes.__getitem__))

@@ -1,0 +1,1 @@
+"""Expressions over tensors that users write: selections, joins, index moves, value operations."""

@@ -1,0 +1,147 @@
+# ruff: noqa: D102 (methods are documented by `Expr`, `Bound` and `Decoder`)
+"""Expressions that depend on which tensors a checkpoint has: for weights that are tied or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping.affine.bound import Bound, Sink
+from orbax_safetensors_layout.mapping.affine.computed import Computed
+from orbax_safetensors_layout.mapping.affine.window import Window
+from orbax_safetensors_layout.mapping.expr import ops
+from orbax_safetensors_layout.mapping.expr.expression import Expr, given
+from orbax_safetensors_layout.mapping.expr.values import ValueOp
+from orbax_safetensors_layout.mapping.inverse.inference import Inference
+from orbax_safetensors_layout.mapping.names import Captures, substitute
+from orbax_safetensors_layout.mapping.shapes import Facts
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Either(Expr):
+    """An expression where the checkpoint has its tensors, else another one.
+
+    Saving takes the first, unless the names that are to result are given and lack it.
+    """
+
+    first: Expr
+    other: Expr
+
+    def __repr__(self) -> str:
+        return f"either({self.first!r}, {self.other!r})"
+
+    def below(self) -> Sequence[Expr]:
+        return (self.first, self.other)
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        chosen = self.first if _has_all(facts, self.first, captures) else self.other
+        return chosen.bind_to(captures, facts)
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        self.first.infer(captures, shape, inference)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Same(Expr):
+    """An expression, and another that must have the same bits where the checkpoint has it.
+
+    A process compares only the regions that it loads. Saving writes both, or the first where
+    nothing says that the other is to result.
+
+    Attributes:
+        first: The expression.
+        other: The one that is compared with it.
+        hint: What the user can do where they differ.
+    """
+
+    first: Expr
+    other: Expr
+    hint: str
+
+    def __repr__(self) -> str:
+        return f"same({self.first!r}, {self.other!r})"
+
+    def below(self) -> Sequence[Expr]:
+        return (self.first, self.other)
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        first = self.first.bind_to(captures, facts)
+        if not _has_all(facts, self.other, captures):
+            return first
+        other = self.other.bind_to(captures, facts)
+        if (first.shape, first.dtype) != (other.shape, other.dtype):
+            raise _differ(self, expected=given(first), found=given(other))
+        return Copies(first.shape, first.dtype, (first, other), self)
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        self.first.infer(captures, shape, inference)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Copies(Bound):
+    """Two expressions of the same bits; see `Same`.
+
+    Attributes:
+        operands: Both.
+        rule: What asks for it.
+    """
+
+    operands: tuple[Bound, Bound]
+    rule: Same
+
+    @property
+    def keeps_values(self) -> bool:
+        return False
+
+    def below(self) -> Sequence[Bound]:
+        return self.operands
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        if sink.saving:  # each of both is written
+            for operand in self.operands:
+                operand.pull(window, ops, sink)
+        else:
+            compared = _Compared(len(self.shape), self.rule)
+            Computed(self.shape, self.dtype, self.operands, compared).pull(window, ops, sink)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compared:
+    """A `Decoder` that gives the first of its inputs, once it has found the second to be equal."""
+
+    free: int
+    rule: Same
+
+    def widen(self, region: Box) -> Box:
+        return region
+
+    def needs(self, region: Box) -> tuple[Box, ...]:
+        return (region, region)
+
+    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        first, other = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in inputs)
+        for start in range(0, first.size, _CHUNK_BYTES):
+            chunk = slice(start, start + _CHUNK_BYTES)
+            if not np.array_equal(first[chunk], other[chunk]):
+                raise _differ(self.rule, expected="the same bits", found=f"others within {region}")
+        return inputs[0]
+
+
+def _differ(same: Same, *, expected: str, found: str) -> MappingError:
+    return MappingError(
+        f"{same.other!r} is not a copy of {same.first!r}",
+        expected=expected,
+        found=found,
+        hint=same.hint,
+    )
+
+
+def _has_all(facts: Facts, expr: Expr, captures: Captures) -> bool:
+    patterns = (substitute(pattern, captures) for pattern in expr.patterns())
+    return all(next(facts.tree.match(pattern), None) is not None for pattern in patterns)

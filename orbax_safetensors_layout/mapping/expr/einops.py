@@ -1,0 +1,155 @@
+"""The notation of `rearrange`: `"(h d) e -> e h d"`, as the einops library defines it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.inverse.extents import Extent, product, quotient
+
+_TOKEN = re.compile(r"\s*(\.\.\.|\(|\)|\w+|\S)")
+_ELLIPSIS = ("...",)
+
+Groups = tuple[tuple[str, ...], ...]
+"""For each axis the names of the factors it is merged of; none for an axis of extent 1."""
+
+
+class Pattern(NamedTuple):
+    """A parsed pattern, for arrays of one rank.
+
+    Attributes:
+        left: The operand's axes.
+        right: The result's axes, of the same names.
+    """
+
+    left: Groups
+    right: Groups
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The position among the names of the left of each name of the right."""
+        names = [name for group in self.left for name in group]
+        return tuple(names.index(name) for group in self.right for name in group)
+
+
+def parse(text: str) -> Pattern:
+    """Parses a pattern; a `...` stands in it as a group of its own.
+
+    Raises:
+        MappingError: It is malformed, or its sides have unlike names.
+
+    >>> parse("(h d) e -> e h d").left
+    (('h', 'd'), ('e',))
+    """
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise _malformed(text, "it needs one '->'")
+    left, right = (_side(text, side) for side in sides)
+    names = [[name for group in side for name in group] for side in (left, right)]
+    for found in names:
+        repeated = sorted({name for name in found if found.count(name) > 1})
+        if repeated:
+            raise _malformed(text, f"{', '.join(map(repr, repeated))} stands twice on one side")
+    unlike = sorted(set(names[0]) ^ set(names[1]))
+    if unlike:
+        raise _malformed(text, f"{', '.join(map(repr, unlike))} stands on one side only")
+    return Pattern(left, right)
+
+
+def expand(pattern: Pattern, rank: int, side: str) -> Pattern:
+    """A pattern with names in place of its `...`, for a known rank of one side.
+
+    Args:
+        pattern: As `parse` gives it.
+        rank: Number of axes of that side's array.
+        side: `"left"` or `"right"`.
+
+    Raises:
+        MappingError: It does not fit the rank.
+    """
+    groups = pattern.left if side == "left" else pattern.right
+    hidden = rank - len(groups) + (_ELLIPSIS in groups)
+    if hidden < 0 or (hidden and _ELLIPSIS not in groups):
+        raise MappingError(f"the pattern has {len(groups)} axes, the shape {rank}")
+    names = tuple((f"...{i}",) for i in range(hidden))
+
+    def put(groups: Groups) -> Groups:
+        if _ELLIPSIS not in groups:
+            return groups
+        at = groups.index(_ELLIPSIS)
+        return (*groups[:at], *names, *groups[at + 1 :])
+
+    return Pattern(put(pattern.left), put(pattern.right))
+
+
+def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> dict[str, Extent]:
+    """The extent of each name.
+
+    Args:
+        groups: The axes of one side.
+        shape: Their extents.
+        sizes: What is known.
+
+    Raises:
+        MappingError: An axis does not have the extent that its factors make, or two factors of
+            one axis are unknown.
+    """
+    found = {name: Extent(n) for name, n in sizes.items()}
+    for axis, (group, extent) in enumerate(zip(groups, shape, strict=True)):
+        unknown = [name for name in group if name not in found]
+        if len(unknown) > 1:
+            raise MappingError(
+                f"the sizes of {' and '.join(map(repr, unknown))}, which make axis {axis}"
+                f" of extent {extent}, are not known",
+                hint=f"Give all but one of them: rearrange(..., {unknown[-1]}=...).",
+            )
+        rest = product(found[name] for name in group if name in found)
+        size = quotient(extent, rest)
+        if size is None or (not unknown and size != Extent(1) and size.exact):
+            known = " * ".join(f"{name}={found[name]}" for name in group if name in found)
+            problem = f"is no multiple of {known}" if unknown else f"is not {known or 1}"
+            raise MappingError(f"axis {axis} has extent {extent}, which {problem}")
+        if unknown:
+            found[unknown[0]] = size
+    return found
+
+
+def merged_shape(groups: Groups, sizes: Mapping[str, Extent]) -> tuple[int, ...]:
+    """The extents of axes from those of their factors."""
+    return tuple(math.prod(sizes[name].n for name in group) for group in groups)
+
+
+def _side(text: str, side: str) -> Groups:
+    groups: list[tuple[str, ...]] = []
+    inside: list[str] | None = None
+    for token in _TOKEN.findall(side):
+        if token == "(" and inside is None:
+            inside = []
+        elif token == ")" and inside is not None:
+            groups.append(tuple(inside))
+            inside = None
+        elif token == "..." and inside is None and _ELLIPSIS not in groups:
+            groups.append(_ELLIPSIS)
+        elif token == "1":
+            if inside is None:
+                groups.append(())
+        elif token.isidentifier():
+            if inside is None:
+                groups.append((token,))
+            else:
+                inside.append(token)
+        else:
+            raise _malformed(text, f"{token!r} is not understood here")
+    if inside is not None:
+        raise _malformed(text, "a '(' is not closed")
+    return tuple(groups)
+
+
+def _malformed(text: str, problem: str) -> MappingError:
+    return MappingError(
+        f"rearrange pattern {text!r}: {problem}",
+        hint="It is written as in einops: 'a (b c) ... -> b a c ...'.",
+    )

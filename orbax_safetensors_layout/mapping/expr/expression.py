@@ -1,0 +1,316 @@
+# ruff: noqa: D102 (methods are documented by `Expr`)
+"""Expressions: how a leaf of a model is made of the tensors of a checkpoint, as data.
+
+An expression is an immutable tree. Its names may have wildcards; `bind` gives them values and
+finds the shapes, and what results can be asked for the pieces of any region (`bound.py`).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.affine.bound import Bound, Constant, Source
+from orbax_safetensors_layout.mapping.affine.division import divided
+from orbax_safetensors_layout.mapping.arguments import integer, integers, number
+from orbax_safetensors_layout.mapping.expr import ops
+from orbax_safetensors_layout.mapping.expr.values import Add, Cast, Scale, as_dtype
+from orbax_safetensors_layout.mapping.inverse.inference import Inference
+from orbax_safetensors_layout.mapping.names import Captures, parse_pattern, substitute
+from orbax_safetensors_layout.mapping.problems import Problem, Problems, within
+from orbax_safetensors_layout.mapping.shapes import Facts, Shapes
+
+
+class Expr(abc.ABC):
+    """An array made of tensors of a checkpoint.
+
+    Example:
+        >>> tensor("model.layers.{i}.q_proj.weight").rearrange("(h d) e -> e h d", d=128)
+        tensor('model.layers.{i}.q_proj.weight').rearrange('(h d) e -> e h d', d=128)
+    """
+
+    __slots__ = ()
+
+    def transpose(self, *axes: int) -> Expr:
+        """The axes in another order, as `numpy.transpose`; without `axes`, in reverse."""
+        return Apply(self, ops.Transpose(_listed(axes, "transpose")))
+
+    def rearrange(self, pattern: str, **sizes: int) -> Expr:
+        """Axes split, moved and merged in the notation of einops: `"(h d) e -> e h d"`.
+
+        Args:
+            pattern: The axes before and after; `(h d)` is one axis of two factors, `1` an axis of
+                extent 1, `...` any number of axes.
+            **sizes: Extents of factors; of each merged axis all but one.
+
+        Raises:
+            MappingError: The pattern is malformed, or a size is negative.
+        """
+        return Apply(self, ops.Rearrange.of(pattern, sizes))
+
+    def reshape(self, *shape: int) -> Expr:
+        """Another shape of the same row-major elements; one extent may be -1."""
+        return Apply(self, ops.Reshape(_listed(shape, "reshape")))
+
+    def slice(
+        self, axis: int, start: int | None = None, stop: int | None = None, step: int = 1
+    ) -> Expr:
+        """Indices `start:stop:step` of an axis, as Python counts them.
+
+        Unlike in Python nothing may reach beyond the axis.
+        """
+        if step == 0:
+            raise MappingError("slice: the step can not be 0")
+        axis, step = integers((axis, step), "slice")
+        start, stop = (None if at is None else integer(at, "slice") for at in (start, stop))
+        return Apply(self, ops.Slice(axis, start, stop, step))
+
+    def take(self, axis: int, indices: Iterable[int]) -> Expr:
+        """Any indices of an axis, as `numpy.take`."""
+        return Apply(self, ops.Take(integer(axis, "take"), integers(indices, "take")))
+
+    def pad(self, axis: int, before: int, after: int, value: Any = 0) -> Expr:
+        """`before` and `after` indices more along an axis, that hold `value`.
+
+        Saving leaves them out.
+        """
+        axis, before, after = integers((axis, before, after), "pad")
+        if before < 0 or after < 0:
+            raise MappingError(f"pad: {before} and {after} must not be negative")
+        return Apply(self, ops.Pad(axis, before, after, value))
+
+    def repeat(self, axis: int, n: int) -> Expr:
+        """Each index of an axis `n` times in a row, as `numpy.repeat`.
+
+        Saving takes the first of each.
+        """
+        axis, n = integers((axis, n), "repeat")
+        if n < 1:
+            raise MappingError(f"repeat: {n} is less than once")
+        return Apply(self, ops.Repeat(axis, n))
+
+    def cast(self, dtype: Any, *, lossy_inverse: bool = False) -> Expr:
+        """Another dtype, by numpy's rounding; an integer dtype has to hold every value.
+
+        Args:
+            dtype: The dtype.
+            lossy_inverse: Saving casts back, which is exact where the dtype holds every value of
+                the file's and else refused, unless this accepts that loading has rounded.
+        """
+        return Apply(self, ops.Value(Cast(as_dtype(dtype), lossy_inverse)))
+
+    def scale(self, c: float, *, lossy_inverse: bool = False) -> Expr:
+        """Each element times `c`, in the tensor's own dtype, to which `c` is rounded first.
+
+        Args:
+            c: The factor.
+            lossy_inverse: Saving divides, which is refused where that does not give back every
+                value, unless this accepts it. It does for powers of two in a dtype that holds
+                every product: after a cast to a wider one.
+        """
+        return Apply(self, ops.Value(Scale(number(c, "scale"), lossy_inverse)))
+
+    def add(self, c: float, *, lossy_inverse: bool = False) -> Expr:
+        """Each element plus `c`, in the tensor's own dtype, to which `c` is rounded first.
+
+        Args:
+            c: The term.
+            lossy_inverse: Saving subtracts, which is exact for integers and else refused, unless
+                this accepts the rounding.
+        """
+        return Apply(self, ops.Value(Add(number(c, "add"), lossy_inverse)))
+
+    def bind(self, captures: Captures, facts: Shapes) -> Bound:
+        """The expression with names, shapes and dtypes.
+
+        Args:
+            captures: What the wildcards of its names stand for, but for those of `stack`.
+            facts: Shape and dtype of the tensors.
+
+        Raises:
+            MappingError: A tensor is missing, or shapes do not fit.
+
+        Example:
+            >>> weight = {"layers.0.weight": ((8, 6), np.dtype("float32"))}
+            >>> tensor("layers.{i}.weight").transpose().bind({"i": "0"}, weight)
+            <Permuted [6, 8] float32>
+        """
+        return self.bind_to(captures, Facts.of(facts))
+
+    @abc.abstractmethod
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        """See `bind`."""
+
+    @abc.abstractmethod
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        """Records what a leaf's shape tells of the tensors' shapes.
+
+        Raises:
+            MappingError: It contradicts the expression, or tells too little.
+        """
+
+    @abc.abstractmethod
+    def below(self) -> Sequence[Expr]:
+        """The expressions that this one is made of."""
+
+    def patterns(self) -> Iterator[str]:
+        """The name patterns of all its tensors."""
+        for operand in self.below():
+            yield from operand.patterns()
+
+    def stacked_over(self) -> frozenset[str]:
+        """The wildcards that stacks within it give values to."""
+        return frozenset[str]().union(*(operand.stacked_over() for operand in self.below()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Tensor(Expr):
+    """All of one tensor; see `tensor`."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"tensor({self.name!r})"
+
+    def below(self) -> Sequence[Expr]:
+        return ()
+
+    def patterns(self) -> Iterator[str]:
+        yield self.name
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        name = self._concrete(captures)
+        if name not in facts:
+            raise Problems([Problem(f"there is no tensor {name!r}", seek=name)])
+        shape, dtype = facts[name]
+        pieces = facts.pieces.get(name)
+        return Source(shape, dtype, name, divided(pieces, dtype) if pieces else None)
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        inference.record(self._concrete(captures), shape)
+
+    def _concrete(self, captures: Captures) -> str:
+        name = substitute(self.name, captures)
+        if "{" in name:
+            raise MappingError(
+                f"nothing gives the wildcards of {name!r} a value: they have to stand in the"
+                " rule's target, or in a stack(..., over=...)"
+            )
+        return name
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Fill(Expr):
+    """One value everywhere; see `fill`."""
+
+    shape: tuple[int, ...]
+    value: Any
+    dtype: np.dtype[Any]
+
+    def __repr__(self) -> str:
+        return f"fill({self.shape}, {self.value!r}, {self.dtype.name!r})"
+
+    def below(self) -> Sequence[Expr]:
+        return ()
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        return Constant(self.shape, self.dtype, ops.scalar(self.value, self.dtype))
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Apply(Expr):
+    """An operation on an expression; see the methods of `Expr`."""
+
+    operand: Expr
+    op: ops.Op
+
+    def __repr__(self) -> str:
+        return f"{self.operand!r}.{self.op}"
+
+    def below(self) -> Sequence[Expr]:
+        return (self.operand,)
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        operand = self.operand.bind_to(captures, facts)
+        try:
+            return self.op.bind(operand)
+        except MappingError as error:
+            raise within(error, f"{self!r}, given {given(operand)}") from error
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        try:
+            operand = self.op.operand_extents(shape)
+        except MappingError as error:
+            raise within(error, repr(self)) from error
+        self.operand.infer(captures, operand, inference)
+
+
+def tensor(name_pattern: str) -> Expr:
+    """All of one tensor of the checkpoint.
+
+    Args:
+        name_pattern: Its name. Wildcards such as `{i}` stand for what they are in the target of
+            the rule, or for the index of a `stack`.
+
+    Raises:
+        MappingError: The pattern is malformed.
+    """
+    parse_pattern(name_pattern)
+    return Tensor(name_pattern)
+
+
+def fill(shape: Sequence[int], value: Any, dtype: Any) -> Expr:
+    """One value everywhere. It takes nothing from the checkpoint, and saving leaves it out."""
+    return Fill(as_shape(shape), value, as_dtype(dtype))
+
+
+def as_expr(value: Any, where: str) -> Expr:
+    """An expression that a user gives.
+
+    Args:
+        value: What was given.
+        where: For what, for the message.
+
+    Raises:
+        MappingError: It is none.
+    """
+    if isinstance(value, Expr):
+        return value
+    hint = f"Did you mean osl.tensor({value!r})?" if isinstance(value, str) else None
+    raise MappingError(
+        f"{where} takes expressions, such as osl.tensor('name')", found=repr(value), hint=hint
+    )
+
+
+def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    """A shape that a user gives.
+
+    Raises:
+        MappingError: An extent is negative.
+    """
+    extents = integers(shape, "a shape")
+    if min(extents, default=0) < 0:
+        raise MappingError(f"{extents} is no shape")
+    return extents
+
+
+def given(operand: Bound) -> str:
+    """What an expression turned out to be, for messages."""
+    names = operand.sources()
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    of = f" of {names[0]!r}{more}" if names else ""
+    return f"shape {list(operand.shape)} {operand.dtype.name}{of}"
+
+
+def _listed(items: tuple[Any, ...], what: str) -> tuple[int, ...]:
+    """Integers that are given one by one, or as one list or array."""
+    is_one = len(items) == 1 and (not hasattr(items[0], "__index__") or np.ndim(items[0]))
+    return integers(items[0] if is_one else items, what)

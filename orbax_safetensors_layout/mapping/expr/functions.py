@@ -1,0 +1,149 @@
+# ruff: noqa: D102 (methods are documented by `Expr`, `Kernel` and `Decoder`)
+"""Expressions that are computed: the escape hatch `opaque`, and what decoders share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.computed import Computed
+from orbax_safetensors_layout.mapping.expr import ops
+from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr, as_shape, given
+from orbax_safetensors_layout.mapping.expr.values import as_dtype
+from orbax_safetensors_layout.mapping.inverse.inference import Inference
+from orbax_safetensors_layout.mapping.names import Captures
+from orbax_safetensors_layout.mapping.problems import gather, within
+from orbax_safetensors_layout.mapping.shapes import Facts
+
+
+class Kernel(Protocol):
+    """A function of several expressions."""
+
+    def bind(self, operands: tuple[Bound, ...]) -> Bound:
+        """The function of bound expressions.
+
+        Raises:
+            MappingError: Their shapes or dtypes do not fit.
+        """
+        ...
+
+    def describe(self, operands: Sequence[str]) -> str:
+        """How a user calls it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Compute(Expr):
+    """A function of expressions; see `opaque` and `dequantize_block`."""
+
+    operands: tuple[Expr, ...]
+    kernel: Kernel
+
+    def __repr__(self) -> str:
+        return self.kernel.describe([repr(operand) for operand in self.operands])
+
+    def below(self) -> Sequence[Expr]:
+        return self.operands
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        binders = [functools.partial(op.bind_to, captures, facts) for op in self.operands]
+        operands = tuple(gather(binders))
+        try:
+            return self.kernel.bind(operands)
+        except MappingError as error:
+            listed = " and ".join(map(given, operands))
+            raise within(error, f"{self!r}, given {listed}") from error
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        raise MappingError(f"{self!r} does not invert")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """A `Decoder` that calls a function on whole arrays.
+
+    Attributes:
+        function: The function.
+        shape: Shape of its result.
+        dtype: Dtype of its result.
+        inputs: Shapes of what it takes.
+    """
+
+    function: Callable[..., Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    inputs: tuple[tuple[int, ...], ...]
+
+    @property
+    def free(self) -> int:
+        return 0
+
+    def widen(self, region: Box) -> Box:
+        return Box.whole(self.shape)
+
+    def needs(self, region: Box) -> tuple[Box, ...]:
+        return tuple(map(Box.whole, self.inputs))
+
+    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        result = np.asarray(self.function(*inputs))
+        if result.shape != self.shape or result.dtype != self.dtype:
+            raise MappingError(
+                f"the function {_name(self.function)} of an opaque expression gave another array"
+                " than was declared",
+                expected=f"{list(self.shape)} {self.dtype.name}",
+                found=f"{list(result.shape)} {result.dtype.name}",
+            )
+        return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Opaque:
+    """A `Kernel` of any function."""
+
+    function: Callable[..., Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def bind(self, operands: tuple[Bound, ...]) -> Bound:
+        decoder = Whole(self.function, self.shape, self.dtype, tuple(o.shape for o in operands))
+        return Computed(self.shape, self.dtype, operands, decoder)
+
+    def describe(self, operands: Sequence[str]) -> str:
+        listed = ", ".join([_name(self.function), *operands])
+        return f"opaque({listed}, shape={self.shape}, dtype={self.dtype.name!r})"
+
+
+def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: Any) -> Expr:
+    """Any function of whole arrays: the escape hatch.
+
+    It costs what the other operations avoid: each process reads ALL of each expression for any
+    shard of the leaf, holds it together with the whole result, and computes the whole result for
+    each piece of its shards. It does not invert, so such a leaf can not be saved through the
+    mapping.
+
+    Args:
+        fn: Takes a numpy array for each expression, gives one.
+        *exprs: The expressions.
+        shape: The result's shape.
+        dtype: The result's dtype.
+
+    Example:
+        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
+        >>> opaque(np.linalg.inv, tensor("rotation"), shape=(4, 4), dtype="float32")
+        opaque(inv, tensor('rotation'), shape=(4, 4), dtype='float32')
+    """
+    if not callable(fn):
+        raise MappingError("opaque takes a function, then expressions", found=repr(fn))
+    operands = tuple(as_expr(expr, "opaque") for expr in exprs)
+    return Compute(operands, _Opaque(fn, as_shape(shape), as_dtype(dtype)))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", None) or repr(function)

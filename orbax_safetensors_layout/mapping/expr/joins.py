@@ -1,0 +1,213 @@
+# ruff: noqa: D102 (methods are documented by `Expr`)
+"""Expressions of several: stacks over a wildcard, and concatenations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.builders import concatenated, stacked
+from orbax_safetensors_layout.mapping.arguments import integer, integers, several, text
+from orbax_safetensors_layout.mapping.expr import ops
+from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr, given
+from orbax_safetensors_layout.mapping.inverse.extents import Extent
+from orbax_safetensors_layout.mapping.inverse.inference import LIKE, Inference
+from orbax_safetensors_layout.mapping.names import Captures, is_index, substitute
+from orbax_safetensors_layout.mapping.problems import Problem, Problems, gather
+from orbax_safetensors_layout.mapping.shapes import Facts
+
+Indices = tuple[int, ...] | slice | None
+_MOST_GAPS = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Stack(Expr):
+    """One expression for each index of a wildcard; see `stack`."""
+
+    operand: Expr
+    over: str
+    axis: int
+    indices: Indices
+
+    def __repr__(self) -> str:
+        axis = f", axis={self.axis}" if self.axis else ""
+        indices = self.indices
+        if isinstance(indices, tuple):
+            indices_text = f", indices={ops.short_list(indices)}"
+        else:
+            indices_text = "" if indices is None else f", indices={indices}"
+        return f"stack({self.operand!r}, over={self.over!r}{axis}{indices_text})"
+
+    def below(self) -> Sequence[Expr]:
+        return (self.operand,)
+
+    def stacked_over(self) -> frozenset[str]:
+        return self.operand.stacked_over() | {self.over}
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        indices = self._found(captures, facts)
+        binders = [
+            functools.partial(self.operand.bind_to, {**captures, self.over: str(i)}, facts)
+            for i in indices
+        ]
+        parts = gather(binders)
+        for index, part in zip(indices, parts, strict=True):
+            if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
+                raise MappingError(
+                    f"{self!r}: index {indices[0]} gives {given(parts[0])}, but index {index} gives"
+                    f" {given(part)}"
+                )
+        return stacked(parts, ops.axis_of("stack", self.axis, len(parts[0].shape) + 1))
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        axis = ops.axis_of("stack", self.axis, len(shape))
+        n = shape[axis].n
+        indices = self.indices
+        if indices is None or isinstance(indices, slice):
+            start, step = (indices.start or 0, indices.step or 1) if indices else (0, 1)
+            indices = tuple(range(start, start + n * step, step))
+        if len(indices) != n:
+            raise MappingError(f"{self!r}: it has {len(indices)} indices, the leaf {n}")
+        inner = shape[:axis] + shape[axis + 1 :]
+        for i in indices:
+            self.operand.infer({**captures, self.over: str(i)}, inner, inference)
+
+    def _found(self, captures: Captures, facts: Facts) -> Sequence[int]:
+        """The indices: those given, or those that the checkpoint has."""
+        if isinstance(self.indices, tuple):
+            return self.indices
+        found: set[int] = set()
+        patterns = [substitute(pattern, captures) for pattern in self.operand.patterns()]
+        patterns = [pattern for pattern in patterns if f"{{{self.over}}}" in pattern]
+        for pattern in patterns:
+            values = (match[self.over] for _, match in facts.tree.match(pattern))
+            found.update(int(value) for value in values if is_index(value))
+        chosen = self.indices or slice(None)
+        wanted = range(max(found, default=-1) + 1)[chosen]
+        if not patterns or not wanted:
+            seek = patterns[0].replace(f"{{{self.over}}}", "0") if patterns else None
+            listed = " or ".join(map(repr, patterns)) or f"a name with {{{self.over}}}"
+            raise Problems([Problem(f"{self!r}: there is no tensor {listed}", seek=seek)])
+        # No more than are told: a name may hold any number.
+        gaps = [*itertools.islice((i for i in wanted if i not in found), _MOST_GAPS + 1)]
+        if gaps:
+            more = " and more" if len(gaps) > _MOST_GAPS else ""
+            raise MappingError(
+                f"{self!r}: there are tensors {patterns[0]!r} for {self.over} = {_spans(found)},"
+                f" but none for {_spans(gaps[:_MOST_GAPS])}{more}",
+                hint=f"Complete the checkpoint, or say which to stack: stack(..., over="
+                f"{self.over!r}, indices=[...]).",
+            )
+        return wanted
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Concat(Expr):
+    """Expressions one after the other; see `concat`."""
+
+    operands: tuple[Expr, ...]
+    axis: int
+    sizes: tuple[int | None, ...] | None
+
+    def __repr__(self) -> str:
+        sizes = f", sizes={list(self.sizes)}" if self.sizes else ""
+        return f"concat({list(self.operands)!r}, {self.axis}{sizes})"
+
+    def below(self) -> Sequence[Expr]:
+        return self.operands
+
+    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+        binders = [functools.partial(op.bind_to, captures, facts) for op in self.operands]
+        parts = gather(binders)
+        axis = ops.axis_of("concat", self.axis, len(parts[0].shape))
+        first, *others = [(p.shape[:axis], p.shape[axis + 1 :], p.dtype) for p in parts]
+        for number, other in enumerate(others, 1):
+            if other != first:
+                raise MappingError(
+                    f"{self!r}: part 0 is {given(parts[0])}, but part {number} is"
+                    f" {given(parts[number])}"
+                )
+        for number, (part, size) in enumerate(zip(parts, self.sizes or (), strict=False)):
+            if size is not None and part.shape[axis] != size:
+                raise MappingError(f"{self!r}: part {number} is {given(part)}, but of size {size}")
+        return concatenated(parts, axis)
+
+    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+        axis = ops.axis_of("concat", self.axis, len(shape))
+        sizes = list(self.sizes or [None] * len(self.operands))
+        if sizes.count(None) > 1 or not shape[axis].exact:
+            raise MappingError(
+                f"{self!r} does not tell how long its parts are along axis {axis}",
+                hint=f"Give concat(..., sizes=[...]), or {LIKE}.",
+            )
+        rest = shape[axis].n - sum(size or 0 for size in sizes)
+        if rest < 0 or (rest and None not in sizes):
+            raise MappingError(f"{self!r}: the leaf has {shape[axis]} along axis {axis}")
+        for operand, size in zip(self.operands, sizes, strict=True):
+            extent = Extent(rest if size is None else size)
+            operand.infer(captures, (*shape[:axis], extent, *shape[axis + 1 :]), inference)
+
+
+def stack(
+    expr: Expr, over: str, axis: int = 0, indices: Iterable[int] | slice | None = None
+) -> Expr:
+    """One expression for each index of a wildcard, along a new axis, as `numpy.stack`.
+
+    Args:
+        expr: The expression; its names have the wildcard.
+        over: The wildcard.
+        axis: The new axis.
+        indices: Those to stack, in this order; a slice chooses among those that the checkpoint
+            has. None takes all that it has. They must be without gaps.
+
+    Example:
+        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
+        >>> stack(tensor("model.layers.{i}.norm.weight"), over="i")
+        stack(tensor('model.layers.{i}.norm.weight'), over='i')
+    """
+    if indices is not None and not isinstance(indices, slice):
+        indices = integers(indices, "stack(indices=...)")
+        if not indices:
+            raise MappingError(f"stack over {over!r}: there are no indices")
+    if isinstance(indices, slice):
+        for bound in (indices.start, indices.stop, indices.step):
+            integer(0 if bound is None else bound, "a slice of stack(indices=...)")
+    if isinstance(indices, slice) and ((indices.step or 1) < 1 or (indices.start or 0) < 0):
+        raise MappingError(f"stack over {over!r}: {indices} has to go up from 0 or more")
+    return Stack(
+        as_expr(expr, "stack"), text(over, "stack(over=...)"), integer(axis, "stack"), indices
+    )
+
+
+def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None = None) -> Expr:
+    """Expressions one after the other along an axis, as `numpy.concatenate`.
+
+    Args:
+        exprs: At least one.
+        axis: The axis.
+        sizes: The extent of each along the axis. Only saving without the shapes of the files
+            needs it, for all but one.
+    """
+    operands = tuple(as_expr(expr, "concat") for expr in several(exprs, "concat"))
+    if not operands:
+        raise MappingError("concat: there is nothing to concatenate")
+    known = None if sizes is None else several(sizes, "concat(sizes=...)")
+    integers([size for size in known or () if size is not None], "concat(sizes=...)")
+    if known is not None and len(known) != len(operands):
+        raise MappingError(f"concat: there are {len(operands)} parts and {len(known)} sizes")
+    return Concat(operands, integer(axis, "concat"), known)
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """Numbers as ranges: `0..3, 5`."""
+    spans: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if spans and spans[-1][1] == n - 1:
+            spans[-1] = (spans[-1][0], n)
+        else:
+            spans.append((n, n))
+    return ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in spans)

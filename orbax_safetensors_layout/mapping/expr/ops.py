@@ -1,0 +1,311 @@
+# ruff: noqa: D102 (methods are documented by `Op`)
+"""Operations on one expression: how each is written, bound, and read backwards for shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.mapping import arguments
+from orbax_safetensors_layout.mapping.affine.bound import Bound, Valued
+from orbax_safetensors_layout.mapping.affine.builders import (
+    padded,
+    permuted,
+    repeated,
+    reshaped,
+    sliced,
+    taken,
+)
+from orbax_safetensors_layout.mapping.affine.shaping import inverse_permutation
+from orbax_safetensors_layout.mapping.expr import einops
+from orbax_safetensors_layout.mapping.expr.values import ValueOp, rounded
+from orbax_safetensors_layout.mapping.integers import is_whole, whole_or_lost
+from orbax_safetensors_layout.mapping.inverse.extents import Extent, product, quotient
+from orbax_safetensors_layout.mapping.inverse.inference import LIKE
+
+Extents = tuple[Extent, ...]
+
+
+class Op(Protocol):
+    """An operation on one expression; its `str` is how a user calls it."""
+
+    def bind(self, operand: Bound) -> Bound:
+        """The operation on a bound expression.
+
+        Raises:
+            MappingError: It does not fit the operand's shape or dtype.
+        """
+        ...
+
+    def operand_extents(self, result: Extents) -> Extents:
+        """What the result's shape tells of the operand's.
+
+        Raises:
+            MappingError: It can not be the result's shape, or tells nothing.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transpose:
+    """`numpy.transpose`; without axes, in reverse order."""
+
+    axes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"transpose({_listed(self.axes)})"
+
+    def order(self, rank: int) -> tuple[int, ...]:
+        """The axes, counted from 0."""
+        if not self.axes:
+            return tuple(reversed(range(rank)))
+        order = tuple(axis + rank if axis < 0 else axis for axis in self.axes)
+        if sorted(order) != list(range(rank)):
+            raise MappingError(f"{self} does not name each of {rank} axes once")
+        return order
+
+    def bind(self, operand: Bound) -> Bound:
+        return permuted(operand, self.order(len(operand.shape)))
+
+    def operand_extents(self, result: Extents) -> Extents:
+        return tuple(result[axis] for axis in inverse_permutation(self.order(len(result))))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rearrange:
+    """einops' `rearrange`."""
+
+    text: str
+    sizes: tuple[tuple[str, int], ...]
+    pattern: einops.Pattern = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, text: str, sizes: dict[str, int]) -> Rearrange:
+        """Parses the pattern.
+
+        Raises:
+            MappingError: It is malformed, or lacks a name of `sizes`; or one of these is negative.
+        """
+        pattern = einops.parse(arguments.text(text, "rearrange"))
+        names = {name for group in pattern.left for name in group}
+        unknown = sorted(set(sizes) - names)
+        if unknown:
+            raise MappingError(f"rearrange pattern {text!r} has no {', '.join(unknown)}")
+        sizes = {name: arguments.integer(n, f"rearrange({name}=...)") for name, n in sizes.items()}
+        negative = [f"{name}={n}" for name, n in sizes.items() if n < 0]
+        if negative:
+            raise MappingError(f"rearrange: {', '.join(negative)} is no size")
+        return cls(text, tuple(sorted(sizes.items())), pattern)
+
+    def __str__(self) -> str:
+        sizes = "".join(f", {name}={n}" for name, n in self.sizes)
+        return f"rearrange({self.text!r}{sizes})"
+
+    def bind(self, operand: Bound) -> Bound:
+        shape = tuple(map(Extent, operand.shape))
+        pattern = einops.expand(self.pattern, len(shape), "left")
+        sizes = einops.solve(pattern.left, shape, dict(self.sizes))
+        factors = tuple(sizes[name].n for group in pattern.left for name in group)
+        moved = permuted(reshaped(operand, factors), pattern.axes)
+        return reshaped(moved, einops.merged_shape(pattern.right, sizes))
+
+    def operand_extents(self, result: Extents) -> Extents:
+        pattern = einops.expand(self.pattern, len(result), "right")
+        sizes = einops.solve(pattern.right, result, dict(self.sizes))
+        return tuple(product(sizes[name] for name in group) for group in pattern.left)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reshape:
+    """`numpy.reshape`; one extent may be -1."""
+
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"reshape({_listed(self.shape)})"
+
+    def bind(self, operand: Bound) -> Bound:
+        size, shape = math.prod(operand.shape), self.shape
+        if shape.count(-1) == 1:
+            rest = math.prod(n for n in shape if n != -1)
+            shape = tuple((size // rest if rest else 0) if n == -1 else n for n in shape)
+        if min(shape, default=0) < 0 or math.prod(shape) != size:
+            raise MappingError(f"{self} does not hold the {size} elements of {[*operand.shape]}")
+        return reshaped(operand, shape)
+
+    def operand_extents(self, result: Extents) -> Extents:
+        raise MappingError(
+            f"{self} does not tell the shape that it is given",
+            hint=f"Write it with rearrange, whose pattern does, or {LIKE}.",
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """`x[..., start:stop:step, ...]`, but nothing may reach beyond the axis."""
+
+    axis: int
+    start: int | None
+    stop: int | None
+    step: int
+
+    def __str__(self) -> str:
+        step = "" if self.step == 1 else f", {self.step}"
+        stop = "" if self.stop is None and not step else f", {self.stop}"
+        return f"slice({self.axis}, {self.start}{stop}{step})"
+
+    def bind(self, operand: Bound) -> Bound:
+        axis = axis_of(self, self.axis, len(operand.shape))
+        n = operand.shape[axis]
+        if any(bound is not None and abs(bound) > n for bound in (self.start, self.stop)):
+            raise MappingError(f"{self} reaches beyond axis {axis} of extent {n}")
+        indices = range(n)[self.start : self.stop : self.step]
+        start = indices.start if len(indices) else 0
+        return sliced(operand, axis, start, len(indices), self.step)
+
+    def operand_extents(self, result: Extents) -> Extents:
+        axis = axis_of(self, self.axis, len(result))
+        return (*result[:axis], self._extent(result[axis].n), *result[axis + 1 :])
+
+    def _extent(self, count: int) -> Extent:
+        start, stop = self.start or 0, self.stop
+        if self.step > 0 and start >= 0 and stop is None:
+            last = start + (count - 1) * self.step
+            return Extent(last + 1, exact=self.step == 1)
+        if self.step == 1 and start >= 0 and stop is not None and stop < 0:
+            return Extent(start + count - stop)
+        bounds = [abs(bound) for bound in (self.start, self.stop) if bound is not None]
+        return Extent(max([count, *bounds]), exact=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Take:
+    """`numpy.take` along an axis."""
+
+    axis: int
+    indices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"take({self.axis}, {short_list(self.indices)})"
+
+    def bind(self, operand: Bound) -> Bound:
+        axis = axis_of(self, self.axis, len(operand.shape))
+        n = operand.shape[axis]
+        beyond = [i for i in self.indices if not -n <= i < n]
+        if beyond:
+            raise MappingError(
+                f"{self} reaches beyond axis {axis} of extent {n}: {short_list(beyond)}"
+            )
+        return taken(operand, axis, [i + n if i < 0 else i for i in self.indices])
+
+    def operand_extents(self, result: Extents) -> Extents:
+        axis = axis_of(self, self.axis, len(result))
+        if result[axis] != Extent(len(self.indices)):
+            raise MappingError(f"{self} gives extent {len(self.indices)}, not {result[axis]}")
+        least = max([(i + 1 if i >= 0 else -i) for i in self.indices], default=0)
+        return (*result[:axis], Extent(least, exact=False), *result[axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pad:
+    """Indices before and after those of an axis, that hold one value."""
+
+    axis: int
+    before: int
+    after: int
+    value: Any
+
+    def __str__(self) -> str:
+        return f"pad({self.axis}, {self.before}, {self.after}, {self.value!r})"
+
+    def bind(self, operand: Bound) -> Bound:
+        axis = axis_of(self, self.axis, len(operand.shape))
+        return padded(operand, axis, self.before, self.after, scalar(self.value, operand.dtype))
+
+    def operand_extents(self, result: Extents) -> Extents:
+        axis = axis_of(self, self.axis, len(result))
+        n, exact = result[axis]
+        rest = n - self.before - self.after
+        if rest < 0:
+            raise MappingError(f"{self} gives at least extent {self.before + self.after}, not {n}")
+        return (*result[:axis], Extent(rest, exact), *result[axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repeat:
+    """`numpy.repeat` along an axis."""
+
+    axis: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"repeat({self.axis}, {self.count})"
+
+    def bind(self, operand: Bound) -> Bound:
+        return repeated(operand, axis_of(self, self.axis, len(operand.shape)), self.count)
+
+    def operand_extents(self, result: Extents) -> Extents:
+        axis = axis_of(self, self.axis, len(result))
+        once = quotient(result[axis], Extent(self.count))
+        if once is None:
+            raise MappingError(f"{self} gives a multiple of {self.count}, not {result[axis]}")
+        return (*result[:axis], once, *result[axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """An operation on values."""
+
+    op: ValueOp
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+    def bind(self, operand: Bound) -> Bound:
+        return Valued.of(operand, self.op)
+
+    def operand_extents(self, result: Extents) -> Extents:
+        return result
+
+
+def axis_of(op: object, axis: int, rank: int) -> int:
+    """An axis, counted from 0.
+
+    Raises:
+        MappingError: There is no such axis.
+    """
+    if not -rank <= axis < rank:
+        raise MappingError(f"{op} needs an axis {axis}; there are {rank}")
+    return axis + rank if axis < 0 else axis
+
+
+def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
+    """A value as a scalar of a dtype.
+
+    Raises:
+        MappingError: The dtype can not hold it.
+    """
+    if isinstance(value, complex | np.complexfloating) and (dtype.kind == "c" or not value.imag):
+        held = np.asarray(value if dtype.kind == "c" else value.real)
+    else:
+        held = np.asarray(arguments.number(value, f"{brief(value)} is no {dtype.name}; a value"))
+    made, kept = whole_or_lost(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
+    if not np.all(kept) or (np.isfinite(held) and not np.isfinite(made)):
+        raise MappingError(f"{brief(value)} is no {dtype.name}")
+    return made[()]
+
+
+def short_list(indices: Any, most: int = 8) -> str:
+    """Some indices, the first ones of many."""
+    more = len(indices) - most
+    text = ", ".join(map(str, indices[:most]))
+    return f"[{text}, … {more} more]" if more > 0 else f"[{text}]"
+
+
+def _listed(items: tuple[int, ...]) -> str:
+    return ", ".join(map(str, items))

@@ -1,0 +1,1 @@
+"""Inverse expressions: the tensors of files computed back from leaves."""

@@ -1,0 +1,360 @@
+"""Where a leaf's values come from: one tensor as it stands, or an expression of a mapping."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as Dict
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog.pieces import PieceCatalog
+from orbax_safetensors_layout.format.dtypes import DType
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.geometry.box import Box, Tile, tile
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+from orbax_safetensors_layout.mapping.affine.binding import BoundMapping
+from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.computed import Computed
+from orbax_safetensors_layout.mapping.affine.pieces import (
+    AffinePiece,
+    ComputedPiece,
+    FillPiece,
+    Piece,
+    affine_pieces,
+)
+from orbax_safetensors_layout.mapping.expr.functions import Whole
+from orbax_safetensors_layout.mapping.expr.values import ValueOp
+from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
+from orbax_safetensors_layout.mapping.shapes import Facts
+from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, Source
+from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+
+_MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
+
+
+class ComposedBlock(NamedTuple):
+    """A part of a box that is put together from several arrays, after they have been read.
+
+    Attributes:
+        number: Number of the box among the leaf's local ones.
+        whole: The box.
+        box: The part of it.
+        pieces: What it is made of.
+        inputs: The reads of its affine pieces, in their order.
+    """
+
+    number: int
+    whole: Box
+    box: Box
+    pieces: tuple[Piece, ...]
+    inputs: tuple[LeafRead, ...]
+
+
+class LeafPlan(NamedTuple):
+    """How some boxes of a leaf are read.
+
+    Attributes:
+        read: Their read, where one is enough.
+        ops: Operations on the values of `read`.
+        blocks: The parts of the boxes, where several arrays make one.
+    """
+
+    read: LeafRead | None
+    ops: tuple[ValueOp, ...] = ()
+    blocks: tuple[ComposedBlock, ...] = ()
+
+
+class Plain(NamedTuple):
+    """A tensor as it stands."""
+
+    entry: TensorEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        return self.entry.dtype.numpy
+
+    @property
+    def file(self) -> str | None:
+        """Its file."""
+        return self.entry.file
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where it begins."""
+        return self.entry.file, self.entry.start
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many bytes lie between neighbours along each dimension of a box."""
+        return _in_bytes(row_major_strides(self.shape), self.entry.dtype.bits)
+
+    def plan(
+        self, name: str, local: LocalBoxes, dtype: np.dtype, block_bytes: int | None = None
+    ) -> LeafPlan:
+        """How the leaf `name` is read from it."""
+        return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
+
+
+class Mapped(NamedTuple):
+    """An expression over tensors.
+
+    Attributes:
+        bound: The expression.
+        entries: The tensors by name.
+    """
+
+    bound: Bound
+    entries: Dict[str, TensorEntry]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.bound.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        return self.bound.dtype
+
+    @property
+    def file(self) -> str | None:
+        """The file of the first tensor that it takes."""
+        sources = self.bound.sources()
+        return self.entries[sources[0]].file if sources else None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and offset where the first tensor that it takes begins."""
+        sources = self.bound.sources()
+        return min((self.entries[name].file, self.entries[name].start) for name in sources)
+
+    def strides(self, box: Box) -> tuple[int, ...] | None:
+        """How many bytes lie between neighbours along each dimension of a box.
+
+        Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
+        far away. None where nothing is read, or any part of the box takes all of the tensors.
+        """
+        pieces = self.bound.pull_back(box, refined=True)
+        if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
+            return None
+        for piece in pieces:
+            if isinstance(piece, AffinePiece) and not _is_refined([piece]):
+                strides = _in_bytes(piece.view.strides, self.entries[piece.source].dtype.bits)
+                return tuple(
+                    stride if extent == whole else sys.maxsize
+                    for stride, extent, whole in zip(
+                        strides, piece.box.shape, box.shape, strict=True
+                    )
+                )
+        if not self.bound.sources():
+            return None
+        return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
+
+    def plan(
+        self, name: str, local: LocalBoxes, dtype: np.dtype, block_bytes: int | None = None
+    ) -> LeafPlan:
+        """How the leaf `name` is read from its tensors.
+
+        Where all of it are elements of tensors, with the same operations on their values, or one
+        value, they are read straight into the leaf's shards.
+
+        Args:
+            name: The leaf's name.
+            local: The boxes that are read.
+            dtype: The dtype that the leaf will have.
+            block_bytes: Bytes of the parts in which boxes are put together; None for whole boxes.
+        """
+        pieces = self._pieces([found.box for found in tile(local.boxes)])
+        affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
+        fills = [Fill(*piece) for piece in pieces if isinstance(piece, FillPiece)]
+        kinds = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
+        is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
+        if is_whole and len(kinds) == 1 and (not fills or self._fillable(dtype, *kinds)):
+            ops = affine[0].ops
+            read = self._read(name, self.shape, affine, local, dtype)
+            return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
+        blocks = [
+            [(n, box, part) for part in self._parts(box, block_bytes)]
+            for n, box in enumerate(local.boxes)
+        ]
+        # The first of all boxes, then the second of all: neighbours in the file come together.
+        in_turn = [block for some in itertools.zip_longest(*blocks) for block in some if block]
+        return LeafPlan(None, blocks=tuple(self._compose(name, *block) for block in in_turn))
+
+    def _parts(self, box: Box, most_bytes: int | None) -> Iterator[Box]:
+        """A box in parts whose values, and what they are computed from, are of a bounded size.
+
+        They are near together in the files. A function of whole arrays is called once.
+        """
+        nodes = self.bound.nodes()
+        whole = any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in nodes)
+        if most_bytes is None or whole or box.size * self.dtype.itemsize <= most_bytes // 4:
+            yield box
+            return
+        taken = sum(
+            math.prod(piece.view.shape) * self.entries[piece.source].dtype.bits // 8
+            for piece in affine_pieces(self.bound.pull_back(box, refined=True), refined=True)
+        )
+        most = box.size * most_bytes // max(taken, box.size * self.dtype.itemsize)
+        rank = len(box.start)
+        axes = sorted(range(rank), key=lambda axis: self._distance(box, axis), reverse=True)
+        tile = Tile(box, (1,) * rank, (0,)).permuted(axes)
+        back = sorted(range(rank), key=axes.__getitem__)
+        for slab in tile.slabs(max(1, most)):
+            yield slab.permuted(back).box
+
+    def _distance(self, box: Box, axis: int) -> float:
+        """How far apart in the files the ends of an axis of a box are."""
+        first = Box(box.start, tuple(start + 1 for start in box.start))
+        far = box.stop[axis] - 1
+        last = Box(
+            (*first.start[:axis], far, *first.start[axis + 1 :]),
+            (*first.stop[:axis], far + 1, *first.stop[axis + 1 :]),
+        )
+        ends = []
+        for corner in (first, last):
+            pieces = affine_pieces(self.bound.pull_back(corner, refined=True), refined=True)
+            ends.append(next(((p.source, p.view.offset) for p in pieces), None))
+        one, two = ends
+        if one is None or two is None or one[0] != two[0]:
+            return math.inf if one != two else 0
+        return abs(one[1] - two[1])
+
+    def _fillable(self, dtype: np.dtype, kind: tuple[DType, tuple[ValueOp, ...]]) -> bool:
+        """Whether values can be put beside those that are read: of whole bytes, and not cast."""
+        return not kind[0].packed and dtype == self.dtype
+
+    def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
+        """The pieces of some boxes; refined ones where the others would be many times as many.
+
+        Interleaved rows, as of rotary embeddings, are a piece each, or one refined piece.
+        """
+        refined = [p for box in boxes for p in self.bound.pull_back(box, refined=True)]
+        if not _is_refined(refined):
+            return refined
+        pieces = [p for box in boxes for p in self.bound.pull_back(box)]
+        return pieces if len(pieces) <= _MOST_SPLIT * len(refined) else refined
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        pieces: list[AffinePiece],
+        local: LocalBoxes,
+        dtype: np.dtype,
+    ) -> LeafRead:
+        nested = [part for piece in pieces for part in _nested(piece)]
+        sources = tuple(Source(self.entries[p.source], p.box, p.view) for p in nested)
+        stored = sources[0].entry.dtype
+        if len(pieces) == 1 and pieces[0].view.shape == self.entries[pieces[0].source].shape:
+            plain = LeafRead.plain(name, sources[0].entry, local, dtype)
+            if plain.sources == sources:
+                return plain
+        return LeafRead(name, shape, stored, sources, local, dtype)
+
+    def _compose(self, name: str, number: int, whole: Box, box: Box) -> ComposedBlock:
+        pieces = self.bound.pull_back(box, refined=True)
+        inputs = []
+        for piece in affine_pieces(pieces, refined=True):
+            # The piece by itself: its region is an array that begins at index 0.
+            region = Box.whole(piece.view.shape)
+            entry = self.entries[piece.source]
+            moved = piece._replace(box=region)
+            local = LocalBoxes((region,), (False,))
+            inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
+        return ComposedBlock(number, whole, box, pieces, tuple(inputs))
+
+
+def _is_refined(pieces: Sequence[Piece]) -> bool:
+    return any(isinstance(p, AffinePiece) and p.view.shape != p.box.shape for p in pieces)
+
+
+def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
+    """A piece as such whose dimensions nest, so that each is runs of bytes.
+
+    Those of `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` do not: both walk backwards by one.
+    """
+    box, view = piece.box, piece.view
+    try:
+        StridedRuns.of(view, 1)
+    except ValueError:
+        axis = min((n, a) for a, n in enumerate(view.shape) if n > 1 and view.strides[a])[1]
+        start = (0,) * len(view.shape)
+        for index in range(view.shape[axis]):
+            low = (*start[:axis], index, *start[axis + 1 :])
+            high = (*view.shape[:axis], index + 1, *view.shape[axis + 1 :])
+            moved = Box(
+                tuple(map(operator.add, box.start, low)), tuple(map(operator.add, box.start, high))
+            )
+            yield from _nested(piece._replace(box=moved, view=view.restrict(Box(low, high))))
+    else:
+        yield piece
+
+
+Origin = Plain | Mapped
+
+
+def bind(
+    catalog: Catalog, mapping: Mapping, leaves: Dict[str, tuple[int, ...] | None] | None
+) -> tuple[BoundMapping, dict[str, TensorEntry]]:
+    """A mapping bound to a checkpoint; only headers of files that it needs are fetched.
+
+    Args:
+        catalog: The checkpoint.
+        mapping: The mapping.
+        leaves: The wanted leaves' shapes, where they are known; None for all that there are.
+
+    Raises:
+        MappingError: The mapping does not fit.
+        FormatError: A header is malformed.
+    """
+    check_mapping(mapping)
+    entries = catalog.entries(mapping.needs(catalog.names, leaves))
+    shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
+    if catalog.pieces is None:
+        return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+    stored = _StoredEntries(entries, catalog.pieces)
+    return mapping.bind(Facts(shapes, catalog.names, stored.pieces), leaves), stored
+
+
+class _StoredEntries(dict[str, TensorEntry]):
+    """Tensors that are stored in pieces, and each piece, found in its file when it is asked for.
+
+    Args:
+        entries: The tensors, as if they stood in one place.
+        catalog: Where their pieces are.
+
+    Attributes:
+        pieces: Of each tensor the boxes that it is stored in, with a name for each.
+    """
+
+    def __init__(self, entries: Dict[str, TensorEntry], catalog: PieceCatalog) -> None:
+        super().__init__(entries)
+        self._catalog = catalog
+        self.pieces = {name: [(b, f"{name} {b}") for b in catalog.boxes(name)] for name in entries}
+        self._places = {
+            place: (name, box) for name, some in self.pieces.items() for box, place in some
+        }
+
+    def __missing__(self, place: str) -> TensorEntry:
+        name, box = self._places[place]
+        ((_, entry),) = self._catalog.find({name: (box,)})[name]
+        self[place] = entry
+        return entry
+
+
+def _in_bytes(strides: Sequence[int], bits: int) -> tuple[int, ...]:
+    """Strides of elements of so many bits, in bytes."""
+    return tuple(-(-abs(stride) * bits // 8) for stride in strides)

@@ -1,0 +1,168 @@
+"""What a load costs every process of a cluster, worked out for all of them at once.
+
+Nothing is sampled. Processes whose shards lie alike are one; what is left of them goes through the
+tensors of each file together, as vectors. What is large is read by itself, so its cost depends on
+its shape alone; only small regions, which may share a request with their neighbours in the file,
+are looked at one after the other, by the rules of `groups.grouped`. `tests/test_fleet.py` holds
+the result equal to the `ReadPlan` of each process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan.cluster_costs import FleetLeaf, Kind, Shape, Sums
+from orbax_safetensors_layout.plan.coalesce import Bound, fetches_of
+from orbax_safetensors_layout.plan.cost import Cost
+from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.planner import RegionPlanner
+from orbax_safetensors_layout.plan.reads import held_bytes, slab_bytes
+from orbax_safetensors_layout.plan.regions import Region
+from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.holdings import Holding, Ints
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fleet:
+    """The shares of all processes of one load.
+
+    Attributes:
+        leaves: What is loaded.
+        grid: The devices.
+        profile: The cost model.
+        kinds: The distinct kinds of leaves.
+        kind_of: For each leaf the number of its kind.
+        distinct: For each process the number of its like among those that differ.
+        costs: The cost of each that differs.
+    """
+
+    leaves: tuple[FleetLeaf, ...]
+    grid: DeviceGrid
+    profile: StorageProfile
+    kinds: tuple[Kind, ...]
+    kind_of: tuple[int, ...]
+    distinct: Ints
+    costs: tuple[Cost, ...]
+
+    def cost(self, process: int) -> Cost:
+        """The cost of one process, as `ReadPlan.cost` has it."""
+        return self.costs[int(self.distinct[process])]
+
+    def files(self) -> Iterator[tuple[str, list[tuple[TensorEntry, Kind]]]]:
+        """Each file with its tensors, by offset, and their kinds."""
+        yield from _files(self.leaves, self.kind_of, self.kinds)
+
+
+def plan_fleet(
+    leaves: Sequence[FleetLeaf],
+    grid: DeviceGrid,
+    *,
+    profile: StorageProfile,
+    memory_budget_bytes: int,
+) -> Fleet:
+    """Plans the reads of all processes, for devices with memory of their own.
+
+    Args:
+        leaves: The tensors.
+        grid: The devices and processes.
+        profile: Cost model of the storage class.
+        memory_budget_bytes: As for `plan_reads`.
+
+    Raises:
+        ValueError: A spec does not fit its tensor.
+    """
+    numbers: dict[tuple[object, ...], int] = {}
+    counts: list[int] = []
+    firsts: list[FleetLeaf] = []
+    kind_of = []
+    for leaf in leaves:
+        key = (leaf.entry.shape, leaf.entry.dtype.code, leaf.spec)
+        number = numbers.setdefault(key, len(numbers))
+        if number == len(firsts):
+            firsts.append(leaf)
+            counts.append(0)
+        counts[number] += 1
+        kind_of.append(number)
+    holdings = [_holding(leaf, grid) for leaf in firsts]
+    chosen, distinct = _distinct(holdings, grid.processes)
+    slabs = slab_bytes(profile, memory_budget_bytes)
+    planner = RegionPlanner(profile, memory_budget_bytes, slabs)
+    kinds = tuple(
+        Kind(
+            count,
+            leaf,
+            tuple(_shapes(leaf, holding, chosen, planner, memory_budget_bytes)),
+            holding.shard_elements,
+        )
+        for count, leaf, holding in zip(counts, firsts, holdings, strict=True)
+    )
+    sums = Sums(len(chosen), profile)
+    for kind in kinds:
+        sums.add_kind(kind)
+    for _, tensors in _files(leaves, kind_of, kinds):
+        sums.add_file(tensors)
+    costs = sums.costs(memory_budget_bytes)
+    return Fleet(tuple(leaves), grid, profile, kinds, tuple(kind_of), distinct, costs)
+
+
+def _files(
+    leaves: Sequence[FleetLeaf], kind_of: Sequence[int], kinds: Sequence[Kind]
+) -> Iterator[tuple[str, list[tuple[TensorEntry, Kind]]]]:
+    by_file: dict[str, list[tuple[TensorEntry, Kind]]] = {}
+    for leaf, number in zip(leaves, kind_of, strict=True):
+        by_file.setdefault(leaf.entry.file, []).append((leaf.entry, kinds[number]))
+    for file, tensors in sorted(by_file.items()):
+        yield file, sorted(tensors, key=lambda item: item[0].start)
+
+
+def _holding(leaf: FleetLeaf, grid: DeviceGrid) -> Holding:
+    return Holding.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
+
+
+def _distinct(holdings: Sequence[Holding], processes: int) -> tuple[Ints, Ints]:
+    """Processes of which no two are alike in all, and for each process the one it is like."""
+    columns = [np.zeros((processes, 1), np.int64)]
+    for holding in holdings:
+        columns += [holding.alike[:, None], holding.origin]
+    _, chosen, inverse = np.unique(
+        np.concatenate(columns, 1), axis=0, return_index=True, return_inverse=True
+    )
+    return chosen, inverse.reshape(-1)
+
+
+def _shapes(
+    leaf: FleetLeaf, holding: Holding, chosen: Ints, planner: RegionPlanner, most_held: int
+) -> Iterator[Shape]:
+    entry = leaf.entry
+    if 0 in entry.shape:
+        return
+    alike = holding.alike[chosen]
+    parts = np.array(holding.cells.parts, np.int64)
+    strides = np.array(row_major_strides(entry.shape), np.int64)
+    for number in np.unique(alike):
+        processes = np.flatnonzero(alike == number)
+        first = int(chosen[processes[0]])
+        local = holding.local(first)
+        read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
+        found = sorted(planner.regions(0, read), key=lambda region: region.start)
+        moved = [region._replace(start=region.start - entry.start) for region in found]
+        fetches = tuple(fetches_of(moved, Bound(functools.partial(_held, read), most_held)))
+        shift = (holding.origin[chosen[processes]] - holding.origin[first]) * parts @ strides
+        yield Shape(
+            processes,
+            fetches,
+            shift * entry.dtype.bits // 8,
+            tuple(sum(_held(read, region) for region in fetch.regions) for fetch in fetches),
+            sum(box.size for box in local.boxes),
+        )
+
+
+def _held(read: LeafRead, region: Region) -> int:
+    return held_bytes(read, region.layout)

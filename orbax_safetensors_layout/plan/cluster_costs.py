@@ -1,0 +1,196 @@
+"""Costs of all processes of a cluster as vectors, added up kind by kind and file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan.coalesce import MAX_GROUP_BUFFERS, Fetch, SmallRequest
+from orbax_safetensors_layout.plan.cost import Cost
+from orbax_safetensors_layout.plan.reads import staging_bytes
+from orbax_safetensors_layout.sharding.grid import Spec
+from orbax_safetensors_layout.sharding.holdings import Ints
+
+
+class FleetLeaf(NamedTuple):
+    """One tensor that is loaded as it stands.
+
+    Attributes:
+        entry: The tensor.
+        spec: How it is sharded.
+    """
+
+    entry: TensorEntry
+    spec: Spec
+
+
+class Shape(NamedTuple):
+    """What some processes read of each tensor of a kind.
+
+    Attributes:
+        processes: [n] the processes, counted among those that are not alike.
+        fetches: Those of the first of them; `start` counts from the tensor's first byte.
+        shift: [n] bytes by which those of each process lie behind those of the first.
+        held: Host bytes that the tiles of each fetch take.
+        elements: Elements of the distinct shards of one process.
+    """
+
+    processes: Ints
+    fetches: tuple[Fetch, ...]
+    shift: Ints
+    held: tuple[int, ...]
+    elements: int
+
+
+class Kind(NamedTuple):
+    """Tensors of one shape, dtype and spec.
+
+    Attributes:
+        tensors: How many there are.
+        first: The first of them.
+        shapes: What the processes have of each.
+        shard_elements: Elements of one device's shard.
+    """
+
+    tensors: int
+    first: FleetLeaf
+    shapes: tuple[Shape, ...]
+    shard_elements: int
+
+
+class _Small(NamedTuple):
+    """A fetch that may share a request.
+
+    Attributes:
+        request: What it brings to a group.
+        alone_requests: Ranged reads that fetch it by itself.
+        alone_bytes: Their bytes.
+    """
+
+    request: SmallRequest
+    alone_requests: int
+    alone_bytes: int
+
+
+class Sums:
+    """Costs of processes, as vectors.
+
+    Args:
+        processes: How many.
+        profile: The cost model.
+    """
+
+    def __init__(self, processes: int, profile: StorageProfile) -> None:
+        self._profile = profile
+        zeros = [np.zeros(processes, np.int64) for _ in range(7)]
+        self._tensors, self._needed, self._read, self._requests, *zeros = zeros
+        self._files, self._held, self._most_held = zeros
+        self._staged = np.zeros(processes, bool)
+        self._padded = np.zeros(processes, bool)
+        self._small: dict[int, list[tuple[Shape, int, _Small]]] = {}
+
+    def add_kind(self, kind: Kind) -> None:
+        """Adds all that does not depend on the neighbours in the file."""
+        small = self._small[id(kind)] = []
+        for shape in kind.shapes:
+            mine = shape.processes
+            self._tensors[mine] += kind.tensors
+            for number, (fetch, held) in enumerate(zip(shape.fetches, shape.held, strict=True)):
+                read = fetch.read
+                self._needed[mine] += kind.tensors * len(fetch.regions) * read.runs.total_bytes
+                self._held[mine] += kind.tensors * held
+                self._staged[mine] |= not read.direct
+                self._padded[mine] |= not read.direct and bool(read.blocking.pad_bytes)
+                nbytes, requests = fetch.cost(self._profile)
+                request = SmallRequest.of(fetch, self._profile)
+                if request is not None:
+                    small.append((shape, number, _Small(request, requests, nbytes)))
+                    continue
+                self._read[mine] += kind.tensors * nbytes
+                self._requests[mine] += kind.tensors * requests
+                self._most_held[mine] = np.maximum(self._most_held[mine], held)
+
+    def add_file(self, tensors: Sequence[tuple[TensorEntry, Kind]]) -> None:
+        """Adds the small fetches of a file, and the file."""
+        opened = np.zeros(len(self._files), bool)
+        for kind in {id(kind): kind for _, kind in tensors}.values():
+            for shape in kind.shapes:
+                opened[shape.processes] = True
+        self._files += opened
+        group = _Groups(len(opened), self._profile.max_gap_bytes)
+        for entry, kind in tensors:
+            for shape, number, small in self._small[id(kind)]:
+                group.add(entry.start, shape, number, small)
+        self._read += group.read
+        self._requests += group.requests
+        np.maximum(self._most_held, group.most_held, out=self._most_held)
+
+    def costs(self, memory_budget_bytes: int) -> tuple[Cost, ...]:
+        """The cost of each process.
+
+        Args:
+            memory_budget_bytes: As for `plan_reads`.
+        """
+        most = np.maximum(self._most_held, memory_budget_bytes)
+        staging = staging_bytes(self._profile, padded=False)
+        padded = staging_bytes(self._profile, padded=True)
+        peak = np.minimum(self._held, most) + np.where(
+            self._staged, np.where(self._padded, padded, staging), 0
+        )
+        columns = (self._tensors, self._needed, self._read, self._requests, self._files, peak)
+        return tuple(Cost(*row) for row in np.stack(columns, 1).tolist())
+
+
+class _Groups:
+    """`groups.grouped` of one file for all processes."""
+
+    def __init__(self, processes: int, max_gap_bytes: int) -> None:
+        self._max_gap_bytes = max_gap_bytes
+        self._processes = processes
+        zeros = [np.zeros(processes, np.int64) for _ in range(10)]
+        self.read, self.requests, self.most_held, *zeros = zeros
+        self._first, self._end, self._limit, self._buffers, self._held, *zeros = zeros
+        # What changes when a region that was alone is joined by another.
+        self._more_requests, self._more_bytes = zeros
+        self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
+
+    def add(self, base: int, shape: Shape, number: int, small: _Small) -> None:
+        """Adds a fetch of each of some processes.
+
+        Args:
+            base: First byte of the tensor.
+            shape: The fetches.
+            number: Which of them.
+            small: What it brings.
+        """
+        fetch, request = shape.fetches[number], small.request
+        shared = fetch.regions[0].layout.shared
+        everyone = len(shape.processes) == self._processes
+        mine: slice | Ints = slice(None) if everyone else shape.processes
+        start = shape.shift + (base + fetch.start)
+        stop = start + request.length
+        gap = start - self._end[mine]
+        limit = np.minimum(self._limit[mine], request.limit)
+        join = (
+            (self._shared[mine] == shared)
+            & (gap >= 0)
+            & (gap <= self._max_gap_bytes)
+            & (stop - self._first[mine] <= limit)
+            & (self._buffers[mine] + request.buffers <= MAX_GROUP_BUFFERS)
+        )
+        joined = gap + request.length + self._more_bytes[mine]
+        self.read[mine] += np.where(join, joined, small.alone_bytes)
+        self._more_bytes[mine] = np.where(join, 0, request.length - small.alone_bytes)
+        self.requests[mine] += np.where(join, self._more_requests[mine], small.alone_requests)
+        self._more_requests[mine] = np.where(join, 0, 1 - small.alone_requests)
+        self._first[mine] = np.where(join, self._first[mine], start)
+        self._limit[mine] = np.where(join, limit, request.limit)
+        self._buffers[mine] = np.where(join, self._buffers[mine], 0) + request.buffers
+        self._held[mine] = np.where(join, self._held[mine], 0) + shape.held[number]
+        self.most_held[mine] = np.maximum(self.most_held[mine], self._held[mine])
+        self._shared[mine] = shared
+        self._end[mine] = stop

@@ -1,0 +1,197 @@
+"""Groups: which regions of a file are fetched together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan.regions import Region, RegionRead
+
+SMALL_REGION_BYTES = 4 << 20
+"""Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones
+have a buffer of their own, so that freeing one array frees its memory."""
+
+MAX_GROUP_BUFFERS = 1000
+"""Most buffers that one request fills; below IOV_MAX, 1024 on Linux, with the gaps between them."""
+
+_MAX_UNPADDED_BYTES = 256 << 10
+"""A larger region whose staging rows are padded is read by itself: in a group they are not."""
+
+
+class Fetch(NamedTuple):
+    """Regions that the same requests serve: one, or equal ones whose bytes interlace.
+
+    Leaves that take every other column of one tensor are such: each would read all of it.
+
+    Attributes:
+        regions: The regions, by offset.
+    """
+
+    regions: tuple[Region, ...]
+
+    @property
+    def read(self) -> RegionRead:
+        """The geometry of each."""
+        return self.regions[0].read
+
+    @property
+    def start(self) -> int:
+        """First byte, in the file."""
+        return self.regions[0].start
+
+    @property
+    def spread_bytes(self) -> int:
+        """Bytes from the first region to the last: what each request is longer."""
+        return self.regions[-1].start - self.regions[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.regions[-1].stop
+
+    def cost(self, profile: StorageProfile) -> tuple[int, int]:
+        """Bytes read and requests, where it is read by itself."""
+        count = self.read.storage_requests(profile)
+        return self.read.storage_bytes() + count * self.spread_bytes, count
+
+
+class Group(NamedTuple):
+    """What is fetched of one file together.
+
+    Attributes:
+        file: The file.
+        fetches: One of any kind, or several small ones whose span is one request.
+    """
+
+    file: str
+    fetches: tuple[Fetch, ...]
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All regions, by offset."""
+        return tuple(region for fetch in self.fetches for region in fetch.regions)
+
+    def cost(self, profile: StorageProfile) -> tuple[int, int]:
+        """Bytes read and requests."""
+        if len(self.fetches) > 1:
+            return self.fetches[-1].stop - self.fetches[0].start, 1
+        return self.fetches[0].cost(profile)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """The byte ranges, half-open; long ones are read in several requests."""
+        fetch = self.fetches[0]
+        if len(self.fetches) > 1:
+            yield fetch.start, self.fetches[-1].stop
+            return
+        runs = fetch.read.requests
+        for offset in runs.offsets().tolist():
+            start = fetch.start + offset
+            yield start, start + runs.run_bytes + fetch.spread_bytes
+
+
+class Bound(NamedTuple):
+    """A bound on what is held together.
+
+    Attributes:
+        held_bytes: From a region to the host bytes that its tile holds.
+        most_bytes: Most of them, where more than one region is held.
+    """
+
+    held_bytes: Callable[[Region], int]
+    most_bytes: int
+
+
+def fetches_of(regions: Sequence[Region], bound: Bound) -> Iterator[Fetch]:
+    """Joins regions that the same requests can serve.
+
+    Args:
+        regions: Regions of a file, by offset.
+        bound: Bounds what a fetch holds.
+    """
+    pending: list[Region] = []
+    for region in regions:
+        if pending:
+            first = pending[0]
+            alike = region.read is first.read and region.layout.shared == first.layout.shared
+            if alike and first.read.interlaces(region.start - first.start):
+                held = sum(map(bound.held_bytes, (*pending, region)))
+                if held <= bound.most_bytes:
+                    pending.append(region)
+                    continue
+            yield Fetch(tuple(pending))
+        pending = [region]
+    if pending:
+        yield Fetch(tuple(pending))
+
+
+def grouped(
+    file: str, regions: Sequence[Region], profile: StorageProfile, bound: Bound
+) -> Iterator[Group]:
+    """Joins neighbouring small fetches whose gap is cheaper to read than to skip.
+
+    Args:
+        file: The file.
+        regions: Regions of it, by offset.
+        profile: The cost model.
+        bound: Bounds what regions that are fetched at once hold.
+    """
+    pending: list[Fetch] = []
+    first = end = limit = buffers = 0
+    # By the RegionRead, which tensors of one shape share.
+    known: dict[tuple[int, int], SmallRequest | None] = {}
+    for fetch in fetches_of(regions, bound):
+        key = id(fetch.read), fetch.spread_bytes
+        try:
+            request = known[key]
+        except KeyError:
+            request = known[key] = SmallRequest.of(fetch, profile)
+        if request is None:
+            yield Group(file, (fetch,))
+            continue
+        start = fetch.start
+        stop = start + request.length
+        if (
+            pending
+            and 0 <= start - end <= profile.max_gap_bytes
+            and stop - first <= min(limit, request.limit)
+            and buffers + request.buffers <= MAX_GROUP_BUFFERS
+            and fetch.regions[0].layout.shared == pending[0].regions[0].layout.shared
+        ):
+            pending.append(fetch)
+            limit = min(limit, request.limit)
+            buffers += request.buffers
+        else:
+            if pending:
+                yield Group(file, tuple(pending))
+            pending, first, limit = [fetch], start, request.limit
+            buffers = request.buffers
+        end = stop
+    if pending:
+        yield Group(file, tuple(pending))
+
+
+class SmallRequest(NamedTuple):
+    """What a small fetch brings to a group.
+
+    Attributes:
+        length: Its bytes in the file.
+        limit: Most bytes of a group that it is in.
+        buffers: Buffers that it fills, and one for the gap before it.
+    """
+
+    length: int
+    limit: int
+    buffers: int
+
+    @classmethod
+    def of(cls, fetch: Fetch, profile: StorageProfile) -> SmallRequest | None:
+        """None where it is read by itself."""
+        read = fetch.read
+        length = read.requests.run_bytes + fetch.spread_bytes
+        padded = length > _MAX_UNPADDED_BYTES and not read.direct and read.blocking.pad_bytes
+        if read.requests.levels or length >= SMALL_REGION_BYTES or padded:
+            return None
+        if read.spans is None:
+            return cls(length, profile.staging_bytes, 2)
+        return cls(length, profile.request_bytes, 1 + read.spans.count)

@@ -1,0 +1,149 @@
+"""Who writes what: files to processes, shards to one of their holders; the same on every process.
+
+Everything is decided from names, shapes and shardings, which all processes know, so that no
+process has to be told by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.geometry.box import Tile, tile
+from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+
+_SLACK = 1.1  # a process may own this much more than its even share to own what it holds already
+
+
+class StoredTile(NamedTuple):
+    """Boxes of an array that one process writes together, as one piece.
+
+    Attributes:
+        process: The process.
+        tile: The boxes, by their numbers in `HeldBoxes.boxes`.
+    """
+
+    process: int
+    tile: Tile
+
+
+class PieceWriters:
+    """Chooses who writes each box of arrays that are written in pieces, so that all write alike.
+
+    Args:
+        processes: How many there are.
+        replicate_below_bytes: Arrays up to this size are written by each of their holders.
+    """
+
+    def __init__(self, processes: int, *, replicate_below_bytes: int = 0) -> None:
+        self.load: npt.NDArray[np.int64] = np.zeros(processes, np.int64)
+        self._replicate_below_bytes = replicate_below_bytes
+        # The values hold `held`, so that its id stays its own.
+        self._choices: dict[int, tuple[HeldBoxes, _Choices]] = {}
+        self._tiles: dict[tuple[int, int], tuple[StoredTile, ...]] = {}
+
+    def choose(self, held: HeldBoxes, itemsize: int) -> tuple[StoredTile, ...]:
+        """The pieces of the next array; the same object for arrays that are written alike.
+
+        Args:
+            held: The array's boxes and their holders.
+            itemsize: Bytes of an element, rounded up.
+        """
+        cached = self._choices.get(id(held))
+        if cached is None:
+            cached = self._choices[id(held)] = held, _Choices.of(held, self.load.size)
+        choices = cached[1]
+        number = _EVERYONE
+        if choices.size * itemsize > self._replicate_below_bytes:
+            number = choices.best(self.load, itemsize)
+            self.load += choices.elements[number] * itemsize
+        key = (id(held), number)
+        tiles = self._tiles.get(key)
+        if tiles is None:
+            tiles = self._tiles[key] = _stored_tiles(held, choices, number)
+        return tiles
+
+
+_EVERYONE = -1
+
+
+class _Choices(NamedTuple):
+    """Ways to choose one holder of each box: way `i` takes holder `i`, one further box by box.
+
+    Attributes:
+        writers: [ways, boxes] the process.
+        elements: [ways, processes] how many elements each process would write.
+        size: Elements of the array.
+    """
+
+    writers: npt.NDArray[np.int64]
+    elements: npt.NDArray[np.int64]
+    size: int
+
+    def best(self, load: npt.NDArray[np.int64], itemsize: int) -> int:
+        """The way after which the process that writes most writes least."""
+        if self.writers.shape[1] == 1:  # one box: the holder that writes least so far
+            return int(load[self.writers[:, 0]].argmin())
+        return int((load + self.elements * itemsize).max(1).argmin())
+
+    @classmethod
+    def of(cls, held: HeldBoxes, processes: int) -> _Choices:
+        ways = max(map(len, held.holders), default=1)
+        sizes = np.array([box.size for box in held.boxes], np.int64)
+        writers = np.array(
+            [
+                [holders[(way + box) % len(holders)] for box, holders in enumerate(held.holders)]
+                for way in range(ways)
+            ],
+            np.int64,
+        ).reshape(ways, len(held.boxes))
+        elements = np.zeros((ways, processes), np.int64)
+        for way in range(ways):
+            np.add.at(elements[way], writers[way], sizes)
+        return cls(writers, elements, int(sizes.sum()))
+
+
+def _stored_tiles(held: HeldBoxes, choices: _Choices, number: int) -> tuple[StoredTile, ...]:
+    of_process: dict[int, list[int]] = {}
+    for box, holders in enumerate(held.holders):
+        writers = holders if number == _EVERYONE else (int(choices.writers[number, box]),)
+        for process in writers:
+            of_process.setdefault(process, []).append(box)
+    joined = tuple(
+        StoredTile(process, found._replace(members=tuple(boxes[i] for i in found.members)))
+        for process, boxes in sorted(of_process.items())
+        for found in tile([held.boxes[box] for box in boxes])
+    )
+    if sum(box.size for box in {found.tile.box for found in joined}) == choices.size:
+        return joined
+    # Holders of different boxes join these differently, and the pieces would overlap.
+    return tuple(
+        StoredTile(process, tile([held.boxes[box]])[0]._replace(members=(box,)))
+        for process, boxes in sorted(of_process.items())
+        for box in boxes
+    )
+
+
+def file_owners(
+    sizes: Sequence[int], held: npt.NDArray[np.int64], processes: int
+) -> tuple[int, ...]:
+    """Which process writes each file: one that holds much of it, and none much more than others.
+
+    Args:
+        sizes: Bytes of each file.
+        held: [files, processes] bytes of each file that each process holds.
+        processes: How many there are.
+    """
+    share = sum(sizes) / processes * _SLACK
+    load: npt.NDArray[np.int64] = np.zeros(processes, np.int64)
+    owners = [0] * len(sizes)
+    for file in sorted(range(len(sizes)), key=lambda file: -sizes[file]):
+        after = load + sizes[file]
+        allowed = after <= max(share, int(after.min()))
+        order = np.lexsort((np.arange(processes), load, -held[file], ~allowed))
+        owners[file] = int(order[0])
+        load[owners[file]] = after[owners[file]]
+    return tuple(owners)

@@ -1,0 +1,335 @@
+"""Reading replicas once: who reads what of values that several processes hold, and how they meet.
+
+Devices that hold an array are a grid: a row for each distinct box, a column for each of its
+replicas. Values travel in rounds. In each a device contributes one piece, and the devices of a row
+gather their pieces; so every row gets whole boxes of which no byte was read twice. A round moves
+several leaves of one shape, one to a group of columns (a lane) that splits it, or many small ones,
+packed end to end into one buffer a column.
+
+Boxes that lie side by side in the rows of a file are read as one, a band; see `bands`.
+
+Columns are in the order of the processes, and lanes take leaves in the order of the files, so that
+each process reads from few files. Everything is decided from shapes, shardings and headers, which
+all processes know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT
+from orbax_safetensors_layout.sharding.replicas import Grid, Replicas
+
+_BYTE = np.dtype(np.uint8)
+_SMALL_BYTES = 1 << 20  # smaller boxes are packed together: one round takes many of them
+_MOST_LANES = 64  # arrays that one program makes
+_MANY_ROUNDS = 8  # of which one may leave most processes without work
+_MOST_IDLE = 1.1  # columns that a split may need for the work of one
+
+
+class SharedLeaf(NamedTuple):
+    """A leaf that several processes hold, or hold parts of.
+
+    Attributes:
+        number: The leaf's number.
+        replicas: Its boxes; all of one shape.
+        dtype: The dtype that it will have.
+        is_direct: Whether the gathered values can stay on the devices as they are; otherwise they
+            pass through the host.
+        place: The file and the offset that it, or its first part, begins at.
+        strides: How many bytes apart in a file neighbours along each dimension are.
+        cut_axes: The dimensions along which bands are made of several boxes.
+        tied: Numbers of leaves that have the same values in the same places. What is read for this
+            one is spread again for each of them.
+    """
+
+    number: int
+    replicas: Replicas
+    dtype: np.dtype
+    is_direct: bool
+    place: tuple[str, int]
+    strides: tuple[int, ...]
+    cut_axes: tuple[int, ...] = ()
+    tied: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of each box."""
+        return self.replicas.boxes[0].shape
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of each box."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that a device has of it in the end."""
+        return self.box_bytes // math.prod(self.replicas.grid.cuts)
+
+
+class Item(NamedTuple):
+    """A leaf in a lane.
+
+    Attributes:
+        leaf: The leaf's number.
+        boxes: Its boxes, one a row of the grid.
+        offset: In a packed lane its first byte.
+    """
+
+    leaf: int
+    boxes: tuple[Box, ...]
+    offset: int = 0
+
+
+class Fragment(NamedTuple):
+    """What a device contributes of one leaf: a box that its process reads.
+
+    Attributes:
+        leaf: The leaf's number.
+        box: The box.
+        row: The device's row.
+        column: Its column.
+        offset: In a packed lane the first byte.
+    """
+
+    leaf: int
+    box: Box
+    row: int
+    column: int
+    offset: int
+
+
+class Round(NamedTuple):
+    """Leaves that travel together.
+
+    Attributes:
+        grid: The devices.
+        lanes: The leaves of each lane; at most one, unless they are packed.
+        shape: Shape of what a lane gathers in each row: a box, or `[bytes]` of packed ones.
+        dtype: Dtype of its elements.
+        axis: The dimension that the columns of a lane split it along.
+        is_packed: Whether a lane is bytes of many leaves.
+        is_direct: Whether what was gathered stays on the devices.
+        cut_axes: Dimensions along which each device keeps its own part of what is gathered.
+    """
+
+    grid: Grid
+    lanes: tuple[tuple[Item, ...], ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axis: int
+    is_packed: bool
+    is_direct: bool
+    cut_axes: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """Columns that split a lane among them."""
+        return self.grid.columns // len(self.lanes)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of what one device contributes, padded to be alike for all."""
+        extent = -(-self.shape[self.axis] // self.parts)
+        return (*self.shape[: self.axis], extent, *self.shape[self.axis + 1 :])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one device contributes."""
+        return math.prod(self.part_shape) * self.dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that every device of the grid gathers."""
+        return self.slot_bytes * self.grid.replicas
+
+    def fragments(self, process: int) -> Iterator[Fragment]:
+        """What a process reads for the round, device by device."""
+        for row, column in self.grid.slots(process):
+            lane, part = divmod(column, self.parts)
+            for leaf, boxes, offset in self.lanes[lane]:
+                box = boxes[row] if self.parts == 1 else self._part(boxes[row], part)
+                if box is not None:
+                    yield Fragment(leaf, box, row, column, offset)
+
+    def _part(self, box: Box, part: int) -> Box | None:
+        axis, extent = self.axis, self.part_shape[self.axis]
+        low = box.start[axis] + part * extent
+        high = min(low + extent, box.stop[axis])
+        if low >= high:
+            return None
+        start = (*box.start[:axis], low, *box.start[axis + 1 :])
+        return Box(start, (*box.stop[:axis], high, *box.stop[axis + 1 :]))
+
+
+Stage = tuple[Round, ...]
+"""Rounds whose pieces are read before the first of them is held."""
+
+
+class Limits(NamedTuple):
+    """What bounds a plan; the same on all processes.
+
+    Attributes:
+        round_bytes: What a device may gather at once; a single larger box is a round of its own.
+        stage_bytes: Host bytes that a process may read before they are spread.
+        gap_bytes: The longest gap that is read through.
+    """
+
+    round_bytes: int
+    stage_bytes: int
+    gap_bytes: int
+
+
+def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
+    """Who reads what of leaves that several processes hold, in stages; the same on all processes.
+
+    Args:
+        leaves: The leaves, of tied ones the first.
+        limits: What bounds the stages.
+    """
+    tied: dict[int, tuple[int, ...]] = {}
+    small: dict[int, list[SharedLeaf]] = {}
+    alike: dict[tuple[object, ...], list[SharedLeaf]] = {}
+    numbers: dict[int, int] = {}  # a grid of many devices is hashed once
+    grids: dict[Grid, int] = {}
+    for leaf in leaves:
+        if leaf.tied:
+            tied[leaf.number] = leaf.tied
+        grid = leaf.replicas.grid
+        number = numbers.get(id(grid))
+        if number is None:
+            number = numbers[id(grid)] = grids.setdefault(grid, len(grids))
+        fits = leaf.box_bytes * grid.columns <= limits.round_bytes // 2
+        if not leaf.shape or (leaf.box_bytes < _SMALL_BYTES and fits):
+            small.setdefault(number, []).append(leaf)
+        else:
+            rank = rank_of(leaf.strides)
+            key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, rank, leaf.cut_axes)
+            alike.setdefault(key, []).append(leaf)
+    rounds = [
+        *itertools.chain.from_iterable(_whole(group, limits) for group in alike.values()),
+        *itertools.chain.from_iterable(_packed(group, limits) for group in small.values()),
+    ]
+    return list(_stages([_repeated(one, tied) for one in rounds], limits.stage_bytes))
+
+
+def _repeated(one: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
+    """A round, and those that spread the same again for tied leaves."""
+    times = max((len(tied.get(i.leaf, ())) for lane in one.lanes for i in lane), default=0)
+    rounds = [one]
+    for time in range(times):
+        lanes = [
+            tuple(
+                item._replace(leaf=others[time])
+                for item in lane
+                if time < len(others := tied.get(item.leaf, ()))
+            )
+            for lane in one.lanes
+        ]
+        rounds.append(one._replace(lanes=tuple(lanes)))
+    return tuple(rounds)
+
+
+def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
+    """Rounds of leaves of one shape; at most two kinds of them.
+
+    Each lane takes leaves that are neighbours in the files.
+    """
+    leaves = sorted(leaves, key=lambda leaf: leaf.place)
+    first = leaves[0]
+    grid = first.replicas.grid
+    most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // first.gathered_bytes))
+    lanes = max(n for n in range(1, most + 1) if grid.replicas % n == 0)
+    rounds = len(leaves) // lanes
+    if rounds >= _MANY_ROUNDS:  # what is left over makes one more, in which some lanes are idle
+        rounds += len(leaves) % lanes > 0
+    for i in range(rounds):
+        firsts = range(i, lanes * rounds, rounds)
+        yield _round([leaves[n : n + 1] for n in firsts], limits)
+    for leaf in leaves[rounds * lanes :]:
+        yield _round([[leaf]], limits)
+
+
+def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: Limits) -> Round:
+    first = lanes[0][0]
+    grid = first.replicas.grid
+    items = tuple(tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in lanes)
+    axis = _split_axis(first, grid.columns // len(lanes), limits)
+    return Round(
+        grid, items, first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
+    )
+
+
+def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
+    """The dimension that is split: evenly, and so that nobody reads what another does.
+
+    Parts along the dimension that is outermost in the file are contiguous. Along others there are
+    gaps, which are read through where they are short.
+    """
+
+    def extent(axis: int) -> int:
+        return -(-leaf.shape[axis] // parts)
+
+    def idle(axis: int) -> float:
+        return extent(axis) * parts / leaf.shape[axis]
+
+    def gap_bytes(axis: int) -> int:
+        return leaf.strides[axis] * (leaf.shape[axis] - extent(axis))
+
+    whole = [axis for axis in rank_of(leaf.strides) if axis not in leaf.cut_axes]
+    axes = [axis for axis in whole if leaf.shape[axis] > 1] or whole
+    outermost = axes[0]
+    for axis in axes:
+        if idle(axis) <= _MOST_IDLE and (axis == outermost or gap_bytes(axis) > limits.gap_bytes):
+            return axis
+    if idle(outermost) * leaf.gathered_bytes <= limits.round_bytes:
+        return outermost
+    return min(axes, key=idle)
+
+
+def rank_of(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions, that with the largest stride first."""
+    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+
+
+def _packed(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
+    """Rounds of small leaves; each column has the leaves of a stretch of the files."""
+    leaves = sorted(leaves, key=lambda leaf: leaf.place)
+    grid = leaves[0].replicas.grid._replace(cuts=())
+    sizes = [-(-leaf.box_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for leaf in leaves]
+    total = sum(sizes)
+    # Its middle decides which column has a leaf, so one may have half of round_bytes too much.
+    rounds = -(-2 * total // limits.round_bytes)
+    bins: list[list[Item]] = [[] for _ in range(rounds * grid.columns)]
+    filled = [0] * len(bins)
+    before = 0
+    for leaf, size in zip(leaves, sizes, strict=True):
+        number = (2 * before + size) * len(bins) // (2 * total)  # where its middle lies
+        bins[number].append(Item(leaf.number, leaf.replicas.boxes, filled[number]))
+        filled[number] += size
+        before += size
+    for i in range(rounds):
+        lanes = tuple(map(tuple, bins[i::rounds]))
+        yield Round(grid, lanes, (max(filled),), _BYTE, 0, True, False)
+
+
+def _stages(bundles: Iterable[Stage], stage_bytes: int) -> Iterator[Stage]:
+    """Stages of rounds; those of a bundle share what is read, so they are in one."""
+    stage: list[Round] = []
+    held = 0
+    for bundle in bundles:
+        more = sum(one.slot_bytes * one.grid.most_slots for one in bundle)
+        if stage and held + more > stage_bytes:
+            yield tuple(stage)
+            stage, held = [], 0
+        stage += bundle
+        held += more
+    if stage:
+        yield tuple(stage)

@@ -1,0 +1,1 @@
+"""Trees as data: abstract trees, saved trees, key paths and PRNG keys."""

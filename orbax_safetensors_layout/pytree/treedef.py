@@ -1,0 +1,249 @@
+"""A pytree's structure as data, and trees made of it again."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import keyword
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from orbax_safetensors_layout.format.tree import MAX_DEPTH, Container, Key, Leaf, Node
+
+KeyPath = tuple[Any, ...]
+
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+
+
+def describe(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
+    """The structure of any pytree.
+
+    Args:
+        tree: The pytree; `None` in it is a node without leaves, as for JAX.
+        leaf: Called with the key path and the value of each leaf, in the order of
+            `jax.tree_util.tree_leaves(tree)`. The path leaves out the attribute of a flax box
+            around the leaf (`nnx.Variable`, `linen.Partitioned`), so that
+            `mapping.keys.dotted_name` of it is the name without the box.
+
+    Raises:
+        ValueError: The tree is nested too deeply, or two keys of one node have the same text.
+
+    Example:
+        >>> from orbax_safetensors_layout.format.tree import TensorLeaf
+        >>> from orbax_safetensors_layout.pytree.keys import dotted_name
+        >>> tree = {"layers": [1.0, None]}
+        >>> node = describe(tree, lambda path, value: TensorLeaf(dotted_name(path)))
+        >>> rebuild(node, lambda leaf: leaf.tensor)
+        {'layers': ['layers.0', None]}
+    """
+    return _Describer(leaf).node((), tree)
+
+
+class _Describer:
+    def __init__(self, leaf: Callable[[KeyPath, Any], Leaf]) -> None:
+        self._leaf = leaf
+        # Whether a value is a leaf depends on its type alone; so JAX is asked once for each type.
+        self._leaf_types: set[type] = set()
+
+    def node(self, path: KeyPath, value: Any, depth: int = 0) -> Node:
+        entries = self._children(value)
+        if entries is None:
+            return self._leaf(path, value)
+        if depth >= MAX_DEPTH:
+            raise ValueError(
+                f"The tree is nested more than {MAX_DEPTH} containers deep, below"
+                f" {jax.tree_util.keystr(path[:3])}."
+            )
+        if value is None:
+            return Container("none")
+        if _is_box(value, entries):
+            return self._box(path, value, entries[0], depth)
+        leaf_types = self._leaf_types
+        nodes: list[Node] = []
+        for key, child in entries:
+            if type(child) in leaf_types:
+                nodes.append(self._leaf((*path, key), child))
+            else:
+                nodes.append(self.node((*path, key), child, depth + 1))
+        return _container(path, value, entries, nodes)
+
+    def _box(self, path: KeyPath, value: Any, entry: tuple[Any, Any], depth: int) -> Container:
+        key, child = entry
+        if not path or self._children(child) is not None:
+            path = (*path, key)
+        return Container(
+            "box", (self.node(path, child, depth + 1),), ("value",), _type_name(type(value))
+        )
+
+    def _children(self, value: Any) -> list[tuple[Any, Any]] | None:
+        """The key and value of each child in JAX's order; None for a leaf."""
+        kind = type(value)
+        if kind in self._leaf_types:
+            return None
+        entries, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
+        if len(entries) == 1 and not entries[0][0]:
+            self._leaf_types.add(kind)
+            return None
+        return [(path[0], child) for path, child in entries]
+
+
+def _container(
+    path: KeyPath, value: Any, entries: list[tuple[Any, Any]], nodes: list[Node]
+) -> Container:
+    kind = type(value)
+    if kind in (list, tuple):
+        return Container("list" if kind is list else "tuple", tuple(nodes))
+    if kind in _DICTS:
+        if kind is collections.OrderedDict:
+            return Container("ordered_dict", tuple(nodes), _keys(path, entries))
+        number = {key.key: i for i, (key, _) in enumerate(entries)}  # JAX sorts the keys
+        order = [number[key] for key in value]
+        keys = _keys(path, [entries[i] for i in order])
+        return Container("dict", tuple(nodes[i] for i in order), keys)
+    if _is_namedtuple(value, entries):
+        return Container("namedtuple", tuple(nodes), tuple(kind._fields), _type_name(kind))
+    numbers = [_number(key) for key, _ in entries]
+    keys = () if numbers == list(range(len(entries))) else _keys(path, entries)
+    return Container("node", tuple(nodes), keys, _type_name(kind))
+
+
+def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
+    """Whether all of a node is a named tuple with its fields as children."""
+    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
+        return False
+    return [getattr(key, "name", None) for key, _ in entries] == list(value._fields) and all(
+        child is item for (_, child), item in zip(entries, value, strict=True)
+    )
+
+
+def _is_box(value: Any, entries: list[tuple[Any, Any]]) -> bool:
+    """Whether `mapping.keys.unboxed_name` looks through a node."""
+    return (
+        len(entries) == 1
+        and getattr(entries[0][0], "name", None) == "value"
+        and not isinstance(value, tuple)
+    )
+
+
+def _keys(path: KeyPath, entries: list[tuple[Any, Any]]) -> tuple[Key, ...]:
+    keys = tuple(_key(key) for key, _ in entries)
+    if len(set(keys)) != len(keys):
+        raise ValueError(
+            f"Keys of the node at {jax.tree_util.keystr(path) or 'the root'} have the same text:"
+            f" {keys}."
+        )
+    return keys
+
+
+def _key(entry: Any) -> Key:
+    for attribute in ("key", "idx", "name"):  # as in mapping.keys.component
+        if hasattr(entry, attribute):
+            return _plain_key(getattr(entry, attribute))
+    return str(entry)
+
+
+def _plain_key(key: Any) -> Key:
+    """The key as it is if JSON can tell it apart, else its text, which is its name."""
+    if key is None or type(key) in (str, int, bool, float):
+        plain: Key = key
+        return plain
+    if type(key) is tuple:
+        parts = tuple(map(_plain_key, key))
+        return parts if parts == key else str(key)
+    return str(key)
+
+
+def _number(entry: Any) -> int | None:
+    """The position of a child that has no name."""
+    number: Any = None
+    if isinstance(entry, jax.tree_util.SequenceKey):
+        number = entry.idx
+    elif isinstance(entry, jax.tree_util.FlattenedIndexKey):
+        number = entry.key
+    return number if isinstance(number, int) else None
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def rebuild(node: Node, value: Callable[[Leaf], Any]) -> Any:
+    """A tree with the structure that `describe` found.
+
+    Dicts, lists, tuples, `OrderedDict` and None come back as they were. A named tuple is of its
+    own class if this process has imported it already (nothing that a file names is ever imported),
+    else of a class with the same name and fields. Of other nodes their children are kept: a box
+    becomes its value, and what has attributes or keys, as a flax `TrainState`, a dict of them.
+
+    Args:
+        node: The structure.
+        value: What to put in place of each leaf.
+    """
+    if not isinstance(node, Container):
+        return value(node)
+    parts = []
+    for child in node.children:  # no comprehension: it would take a second frame for each level
+        parts.append(rebuild(child, value))
+    return _assemble(node, parts)
+
+
+def _assemble(node: Container, parts: list[Any]) -> Any:
+    match node.kind:
+        case "none":
+            return None
+        case "box":
+            return parts[0]
+        case "list":
+            return parts
+        case "tuple":
+            return tuple(parts)
+        case "dict":
+            return dict(zip(node.keys, parts, strict=True))
+        case "ordered_dict":
+            return collections.OrderedDict(zip(node.keys, parts, strict=True))
+        case "namedtuple":
+            kind = _namedtuple_class(node.type or "", tuple(map(str, node.keys)))
+            return tuple.__new__(kind, parts)  # not `_make`, which a class may have replaced
+        case "node":
+            if parts and not node.keys:
+                return parts
+            return dict(zip(node.keys, parts, strict=True))
+
+
+def _namedtuple_class(type_name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    found = _imported(type_name)
+    if (
+        isinstance(found, type)
+        and issubclass(found, tuple)
+        and getattr(found, "_fields", None) == fields
+    ):
+        return found
+    return _stand_in(type_name, fields)
+
+
+def _imported(type_name: str) -> object:
+    """What `module:qualname` names, if it is loaded; runs no code of any module."""
+    module_name, _, qualname = type_name.partition(":")
+    found: object = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        if not isinstance(found, types.ModuleType | type):
+            return None
+        # Plain attribute access could call a module's `__getattr__`, which may import.
+        found = object.__getattribute__(found, "__dict__").get(part)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)  # equal structures get one class, so that their treedefs agree
+def _stand_in(type_name: str, fields: Sequence[str]) -> type[tuple[Any, ...]]:
+    module, _, qualname = type_name.partition(":")
+    name = qualname.rpartition(".")[2]
+    if not name.isidentifier() or keyword.iskeyword(name):
+        name = "NamedTuple"
+    # A tree that is saved again names the class that it came from.
+    stand_in = collections.namedtuple(name, fields, rename=True, module=module)  # type: ignore[misc]
+    stand_in.__qualname__ = qualname or name
+    return stand_in

@@ -1,0 +1,311 @@
+"""Blocks: pieces of a region that are read into a staging buffer and copied into their place."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.geometry.runs import StridedRuns
+from orbax_safetensors_layout.plan.axes import Axis
+from orbax_safetensors_layout.plan.coalesce import Fetch
+from orbax_safetensors_layout.plan.regions import RegionRead
+from orbax_safetensors_layout.reading.destinations import Destination
+from orbax_safetensors_layout.runtime.memory import Bytes, allocate
+from orbax_safetensors_layout.storage.base import Buffer
+
+_SHORT_LOOP = 8  # numpy's inner loop should be longer
+_LONG_LOOP = 32
+
+Segment = tuple[int, int, int]
+"""A dimension of a copy: indices, and bytes from one to the next in the staging buffer and in
+memory."""
+
+
+class Scratch(threading.local):
+    """Staging memory of each worker thread, grown to what its jobs need."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes | None = None
+        self._rows: tuple[Rows | None, list[Buffer]] = (None, [])
+
+    def take(self, nbytes: int) -> Bytes:
+        """At least `nbytes` of aligned memory; the same each time, so use it up before asking."""
+        if self._memory is None or self._memory.size < nbytes:
+            self._memory = allocate(nbytes)
+            self._rows = (None, [])
+        return self._memory
+
+    def rows(self, rows: Rows) -> list[Buffer]:
+        """Rows from the begin of the memory that was taken last; made once for equal blocks."""
+        if self._rows[0] != rows:
+            assert self._memory is not None
+            self._rows = (rows, rows.buffers(self._memory.data, 0))
+        return self._rows[1]
+
+
+class Rows(NamedTuple):
+    """How one request lies in a staging buffer.
+
+    Attributes:
+        number: Rows.
+        row_bytes: Bytes of each but the last.
+        last_bytes: Bytes of the last.
+        pitch: Bytes from row to row.
+    """
+
+    number: int
+    row_bytes: int
+    last_bytes: int
+    pitch: int
+
+    def buffers(self, staging: Buffer, at: int) -> list[Buffer]:
+        """The rows of a request that lies at byte `at`."""
+        rows = [
+            staging[start : start + self.row_bytes]
+            for start in range(at, at + (self.number - 1) * self.pitch, self.pitch)
+        ]
+        start = at + (self.number - 1) * self.pitch
+        return [*rows, staging[start : start + self.last_bytes]]
+
+
+class Copy(NamedTuple):
+    """One strided copy from a staging buffer into memory.
+
+    Attributes:
+        shape: A grid of elements, or of contiguous pieces.
+        dtype: The widest unsigned integer that fits them. (Raw bytes of a piece's size copy as
+            fast, but numpy holds the GIL where there are fewer than 500 elements.)
+        source_offset: First byte in the staging buffer, counted from the block's.
+        source_strides: Byte strides there.
+        target_offset: First byte in memory, counted from the block's.
+        target_strides: Byte strides there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """What blocks of the same shape have in common.
+
+    Attributes:
+        requests: The block's requests, from the block's first byte in the file.
+        rows: How each lies in the staging buffer; one after the other.
+        copies: What puts them in their place.
+        staging_bytes: What they take in the staging buffer.
+    """
+
+    requests: StridedRuns
+    rows: Rows
+    copies: tuple[Copy, ...]
+    staging_bytes: int
+
+    @classmethod
+    def of(cls, read: RegionRead, ranges: Sequence[tuple[int, int]], spread: int) -> Cut:
+        """The cut of a block.
+
+        Args:
+            read: The region.
+            ranges: The block's half-open range of each axis.
+            spread: Bytes by which each request is longer, for regions that interlace.
+        """
+        axes, blocking = read.axes, read.blocking
+        counts = [high - low for low, high in ranges]
+        first, row = blocking.request, blocking.row
+        reach = [(n - 1) * axis.source for n, axis in zip(counts, axes, strict=True)]
+        last_bytes = sum(reach[row:]) + read.itemsize + spread
+        row_bytes = axes[row - 1].source if row > first else last_bytes
+        rows = Rows(
+            math.prod(counts[first:row]), row_bytes, last_bytes, row_bytes + blocking.pad_bytes
+        )
+        outer = [stride * rows.pitch for stride in row_major_strides(counts[:row])]
+        staged = (*outer, *(axis.source for axis in axes[row:]))
+        levels = [(n, axis.source) for n, axis in zip(counts[:first], axes, strict=False)]
+        length = (rows.number - 1) * row_bytes + last_bytes
+        return cls(
+            StridedRuns(0, length, tuple(levels)),
+            rows,
+            tuple(_copies(read, ranges, staged)),
+            math.prod(counts[:row]) * rows.pitch,
+        )
+
+    @classmethod
+    def whole(cls, read: RegionRead, spread: int) -> Cut:
+        """All of a region of one request, as it is in the file; `spread` as for `of`."""
+        ranges = [(0, axis.extent) for axis in read.axes]
+        copies = _copies(read, ranges, [axis.source for axis in read.axes])
+        length = read.requests.run_bytes + spread
+        return cls(
+            StridedRuns(0, length, ()), Rows(1, length, length, length), tuple(copies), length
+        )
+
+
+class Target(NamedTuple):
+    """Where a block goes.
+
+    Attributes:
+        memory: The memory of a tile.
+        at: Where in it the block's first byte goes.
+        shift: Where that byte is in the staging buffer, counted from the block's begin.
+    """
+
+    memory: Bytes
+    at: int
+    shift: int
+
+
+class Block(NamedTuple):
+    """A block of one region, or of several that interlace.
+
+    Attributes:
+        cut: Its shape.
+        start: Its first byte in the file.
+        targets: For each region where it goes.
+    """
+
+    cut: Cut
+    start: int
+    targets: tuple[Target, ...]
+
+    def buffers(self, staging: Bytes, scratch: Scratch) -> Iterator[tuple[int, list[Buffer]]]:
+        """Each request: where it begins in the file, and where it goes in the staging buffer."""
+        requests, rows = self.cut.requests, self.cut.rows
+        if not requests.levels:
+            yield self.start, scratch.rows(rows)
+            return
+        for number, offset in enumerate(requests.offsets().tolist()):
+            yield self.start + offset, rows.buffers(staging.data, number * rows.number * rows.pitch)
+
+    def copy(self, staging: Buffer) -> None:
+        """Puts the block, which begins at the first byte of `staging`, in its places."""
+        for memory, first, shift in self.targets:
+            for shape, dtype, begin, source_strides, at, target_strides in self.cut.copies:
+                source: np.ndarray = np.ndarray(
+                    shape, dtype, staging, shift + begin, source_strides
+                )
+                target: np.ndarray = np.ndarray(
+                    shape, dtype, memory.data, first + at, target_strides
+                )
+                target[...] = source
+
+
+def blocks_of(fetch: Fetch, destinations: Sequence[Destination]) -> Iterator[Block]:
+    """The blocks of regions that are staged, in the order of the file.
+
+    Args:
+        fetch: The regions.
+        destinations: The same in memory.
+    """
+    read, targets = fetch.read, targets_of(destinations)
+    axes = read.axes
+    ranges = [[*a.ranges(n)] for a, n in zip(axes, read.blocking.lengths, strict=True)]
+    cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # all alike but those at the ends
+    steps = [
+        [_step(axis, low, high) for low, high in cut]
+        for axis, cut in zip(axes, ranges, strict=True)
+    ]
+    for block, step in zip(itertools.product(*ranges), itertools.product(*steps), strict=True):
+        kind = tuple(alike for alike, _, _ in step)
+        cut = cuts.get(kind)
+        if cut is None:
+            cut = cuts[kind] = Cut.of(read, block, fetch.spread_bytes)
+        start = fetch.start + sum(source for _, source, _ in step)
+        moved = sum(target for _, _, target in step)
+        yield Block(cut, start, tuple(t._replace(at=t.at + moved) for t in targets))
+
+
+def targets_of(destinations: Sequence[Destination]) -> tuple[Target, ...]:
+    """Where regions go that are fetched as one block."""
+    start = destinations[0].region.start
+    return tuple(
+        Target(room.memory, room.begin + region.at, region.start - start)
+        for region, room in destinations
+    )
+
+
+def _step(axis: Axis, low: int, high: int) -> tuple[tuple[int, int], int, int]:
+    """What makes a range like others, and where it begins in the file and in memory."""
+    phase = (axis.phase + low) % axis.member if axis.crosses else 0
+    return (high - low, phase), low * axis.source, axis.memory_offset(low)
+
+
+def _copies(
+    read: RegionRead, ranges: Sequence[tuple[int, int]], staged: Sequence[int]
+) -> Iterator[Copy]:
+    """The copies of a block: one, where no range begins or ends within a member.
+
+    Args:
+        read: The region.
+        ranges: The block's range of each axis.
+        staged: Each axis's stride in the staging buffer.
+    """
+    sides = [*zip(read.axes, ranges, staged, strict=True)]
+    sides += [(axis, (0, axis.extent), 0) for axis in read.repeats]
+    whole = [
+        [
+            (
+                (first - low) * stride,
+                axis.memory_offset(first) - axis.memory_offset(low),
+                (
+                    (count, stride, axis.within),
+                    (cells, axis.member * stride, axis.across),
+                ),
+            )
+            for first, cells, count in axis.segments(low, high)
+        ]
+        for axis, (low, high), stride in sides
+    ]
+    for part in itertools.product(*whole):
+        segments = [segment for _, _, both in reversed(part) for segment in both]
+        begin, at = sum(p[0] for p in part), sum(p[1] for p in part)
+        yield from _copy(segments, read.itemsize, begin, at)
+
+
+def _copy(segments: Sequence[Segment], itemsize: int, begin: int, at: int) -> Iterator[Copy]:
+    """A grid as copies.
+
+    Args:
+        segments: The grid, innermost in the file first.
+        itemsize: Bytes of an element.
+        begin: The grid's first byte in the staging buffer.
+        at: The same in memory.
+    """
+    unit = itemsize
+    grid: list[Segment] = []
+    for count, source, target in segments:
+        if not grid and source == target == unit:
+            unit *= count
+        elif count > 1:
+            grid.append((count, source, target))
+    width = math.gcd(unit, 8)
+    if unit > width or not grid:
+        grid.insert(0, (unit // width, width, width))
+    # numpy walks memory in the order of the target. Where its inner loop would be short, and not
+    # a copy of contiguous bytes, it is taken apart: each index of it is a copy of its own.
+    inner = min(grid, key=lambda segment: abs(segment[2]))
+    others = [count for count, _, _ in grid if count != inner[0]]
+    contiguous = inner[1] == inner[2] == width
+    if not contiguous and inner[0] <= _SHORT_LOOP and max(others, default=0) >= _LONG_LOOP:
+        grid.remove(inner)
+    else:
+        inner = (1, 0, 0)
+    shape, sources, targets = zip(*reversed(grid), strict=True)
+    for index in range(inner[0]):
+        yield Copy(
+            shape,
+            np.dtype(f"u{width}"),
+            begin + index * inner[1],
+            sources,
+            at + index * inner[2],
+            targets,
+        )

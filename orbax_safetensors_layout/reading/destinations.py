@@ -1,0 +1,145 @@
+"""Destinations: the memory of tiles, and where in it a region's bytes go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.format.dtypes import DType
+from orbax_safetensors_layout.plan.coalesce import SMALL_REGION_BYTES, Group
+from orbax_safetensors_layout.plan.regions import Region, TileKey
+from orbax_safetensors_layout.plan.tiles import TileLayout
+from orbax_safetensors_layout.runtime.memory import Bytes, Staging, allocate
+from orbax_safetensors_layout.storage.base import Buffer
+
+TINY_TILE_BYTES = 64 << 10
+"""Tiles below this share memory with their like only, never with larger ones."""
+
+MAX_RANK = 64
+"""Most dimensions of a numpy array."""
+
+
+class Room(NamedTuple):
+    """Memory of a tile.
+
+    Attributes:
+        memory: An allocation.
+        begin: Where in it the tile begins, with a member every `slot_bytes`.
+    """
+
+    memory: Bytes
+    begin: int
+
+
+class Destination(NamedTuple):
+    """A region, and the memory of the tile that it belongs to.
+
+    Attributes:
+        region: The region.
+        room: The tile's memory.
+    """
+
+    region: Region
+    room: Room
+
+    def members(self, dtype: DType) -> list[np.ndarray]:
+        """Each member as an array over the memory; packed ones as their bytes."""
+        layout = self.region.layout
+        memory, begin = self.room
+        stored = np.dtype(np.uint8) if dtype.packed else dtype.numpy
+        count, rank = len(layout.tile.members), len(layout.member_shape)
+        if count > 1 and 0 < rank < MAX_RANK:
+            strides = (layout.slot_bytes, *layout.within)
+            shape = (count, *layout.member_shape)
+            return [*np.ndarray(shape, stored, memory.data, begin, strides)]
+        slots = range(begin, begin + count * layout.slot_bytes, layout.slot_bytes)
+        return [np.ndarray(layout.member_shape, stored, memory.data, slot) for slot in slots]
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where bytes `start` to `stop` of a direct region are in the memory, half-open."""
+        at, spans = self.room.begin + self.region.at, self.region.read.spans
+        assert spans is not None
+        if not spans.levels:
+            return [(at + start, at + stop)]
+        length = spans.run_bytes
+        first, last = start // length, -(-stop // length)
+        found = [
+            (at + offset, at + offset + length) for offset in spans.offsets(first, last).tolist()
+        ]
+        found[0] = (found[0][0] + start - first * length, found[0][1])
+        found[-1] = (found[-1][0], found[-1][1] + stop - last * length)
+        return found
+
+    def buffers(self, start: int, stop: int) -> list[Buffer]:
+        """Bytes `start` to `stop` of a direct region in memory."""
+        view = self.room.memory.data
+        return [view[low:high] for low, high in self.spans(start, stop)]
+
+
+def destinations_of(
+    group: Group, opened: Mapping[TileKey, Room], staging: Staging
+) -> list[Destination]:
+    """Makes room for the tiles of a group's regions.
+
+    Small tiles share memory with their like: an array that is kept then does not keep much larger
+    ones from being freed.
+
+    Args:
+        group: The group.
+        opened: The memory of tiles that have theirs already.
+        staging: The memory of those whose values are computed on.
+    """
+    regions = group.regions
+    if len(regions) == 1:
+        (region,) = regions
+        room = opened.get(region.tile) if region.parts > 1 else None
+        if room is None:
+            # The region goes to `at`; where it is aligned, it can be read past the page cache.
+            offset = max(0, region.start - region.at)
+            make = staging.take if region.layout.staged else allocate
+            room = Room(make(region.layout.memory_bytes, file_offset=offset), 0)
+        return [Destination(region, room)]
+    known: dict[TileKey, Room | None] = dict(opened)
+    fresh = []
+    for region in regions:
+        if region.parts > 1:
+            if region.tile in known:
+                continue
+            known[region.tile] = None
+        fresh.append(region.layout)
+    rooms = iter(_rooms(fresh, staging))
+    destinations = []
+    for region in regions:
+        room = known[region.tile] if region.parts > 1 else None
+        if room is None:
+            room = next(rooms)
+            if region.parts > 1:
+                known[region.tile] = room
+        destinations.append(Destination(region, room))
+    return destinations
+
+
+def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[Room]:
+    """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other.
+
+    That of values which are computed on is apart from what arrays keep.
+    """
+    kinds = [
+        (layout.staged, -1 if n < TINY_TILE_BYTES else -2 if n < SMALL_REGION_BYTES else i)
+        for i, layout in enumerate(layouts)
+        for n in [layout.memory_bytes]
+    ]
+    totals = dict.fromkeys(kinds, 0)
+    for layout, kind in zip(layouts, kinds, strict=True):
+        totals[kind] += layout.memory_bytes
+    arenas = {
+        kind: staging.take(total) if kind[0] else allocate(total) for kind, total in totals.items()
+    }
+    used = dict.fromkeys(arenas, 0)
+    rooms = []
+    for layout, kind in zip(layouts, kinds, strict=True):
+        rooms.append(Room(arenas[kind], used[kind]))
+        used[kind] += layout.memory_bytes
+    return rooms

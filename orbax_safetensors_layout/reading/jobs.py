@@ -1,0 +1,222 @@
+"""Jobs: the smallest pieces of a read plan that one thread carries out.
+
+Ranges whose bytes stand in the file in the order of memory are read straight into their place
+(`RunsJob`, `GroupJob`); others are read into a staging buffer and put in place by numpy's strided
+copies (`BlocksJob`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.plan.coalesce import Group
+from orbax_safetensors_layout.reading.blocks import Block, Cut, Scratch, blocks_of, targets_of
+from orbax_safetensors_layout.reading.destinations import Destination
+from orbax_safetensors_layout.runtime.memory import Bytes, align
+from orbax_safetensors_layout.storage.base import Buffer, RangeReader
+
+_JOB_SECONDS = 1e-3  # many small requests share a job that takes about this long
+
+
+class Job(Protocol):
+    """Something that one worker thread does."""
+
+    @property
+    def file(self) -> str:
+        """The file that it reads."""
+        ...
+
+    @property
+    def destinations(self) -> Sequence[Destination]:
+        """What the job fills, wholly or in part."""
+        ...
+
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
+        """Reads, and puts what was read in its place; returns bytes read and requests made."""
+        ...
+
+
+class RunsJob(NamedTuple):
+    """Some requests of one region, or a piece of one, read straight into the destination.
+
+    Attributes:
+        file: The file.
+        destination: The region in memory.
+        first: First request.
+        last: One past the last request.
+        piece: For one request: the bytes of it to read, half-open.
+    """
+
+    file: str
+    destination: Destination
+    first: int
+    last: int
+    piece: tuple[int, int]
+
+    @property
+    def destinations(self) -> Sequence[Destination]:
+        return (self.destination,)
+
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
+        region = self.destination.region
+        requests, shared = region.read.requests, region.layout.shared
+        start, stop = self.piece
+        for number, offset in enumerate(requests.offsets(self.first, self.last).tolist()):
+            within = (self.first + number) * requests.run_bytes
+            buffers = self.destination.buffers(within + start, within + stop)
+            storage.read_into(self.file, region.start + offset + start, buffers, shared=shared)
+        count = self.last - self.first
+        return (stop - start) * count, count
+
+
+class BlocksJob(NamedTuple):
+    """Some blocks of one fetch, one after the other.
+
+    Attributes:
+        file: The file.
+        destinations: The fetch's regions in memory.
+        blocks: The blocks.
+    """
+
+    file: str
+    destinations: Sequence[Destination]
+    blocks: Sequence[Block]
+
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
+        shared = self.destinations[0].region.layout.shared
+        for block in self.blocks:
+            staging = scratch.take(block.cut.staging_bytes)
+            for offset, buffers in block.buffers(staging, scratch):
+                storage.read_into(self.file, offset, buffers, shared=shared)
+            block.copy(staging.data)
+        requests = [block.cut.requests for block in self.blocks]
+        return sum(r.total_bytes for r in requests), sum(r.count for r in requests)
+
+
+class GroupJob(NamedTuple):
+    """Neighbouring small fetches as one request.
+
+    Attributes:
+        file: The file.
+        destinations: The regions in memory, by file offset.
+        parts: The fetches, each as its one block if it is staged, else as its region in memory.
+    """
+
+    file: str
+    destinations: Sequence[Destination]
+    parts: Sequence[Block | Destination]
+
+    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
+        start = self.destinations[0].region.start
+        stop = self.destinations[-1].region.stop
+        staged = sum(align(p.cut.staging_bytes) for p in self.parts if isinstance(p, Block))
+        staging = scratch.take(staged + (stop - start if self._has_gaps() else 0))
+        stage_at = 0
+        buffers = _BufferList()
+        copies: list[tuple[Block, int]] = []
+        position = start
+        for part in self.parts:
+            first, end = _span(part)
+            if first > position:
+                buffers.add(staging, staged, staged + first - position)
+            if isinstance(part, Block):
+                buffers.add(staging, stage_at, stage_at + end - first)
+                copies.append((part, stage_at))
+                stage_at += align(end - first)
+            else:
+                buffers.extend(part, end - first)
+            position = end
+        shared = self.destinations[0].region.layout.shared
+        storage.read_into(self.file, start, buffers.views(), shared=shared)
+        for block, at in copies:
+            block.copy(staging.data[at:])
+        return stop - start, 1
+
+    def _has_gaps(self) -> bool:
+        return any(_span(a)[1] < _span(b)[0] for a, b in itertools.pairwise(self.parts))
+
+
+def _span(part: Block | Destination) -> tuple[int, int]:
+    """The bytes of a part in the file, half-open."""
+    if isinstance(part, Block):
+        return part.start, part.start + part.cut.requests.run_bytes
+    return part.region.start, part.region.stop
+
+
+class _BufferList:
+    """Destination buffers in file order; neighbours in memory become one."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[Bytes, int, int]] = []
+
+    def add(self, memory: Bytes, start: int, stop: int) -> None:
+        if self._spans:
+            last, first, end = self._spans[-1]
+            if last is memory and end == start:
+                self._spans[-1] = (memory, first, stop)
+                return
+        self._spans.append((memory, start, stop))
+
+    def extend(self, destination: Destination, length: int) -> None:
+        """Adds a direct region of `length` bytes."""
+        for start, stop in destination.spans(0, length):
+            self.add(destination.room.memory, start, stop)
+
+    def views(self) -> list[Buffer]:
+        return [memory.data[start:stop] for memory, start, stop in self._spans]
+
+
+def jobs_of(
+    group: Group, destinations: Sequence[Destination], profile: StorageProfile
+) -> Iterator[Job]:
+    """The jobs that fill `destinations`, lazily."""
+    if len(group.fetches) > 1:
+        yield _group_job(group, destinations)
+    elif destinations[0].region.read.direct:
+        yield from _runs_jobs(group.file, destinations[0], profile)
+    else:
+        blocks = blocks_of(group.fetches[0], destinations)
+        batch = _per_job(profile.staging_bytes, profile)
+        while some := list(itertools.islice(blocks, batch)):
+            yield BlocksJob(group.file, destinations, some)
+
+
+def _group_job(group: Group, destinations: Sequence[Destination]) -> GroupJob:
+    cuts: dict[tuple[int, int], Cut] = {}  # by the RegionRead, which tensors of one shape share
+    parts: list[Block | Destination] = []
+    rest = iter(destinations)
+    for fetch in group.fetches:
+        mine = [*itertools.islice(rest, len(fetch.regions))]
+        if fetch.read.direct:
+            parts += mine
+            continue
+        key = id(fetch.read), fetch.spread_bytes
+        cut = cuts.get(key)
+        if cut is None:
+            cut = cuts[key] = Cut.whole(fetch.read, fetch.spread_bytes)
+        parts.append(Block(cut, fetch.start, targets_of(mine)))
+    return GroupJob(group.file, destinations, parts)
+
+
+def _runs_jobs(file: str, destination: Destination, profile: StorageProfile) -> Iterator[RunsJob]:
+    requests = destination.region.read.requests
+    run = requests.run_bytes
+    if run > profile.request_bytes:
+        for number in range(requests.count):
+            for start in range(0, run, profile.request_bytes):
+                piece = (start, min(start + profile.request_bytes, run))
+                yield RunsJob(file, destination, number, number + 1, piece)
+        return
+    batch = _per_job(run, profile)
+    for first in range(0, requests.count, batch):
+        last = min(first + batch, requests.count)
+        yield RunsJob(file, destination, first, last, (0, run))
+
+
+def _per_job(request_bytes: int, profile: StorageProfile) -> int:
+    """How many requests of a size share a job: where one more costs little time, several."""
+    by_time = int(_JOB_SECONDS / profile.latency_seconds) if profile.latency_seconds else 1024
+    return max(1, min(profile.request_bytes // request_bytes, by_time))

@@ -1,0 +1,245 @@
+"""What a checkpoint of this package recorded about its leaves, for those who restore it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Sharding
+
+from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+)
+from orbax_safetensors_layout.format.manifest import (
+    Leaf,
+    Manifest,
+    Node,
+    TensorLeaf,
+    ValueLeaf,
+    leaf_names,
+    leaves,
+)
+from orbax_safetensors_layout.mapping.casting import Subject, cast, check_castable
+from orbax_safetensors_layout.mapping.expr.values import rounded
+from orbax_safetensors_layout.mapping.integers import is_whole
+from orbax_safetensors_layout.pytree.abstract import Want, WantedTree
+from orbax_safetensors_layout.pytree.treedef import rebuild
+from orbax_safetensors_layout.reading.resolve import check_placeable, jax_dtype, raise_all
+from orbax_safetensors_layout.sharding import serialize
+from orbax_safetensors_layout.sharding.shards import is_abstract, sharding_of
+
+Value = bool | int | float | str
+
+_HOST_KINDS = ("numpy", "numpy_scalar")
+
+
+class Recorded:
+    """The manifest of a checkpoint, read when something is asked of it.
+
+    Args:
+        catalog: The checkpoint.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._placements: dict[int, Sharding | None] = {}
+
+    @functools.cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest; None for a checkpoint that others wrote."""
+        return self._catalog.manifest()
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, Leaf]:
+        """By dotted name, and tensors also by their own."""
+        node = None if self.manifest is None else self.manifest.tree
+        found: dict[str, Leaf] = {}
+        for name, leaf in () if node is None else leaf_names(node):
+            found[name] = leaf
+            if isinstance(leaf, TensorLeaf):
+                found[leaf.tensor] = leaf
+        return found
+
+    def tree(self) -> WantedTree | None:
+        """The tree as it was saved, to be restored as it was; None where none is recorded."""
+        if self.manifest is None or self.manifest.tree is None:
+            return None
+        node = self.manifest.tree
+        found = [*leaves(node)]
+        wants = [self._want(leaf) if isinstance(leaf, TensorLeaf) else None for leaf in found]
+        values = [leaf.value if isinstance(leaf, ValueLeaf) else None for leaf in found]
+        return WantedTree(values, wants, set(), functools.partial(_rebuild, node))
+
+    def settle(self, tree: WantedTree, *, devices: bool) -> WantedTree:
+        """A tree that the caller wants, with what the checkpoint recorded in place of defaults.
+
+        Leaves whose value stands in the manifest become that value; arrays that the tree does not
+        place go where they were saved from, if there are such devices.
+
+        Args:
+            tree: The tree.
+            devices: Refuse shardings without devices.
+
+        Raises:
+            MismatchError: Recorded values are not what is wanted; names all.
+        """
+        given, wants = list(tree.leaves), list(tree.wants)
+        problems: list[MismatchError] = []
+        for number, want in enumerate(tree.wants):
+            if want is None:
+                continue
+            name = self._name(want)
+            if name is None:
+                leaf = self._leaves.get(want.name) or self._leaves.get(want.unboxed or want.name)
+                if isinstance(leaf, ValueLeaf):
+                    try:
+                        check_placeable(want, devices)
+                        given[number], wants[number] = _as_wanted(leaf.value, want), None
+                    except MismatchError as problem:
+                        problem.file, problem.tensor = self._catalog.path, want.name
+                        problems.append(problem)
+                continue
+            leaf = self._leaves.get(name)
+            if isinstance(leaf, TensorLeaf):
+                wants[number] = self._settled(want, leaf)
+        if problems:
+            raise_all(problems)
+        return tree._replace(leaves=given, wants=wants)
+
+    def _settled(self, want: Want, leaf: TensorLeaf) -> Want:
+        """A wanted array as it was saved, where the caller leaves that open.
+
+        Raises:
+            DtypeMismatchError: Typed keys of another implementation are wanted.
+        """
+        if want.as_saved and leaf.kind in _HOST_KINDS:
+            want = want._replace(placement=None)
+        elif not want.is_placed:
+            want = want._replace(placement=self._placement(leaf) or want.placement)
+        if leaf.key_impl is None:
+            return want
+        if want.key_impl not in (None, leaf.key_impl):
+            raise DtypeMismatchError(
+                "typed PRNG keys of another implementation",
+                file=self._catalog.path,
+                tensor=want.name,
+                expected=f"{want.key_impl} (the abstract tree)",
+                found=leaf.key_impl,
+            )
+        return want._replace(key_impl=leaf.key_impl, dtype=None) if want.takes_keys else want
+
+    def _name(self, want: Want) -> str | None:
+        for name in (want.name, want.unboxed):
+            if name is not None and name in self._catalog:
+                return name
+        return None
+
+    def _want(self, leaf: TensorLeaf) -> Want:
+        placement = None if leaf.kind in _HOST_KINDS else self._placement(leaf)
+        scalar = np.generic if leaf.kind == "numpy_scalar" else None
+        return Want(leaf.tensor, None, None, None, placement, scalar, True, leaf.key_impl)
+
+    def _placement(self, leaf: TensorLeaf) -> Sharding | None:
+        if leaf.sharding is None or self.manifest is None:
+            return None
+        if leaf.sharding not in self._placements:
+            found = serialize.restore(self.manifest.shardings[leaf.sharding])
+            self._placements[leaf.sharding] = found
+            if found is None:
+                logging.warning(
+                    "%s was saved with shardings over devices that this program does not have;"
+                    " arrays that have no sharding in the abstract tree come back unsharded.",
+                    self._catalog.path,
+                )
+        return self._placements[leaf.sharding]
+
+
+def _rebuild(node: Node, values: Sequence[Any]) -> Any:
+    filled = iter(values)
+    return rebuild(node, lambda _: next(filled))
+
+
+def _as_wanted(value: Value, want: Want) -> Any:
+    """A recorded number or string in place of the leaf that is wanted.
+
+    Raises:
+        ShapeMismatchError: An array that is no scalar is wanted.
+        DtypeMismatchError: The wanted type can not hold the value.
+    """
+    if want.scalar is not None and want.scalar is not np.generic:
+        return _as_python(value, want.scalar)
+    if want.as_saved:
+        want = want._replace(placement=None)
+        if want.shape is None and want.dtype is None:
+            return value
+    if want.shape not in (None, ()):
+        raise ShapeMismatchError(
+            "Shape mismatch",
+            expected=f"{want.shape} (the abstract tree)",
+            found=f"{value!r}, a single value",
+        )
+    array = _as_array(value, want.dtype)
+    wanted = want.dtype or array.dtype
+    dtype = wanted if want.placement is None else jax_dtype(wanted, want.placement)
+    check_castable(array.dtype, dtype)
+    # As of arrays: 64 bits that were asked for and that JAX can not hold must survive. Where
+    # nothing was asked for, a float is rounded, but stays finite.
+    is_rounded = want.dtype is None and dtype.kind == "f"
+    is_kept = is_rounded and bool(np.isfinite(array) == np.isfinite(rounded(array, dtype)))
+    exact = dtype != wanted and not is_kept
+    result = cast(array, dtype, exact=exact, subject=Subject(want.name, None, array.dtype))
+    if want.placement is None:
+        return result if want.scalar is None else result[()]
+    if is_abstract(sharding_of(want.placement)):
+        return value  # of a plan, which makes no arrays
+    return jax.make_array_from_callback((), sharding_of(want.placement), lambda _: result)
+
+
+def _as_python(value: Value, kind: type) -> Value:
+    """A recorded value as a Python scalar of another type.
+
+    Raises:
+        DtypeMismatchError: The type can not hold it.
+    """
+    try:
+        made: Value = kind(value)
+        kept = made == value or (kind is float and made != made and value != value)
+    except (ValueError, OverflowError):  # NaN, infinite, too large
+        kept = False
+    if not kept or isinstance(value, str) is not (kind is str):
+        raise _not_a(value, kind.__name__)
+    return made
+
+
+def _as_array(value: Value, dtype: np.dtype | None) -> np.ndarray:
+    """A recorded number as an array that can be cast to a dtype.
+
+    Raises:
+        DtypeMismatchError: It is a string, or an integer that no dtype holds.
+    """
+    if isinstance(value, str):
+        raise _not_a(value, "a number")
+    array = np.asarray(value)
+    if array.dtype != object:
+        return array
+    if dtype is not None and not is_whole(dtype):
+        with contextlib.suppress(OverflowError):
+            if float(value) == value:
+                return np.asarray(float(value))
+    raise _not_a(value, "an integer of 64 bits" if dtype is None else str(dtype))
+
+
+def _not_a(value: Value, wanted: str) -> DtypeMismatchError:
+    return DtypeMismatchError(
+        "the recorded value is not what is wanted",
+        expected=wanted,
+        found=f"{value!r} ({type(value).__name__})",
+    )

@@ -1,0 +1,164 @@
+"""Checksums of files while they are read, held against those that were recorded."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from orbax_safetensors_layout.catalog.headers import read_range
+from orbax_safetensors_layout.errors import (
+    FormatError,
+    InvalidManifestError,
+    SafetensorsLayoutError,
+)
+from orbax_safetensors_layout.format.digests import (
+    DIGESTS,
+    MAX_DIGESTS_BYTES,
+    join_crc32,
+    parse_digests,
+)
+from orbax_safetensors_layout.format.index import SUFFIX
+from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.storage.base import Buffer, RangeReader, Storage, join
+
+_BLOCK_BYTES = 8 * MIB
+
+
+class VerifyingReader:
+    """Reads as a storage does, and works out the CRC-32 of what it reads, on the same threads.
+
+    Attributes:
+        kind: As of the storage.
+
+    Args:
+        storage: Where the files are.
+        folder: The folder that the names of `digests` are relative to.
+        digests: The CRC-32 of each file, by name.
+    """
+
+    def __init__(self, storage: Storage, folder: str, digests: Mapping[str, int]) -> None:
+        self.kind = storage.kind
+        self._storage = storage
+        self._folder = folder
+        self._digests = digests
+        self._ranges: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, storage: Storage, path: str) -> VerifyingReader:
+        """A reader of a checkpoint that has checksums.
+
+        Args:
+            storage: Where it is.
+            path: Its folder, or one of its files.
+
+        Raises:
+            SafetensorsLayoutError: It has none.
+            InvalidManifestError: They are malformed.
+        """
+        folder = path.rpartition("/")[0] if storage.is_file(path) else path.rstrip("/")
+        digests = read_digests(storage, folder)
+        if digests is None:
+            raise SafetensorsLayoutError(
+                "the checkpoint has no checksums that what is read could be held against",
+                file=folder,
+                expected=DIGESTS,
+                hint="Save with WriteOptions(digests=True), or load without verify=True.",
+            )
+        return cls(storage, folder, digests)
+
+    def read_into(
+        self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
+    ) -> None:
+        self._storage.read_into(file, offset, buffers, shared=shared)
+        value = length = 0
+        for buffer in buffers:
+            value = zlib.crc32(buffer, value)  # releases the GIL
+            length += len(buffer)
+        if length:
+            with self._lock:
+                self._ranges[file].append((offset, length, value))
+
+    def check_unchanged(self, file: str) -> None:
+        self._storage.check_unchanged(file)
+
+    def interrupt(self) -> None:
+        self._storage.interrupt()
+
+    def check(self) -> None:
+        """Holds every file that was read, and the small ones, against their checksums.
+
+        What was not read of them is read.
+
+        Raises:
+            FormatError: Files are not what was saved; names them all.
+            SafetensorsLayoutError: A file has no checksum.
+        """
+        small = [join(self._folder, n) for n in self._digests if not n.endswith(SUFFIX)]
+        files = sorted({*self._ranges, *small})
+        names = {file: file.removeprefix(f"{self._folder}/") for file in files}
+        unknown = [name for name in names.values() if name not in self._digests]
+        if unknown:
+            raise SafetensorsLayoutError(
+                f"files have no checksum: {', '.join(unknown[:10])}",
+                file=join(self._folder, DIGESTS),
+                hint="They were added after the save; load without verify=True.",
+            )
+        damaged = []
+        for file, name in names.items():
+            found, expected = self._crc32(file), self._digests[name]
+            if found != expected:
+                damaged.append(f"{name} (CRC-32 {found:08x}, saved with {expected:08x})")
+        if damaged:
+            raise FormatError(
+                f"files are not what was saved: {', '.join(damaged[:10])}",
+                file=self._folder,
+                hint="Load another checkpoint; `osl.verify` tells all that is wrong with this one.",
+            )
+
+    def _crc32(self, file: str) -> int:
+        """The CRC-32 of a file from what was read of it, and from reading the rest."""
+        size = self._storage.size(file)
+        ranges: list[tuple[int, int, int]] = []
+        at = 0
+        for one in [*sorted(self._ranges[file]), (size, 0, 0)]:
+            if one[0] < at:
+                continue  # read twice
+            ranges += file_ranges(self._storage, file, at, one[0])
+            ranges.append(one)
+            at = one[0] + one[1]
+        return join_crc32(ranges, size)
+
+
+def read_digests(storage: Storage, folder: str) -> dict[str, int] | None:
+    """The checksums that a save has left in a folder; None if it has left none.
+
+    Raises:
+        InvalidManifestError: They are malformed.
+        StorageError: The read failed.
+    """
+    if DIGESTS not in storage.list(folder):
+        return None
+    file = join(folder, DIGESTS)
+    size = storage.size(file)
+    if size > MAX_DIGESTS_BYTES:
+        raise InvalidManifestError(
+            "the list of checksums is too large",
+            file=file,
+            expected=f"at most {MAX_DIGESTS_BYTES} bytes",
+            found=f"{size} bytes",
+        )
+    return parse_digests(read_range(storage, file, 0, size), file=file)
+
+
+def file_ranges(
+    reader: RangeReader, file: str, start: int, stop: int
+) -> Iterator[tuple[int, int, int]]:
+    """Reads a part of a file in blocks; gives (first byte, bytes, CRC-32) of each."""
+    memory = memoryview(bytearray(min(stop - start, _BLOCK_BYTES)))
+    for at in range(start, stop, _BLOCK_BYTES):
+        block = memory[: min(_BLOCK_BYTES, stop - at)]
+        reader.read_into(file, at, [block])
+        yield at, len(block), zlib.crc32(block)

@@ -1,0 +1,1 @@
+"""Threads, memory and processes: task pools, budgets, process groups, progress."""

@@ -1,0 +1,133 @@
+"""Progress reports: a callback of the caller's, a bar on a terminal, or lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+from orbax_safetensors_layout.options import Progress
+from orbax_safetensors_layout.runtime.text import seconds_text, size_text
+
+_LINE_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def progress_callback(
+    progress: bool | Callable[[Progress], None], label: str = ""
+) -> Iterator[Callable[[Progress], None] | None]:
+    """What to call after each tensor: the caller's function, one that reports, or nothing.
+
+    True draws a bar where stderr is a terminal and tqdm is installed, and else writes a line to it
+    every ten seconds and one at the end.
+
+    Args:
+        progress: What the caller's options say.
+        label: What is being done, of an operation with several steps.
+    """
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield None
+    elif sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+        with _Bar(label) as bar:
+            yield bar
+    else:
+        lines = ProgressLines(sys.stderr, label=label)
+        yield lines
+        lines.close()
+
+
+class _Bar:
+    """A bar with bytes, rate, time left and the current tensor."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label or None
+
+    def __enter__(self) -> _Bar:
+        from tqdm import tqdm
+
+        self._bar: Any = tqdm(desc=self._label, unit="B", unit_scale=True, dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def __call__(self, state: Progress) -> None:
+        bar = self._bar
+        if bar.total not in (None, state.total_bytes):  # a next phase
+            bar.reset()
+        bar.total = state.total_bytes
+        bar.set_postfix_str(state.tensor, refresh=False)
+        bar.update(state.done_bytes - bar.n)
+
+
+class ProgressLines:
+    """Lines at intervals, for logs.
+
+    Args:
+        stream: Where to.
+        clock: Seconds that go by.
+        label: What is being done; "" for what needs no word.
+    """
+
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, label: str = ""
+    ) -> None:
+        self._stream = stream
+        self._prefix = f"{label}: " if label else ""
+        self._clock = clock
+        self._begun = self._written = clock()
+        self._state: Progress | None = None
+
+    def __call__(self, state: Progress) -> None:
+        """Takes a report; writes a line if the last one is long ago."""
+        if self._state is not None and state.total_bytes != self._state.total_bytes:
+            self.close()  # a next phase
+            self._begun = self._written = self._clock()
+        self._state = state
+        if self._clock() - self._written >= _LINE_SECONDS:
+            self._written = self._clock()
+            self._write(state)
+
+    def close(self) -> None:
+        """Writes the last line."""
+        if self._state is not None:
+            self._write(self._state)
+
+    def _write(self, state: Progress) -> None:
+        done, total, tensor = state
+        seconds = max(self._clock() - self._begun, 1e-9)
+        share = done / total if total else 1.0
+        rest = f"in {seconds_text(seconds)}"
+        if 0 < done < total:
+            rest = f"{seconds_text(seconds / share - seconds)} left, {tensor}"
+        self._stream.write(
+            f"{self._prefix}{share:4.0%}  {size_text(done)} of {size_text(total)},"
+            f" {size_text(done / seconds)}/s, {rest}\n"
+        )
+        self._stream.flush()
+
+
+def consecutive(
+    progress: Callable[[Progress], None] | None, total_bytes: Sequence[int]
+) -> Iterator[Callable[[Progress], None] | None]:
+    """For steps that come one after the other, what each tells its progress to.
+
+    Args:
+        progress: What is told the progress of all together.
+        total_bytes: The bytes of each.
+    """
+
+    def report(before: int, state: Progress) -> None:
+        assert progress is not None
+        progress(Progress(before + state.done_bytes, sum(total_bytes), state.tensor))
+
+    before = 0
+    for nbytes in total_bytes:
+        yield None if progress is None else functools.partial(report, before)
+        before += nbytes

@@ -1,0 +1,1 @@
+"""Who holds what: shardings, device grids and sharding rules as boxes of arrays."""

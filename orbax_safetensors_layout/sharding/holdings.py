@@ -1,0 +1,99 @@
+"""What each process of a cluster holds of an array, worked out for all at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.sharding.boxes import HeldBoxes, LocalBoxes
+from orbax_safetensors_layout.sharding.grid import Cells, DeviceGrid, Spec
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class Holding(NamedTuple):
+    """What each process holds of an array.
+
+    Attributes:
+        cells: The parts.
+        rows: [processes, devices of a process] number of each part that its devices hold, sorted.
+        origin: [processes, dimensions] the lowest part along each dimension.
+        alike: [processes] equal where the parts lie alike, seen from the origin.
+        holders: [parts] how many processes hold each part.
+        grid: Number of parts along each dimension.
+    """
+
+    cells: Cells
+    rows: Ints
+    origin: Ints
+    alike: Ints
+    holders: Ints
+    grid: tuple[int, ...]
+
+    @property
+    def shard_elements(self) -> int:
+        """Elements of one device's shard."""
+        return self.cells.box([0] * len(self.cells.parts)).size
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], spec: Spec, grid: DeviceGrid, *, packed: bool = False
+    ) -> Holding:
+        """What the processes hold.
+
+        Args:
+            shape: The array's shape.
+            spec: Its sharding.
+            grid: The devices.
+            packed: Whether elements share bytes; then parts look alike from the same place only.
+
+        Raises:
+            ValueError: The spec does not fit the shape.
+        """
+        cells = grid.cells(spec, shape)
+        counts = tuple(grid.ways(names) for names in spec)
+        counts += (1,) * (len(shape) - len(counts))
+        strides = np.array(row_major_strides(counts), np.int64)
+        each = (grid.processes, grid.devices_per_process)
+        rows = np.sort((cells.cells @ strides).reshape(each), axis=1)
+        is_new = np.ones(rows.shape, bool)
+        is_new[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        holders = np.bincount(rows[is_new])
+        origin = cells.cells.reshape(*each, len(shape)).min(1)
+        moved = 0 if packed else (origin @ strides)[:, None]
+        alike = _row_numbers(np.concatenate([rows - moved, holders[rows] > 1], 1))
+        return cls(cells, rows, origin, alike, holders, counts)
+
+    def local(self, process: int) -> LocalBoxes:
+        """The boxes of one process."""
+        ids = np.unique(self.rows[process])
+        shared = tuple((self.holders[ids] > 1).tolist())
+        if not self.grid:
+            return LocalBoxes((self.cells.box(()),), shared)
+        cells = np.stack(np.unravel_index(ids, self.grid), 1)
+        return LocalBoxes(tuple(self.cells.box(cell) for cell in cells.tolist()), shared)
+
+    def held(self) -> HeldBoxes:
+        """All boxes and who holds each; an array without elements is one box, of all."""
+        if 0 in self.cells.parts:
+            shape = [n * count for n, count in zip(self.cells.parts, self.grid, strict=True)]
+            return HeldBoxes((Box.whole(shape),), (tuple(range(len(self.rows))),))
+        of_part: dict[int, list[int]] = {}
+        for number, row in enumerate(self.rows.tolist()):
+            for part in dict.fromkeys(row):
+                of_part.setdefault(part, []).append(number)
+        numbers = sorted(of_part)
+        cells = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]
+        return HeldBoxes(
+            tuple(self.cells.box(cell) for cell in cells.tolist()),
+            tuple(tuple(of_part[number]) for number in numbers),
+        )
+
+
+def _row_numbers(rows: Ints) -> Ints:
+    """Equal numbers for equal rows."""
+    return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)

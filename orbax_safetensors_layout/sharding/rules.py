@@ -1,0 +1,206 @@
+"""Sharding rules: patterns of names, and how the dimensions of what they match are split."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from orbax_safetensors_layout.sharding.grid import DeviceGrid, Spec
+
+AUTO, REPLICATED = "auto", "replicated"
+_UNSPLIT = ("", "-", "none", "None")
+
+
+class ShardingRule(NamedTuple):
+    """One rule.
+
+    Attributes:
+        pattern: A regular expression that must match a whole name.
+        spec: How the dimensions are split; None splits as `auto_spec` does.
+    """
+
+    pattern: str
+    spec: Spec | None
+
+    @classmethod
+    def parse(cls, text: str) -> ShardingRule:
+        """A rule from its text.
+
+        What stands behind the last `=` are the mesh axes of each dimension, with commas between
+        dimensions, `-` for one that is not split and `+` between axes that split the same one; or
+        `replicated`, or `auto`. The pattern may stand in quotes.
+
+        Example:
+            >>> ShardingRule.parse("'.*kernel' = fsdp,tensor")
+            ShardingRule(pattern='.*kernel', spec=(('fsdp',), ('tensor',)))
+            >>> ShardingRule.parse("embed = -,fsdp+tensor").spec
+            ((), ('fsdp', 'tensor'))
+
+        Raises:
+            ValueError: It is no rule.
+        """
+        pattern, separator, right = (part.strip() for part in text.rpartition("="))
+        if pattern[:1] in ("'", '"') and pattern[-1:] == pattern[:1] and len(pattern) > 1:
+            pattern = pattern[1:-1]
+        if not separator or not pattern or not right:
+            raise ValueError(f"{text!r} is no sharding rule; write for instance '.*kernel' = fsdp")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"the pattern of the rule {text!r} is malformed: {error}") from error
+        if right in (AUTO, REPLICATED):
+            return cls(pattern, None if right == AUTO else ())
+        parts = [part.strip() for part in right.split(",")]
+        spec = tuple(
+            () if part in _UNSPLIT else tuple(name.strip() for name in part.split("+"))
+            for part in parts
+        )
+        return cls(pattern, spec)
+
+    def __str__(self) -> str:
+        right = AUTO if self.spec is None else spec_text(self.spec)
+        return f"'{self.pattern}' = {right}"
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec as rules spell it.
+
+    Example:
+        >>> spec_text(((), ("fsdp", "tensor"))), spec_text(())
+        ('-,fsdp+tensor', 'replicated')
+    """
+    return ",".join("+".join(names) or "-" for names in spec) or REPLICATED
+
+
+def parse_rules(lines: Iterable[str]) -> Iterator[ShardingRule]:
+    """Rules, one a line; empty lines and those that begin with `#` do not count.
+
+    Raises:
+        ValueError: A line is no rule.
+    """
+    for line in lines:
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield ShardingRule.parse(line)
+
+
+class Misfit(NamedTuple):
+    """A tensor that can not be sharded as its rule says; the dimension is taken as not split.
+
+    Attributes:
+        name: The tensor.
+        shape: Its shape.
+        spec: What the rule says.
+        reason: Why it can not be.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: Spec
+    reason: str
+
+
+class Placed(NamedTuple):
+    """How one tensor is sharded.
+
+    Attributes:
+        spec: Its sharding.
+        rule: Number of the rule that it comes from; None where none matched.
+        misfit: What of the rule could not be followed.
+    """
+
+    spec: Spec
+    rule: int | None
+    misfit: Misfit | None = None
+
+
+class ShardingRules:
+    """Rules of which the first that matches a name counts.
+
+    Args:
+        rules: The rules.
+        grid: The mesh.
+
+    Raises:
+        ValueError: A rule names an axis that the mesh does not have, or one twice.
+    """
+
+    def __init__(self, rules: Sequence[ShardingRule], grid: DeviceGrid) -> None:
+        self.rules = tuple(rules)
+        self._grid = grid
+        for rule in rules:
+            names = [*itertools.chain.from_iterable(rule.spec or ())]
+            unknown = sorted(set(names) - set(grid.axes))
+            if unknown:
+                raise ValueError(
+                    f"the rule {rule} names {unknown[0]!r}; the mesh has the axes"
+                    f" {', '.join(grid.axes)}"
+                )
+            if len(set(names)) != len(names):
+                raise ValueError(f"the rule {rule} names an axis twice")
+        self._matchers = [re.compile(rule.pattern).fullmatch for rule in rules]
+        self._fitted: dict[tuple[int, tuple[int, ...]], tuple[Spec, str | None]] = {}
+
+    def place(self, name: str, shape: tuple[int, ...]) -> Placed:
+        """How a tensor is sharded; replicated where no rule matches it.
+
+        Args:
+            name: Its name.
+            shape: Its shape.
+        """
+        rules = enumerate(self._matchers)
+        number = next((number for number, matches in rules if matches(name)), None)
+        if number is None:
+            return Placed((), None)
+        key = (number, shape)
+        fitted = self._fitted.get(key)
+        wanted = self.rules[number].spec
+        if fitted is None:
+            if wanted is None:
+                fitted = auto_spec(shape, self._grid), None
+            else:
+                fitted = _fit(wanted, shape, self._grid)
+            self._fitted[key] = fitted
+        spec, reason = fitted
+        if reason is None:
+            return Placed(spec, number)
+        return Placed(spec, number, Misfit(name, shape, wanted or (), reason))
+
+
+def auto_spec(shape: Sequence[int], grid: DeviceGrid) -> Spec:
+    """Splits the outermost dimension that the most devices divide; nothing of a vector.
+
+    What is split along its outermost dimension is read in one go.
+
+    Example:
+        >>> auto_spec((30, 64), DeviceGrid({"fsdp": 8, "tensor": 4}, 1))
+        ((), ('fsdp', 'tensor'))
+        >>> auto_spec((30, 56), DeviceGrid({"fsdp": 8, "tensor": 4}, 1))
+        ((), ('fsdp',))
+    """
+    if len(shape) < 2:
+        return ()
+    axes = tuple(grid.axes)
+    spans = [axes[i:j] for i in range(len(axes)) for j in range(i + 1, len(axes) + 1)]
+    for names in sorted(spans, key=grid.ways, reverse=True):
+        ways = grid.ways(names)
+        for axis, extent in enumerate(shape):
+            if ways > 1 and extent % ways == 0:
+                return (*[()] * axis, names)
+    return ()
+
+
+def _fit(spec: Spec, shape: Sequence[int], grid: DeviceGrid) -> tuple[Spec, str | None]:
+    """What of a spec fits a shape, and why the rest does not."""
+    reasons = []
+    fitted = list(spec[: len(shape)])
+    if any(spec[len(shape) :]):
+        reasons.append(f"it has {len(shape)} dimensions, the rule {len(spec)}")
+    for axis, names in enumerate(fitted):
+        if shape[axis] % grid.ways(names):
+            reasons.append(
+                f"dimension {axis} of {shape[axis]} is not divisible by {grid.ways(names)}"
+            )
+            fitted[axis] = ()
+    return tuple(fitted), "; ".join(reasons) or None

@@ -1,1 +1,0 @@
-"""Plans made to happen: bytes into host buffers, host buffers onto devices."""

@@ -1,0 +1,246 @@
+"""Shards on their way to files: from device memory to numpy arrays on the host."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS
+from orbax_safetensors_layout.geometry.box import Box, Tile
+from orbax_safetensors_layout.options import KIB
+from orbax_safetensors_layout.plan.writes import LeafWrite, Part
+from orbax_safetensors_layout.sharding.shards import box_of
+from orbax_safetensors_layout.writing.parts import SUB_BYTE_FLOATS, Fetch
+
+_SLABS = 4  # that fit the budget together: some are written while the next come
+_LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
+
+
+class HostValues:
+    """The values of leaves that this process holds, one numpy array a shard.
+
+    On the CPU backend the arrays are views of the shards' own memory: JAX does not reuse it while
+    they live, also not for a donated array (seen with jax 0.7 to 0.12;
+    `tests/test_save_v0.py` checks it). From other devices they are brought over when asked for.
+    Numpy arrays, too, are views, until `capture` says that the caller may overwrite them.
+
+    Args:
+        values: A `jax.Array` or numpy array a leaf.
+        leaves: The leaves.
+    """
+
+    def __init__(self, values: Sequence[Any], leaves: Sequence[LeafWrite]) -> None:
+        self._values = list(values)
+        self._leaves = leaves
+        self._shards = _ShardNumbers()
+        self._captured: dict[tuple[int, tuple[int, ...]], Fetch] = {}
+        self._lock = threading.Lock()
+        self._left = 0
+        self._all_captured = threading.Event()
+        self._copies = False  # of numpy arrays, which the caller may overwrite
+
+    def local_names(self) -> list[str]:
+        """Arrays that are on devices of this process alone."""
+        return [
+            leaf.tensor.name
+            for leaf, value in zip(self._leaves, self._values, strict=False)
+            if isinstance(value, jax.Array) and value.is_fully_addressable
+        ]
+
+    def cut(self, part: Part, budget_bytes: int | None) -> Iterable[Part]:
+        nbytes = self.held_bytes(part)
+        captured = (part.leaf, part.tile.members) in self._captured
+        if budget_bytes is None or nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
+            return [part]
+        slab_bytes = max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES)
+        return self._slabs(part, part.tile.box.size * slab_bytes // nbytes)
+
+    def _slabs(self, part: Part, most: int) -> Iterator[Part]:
+        start = part.start
+        for slab in part.tile.slabs(most, 8 if part.dtype.packed else 1):
+            stop = start + slab.box.size * part.dtype.bits // 8
+            yield part._replace(tile=slab, start=start, stop=stop)
+            start = stop
+
+    def held_bytes(self, part: Part) -> int:
+        value = self._values[part.leaf]
+        if isinstance(value, np.ndarray) and self._copies:
+            return part.tile.box.size * int(value.dtype.itemsize)
+        if not isinstance(value, jax.Array) or _on_host(value):
+            return 0
+        # numpy makes a byte of each sub-byte element, beside the copy of the packed ones.
+        return part.tile.box.size * (2 if _is_packed(value.dtype) else value.dtype.itemsize)
+
+    def in_order(self, part: Part) -> bool:
+        value = self._values[part.leaf]
+        if not isinstance(value, np.ndarray) or self._copies:
+            return True
+        boxes = self._leaves[part.leaf].held.boxes
+        return all(value[boxes[n].slices].flags.c_contiguous for n in part.tile.members)
+
+    def begin(self, part: Part) -> Fetch:
+        captured = self._captured.pop((part.leaf, part.tile.members), None)
+        if captured is not None:
+            return captured
+        return functools.partial(self._counted, self._begin(part))
+
+    def _counted(self, fetch: Fetch) -> Sequence[np.ndarray]:
+        found = fetch()
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._all_captured.set()
+        return found
+
+    def _begin(self, part: Part) -> Fetch:
+        value, held = self._values[part.leaf], self._leaves[part.leaf].held
+        if not isinstance(value, jax.Array):  # of which each process has the whole
+            found = value[part.tile.box.slices]
+            return functools.partial(_same, [found.copy() if self._copies else found])
+        boxes = [held.boxes[number] for number in part.tile.members]
+        numbers = self._shards.of(value)
+        shards = [value.addressable_data(numbers[box]) for box in boxes]
+        if not _on_host(value):
+            shape = part.tile.member_shape
+            regions = [
+                shard if shape == shard.shape else _region(shard, box, part.tile.box)
+                for shard, box in zip(shards, boxes, strict=True)
+            ]
+            shards = _to_host(regions)
+        return lambda: [np.asarray(shard) for shard in shards]
+
+    def shard(self, leaf: int, held: int) -> np.ndarray:
+        """One of the boxes of a leaf, by its number among those of all processes."""
+        captured = self._captured.get((leaf, (held,)))
+        if captured is None:
+            part = self.box_part(leaf, held)
+            captured = self._begin(part)
+            if self.held_bytes(part):  # regions of it are asked for one by one
+                captured = functools.partial(_same, captured())
+                self._captured[leaf, (held,)] = captured
+        (found,) = captured()
+        return found
+
+    def box_part(self, leaf: int, held: int) -> Part:
+        """A box of a leaf by itself, which is no part of any file."""
+        box = self._leaves[leaf].held.boxes[held]
+        alone = Tile(box, (1,) * len(box.start), (held,))
+        return Part(leaf, alone, self._leaves[leaf].tensor.dtype, 0, 0)
+
+    def capture(self, parts: Sequence[Part], budget_bytes: int | None) -> None:
+        """Brings the members of parts to the host now, in order, as far as a budget allows.
+
+        After `wait_captured` the caller may overwrite, donate or delete the arrays.
+
+        Args:
+            parts: All parts that will be asked for.
+            budget_bytes: Host bytes that may be held; None for no bound.
+        """
+        self._copies = True
+        held, begun, left = 0, [], 0
+        for part in parts:
+            nbytes = self.held_bytes(part)
+            if budget_bytes is not None and nbytes and held + nbytes > budget_bytes:
+                left += sum(1 for _ in self.cut(part, budget_bytes))
+                continue
+            held += nbytes
+            begun.append((part, self._begin(part)))
+        for part, fetch in begun:
+            self._captured[part.leaf, part.tile.members] = functools.partial(_same, fetch())
+        self._left = left
+        if not left:
+            self.release()
+
+    def wait_captured(self, timeout_seconds: float | None = None) -> bool:
+        """Waits until all that was left out by `capture` has been asked for and brought over."""
+        return self._all_captured.wait(timeout_seconds)
+
+    def release(self) -> None:
+        """Lets go of the arrays, and of whoever waits for them to be captured."""
+        self._values = [_Nothing(value) for value in self._values]
+        self._all_captured.set()
+
+
+def _same(members: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    return members
+
+
+class _Nothing:
+    """Stands for a value that was captured: not kept alive, and known to cost no more memory."""
+
+    def __init__(self, value: Any) -> None:
+        self.dtype = value.dtype
+
+
+def _on_host(array: jax.Array) -> bool:
+    """Whether numpy sees the memory of the array itself; sub-byte elements it does not."""
+    devices: Iterable[Any] = array.sharding.addressable_devices
+    is_cpu = all(device.platform == "cpu" for device in devices)
+    return is_cpu and not _is_packed(array.dtype)
+
+
+def _is_packed(dtype: np.dtype) -> bool:
+    return dtype.name in NARROW_INTEGERS or dtype in SUB_BYTE_FLOATS
+
+
+def _region(shard: jax.Array, box: Box, wanted: Box) -> jax.Array:
+    """What is wanted of a shard, copied on its device."""
+    common = box.intersect(wanted)
+    assert common is not None
+    start = np.subtract(common.start, box.start).astype(np.int32)
+    # Put there explicitly, which a transfer guard allows; one compilation for all equal regions.
+    region: jax.Array = _slice(shard, jax.device_put(start, shard.sharding), common.shape)
+    return region
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _slice(array: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(array, [*start], shape)
+
+
+def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies in pinned host memory, on their way; numpy sees those without another copy.
+
+    `np.asarray` of a device array would keep its copy for as long as the array lives.
+    """
+    targets = []
+    for shard in shards:
+        device: Any = next(iter(shard.sharding.addressable_devices))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        kind = "pinned_host" if "pinned_host" in kinds else None
+        if kind is None:
+            return [shard.copy() for shard in shards]
+        targets.append(SingleDeviceSharding(device, memory_kind=kind))
+    return list(jax.device_put(list(shards), targets))
+
+
+def _device(array: jax.Array, number: int) -> Any:
+    (device,) = array.addressable_data(number).sharding.device_set
+    return device
+
+
+class _ShardNumbers:
+    """Which of an array's addressable shards holds a box, once for each (sharding, shape)."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Sharding, tuple[int, ...]], dict[Box, int]] = {}
+
+    def of(self, array: jax.Array) -> dict[Box, int]:
+        key = (array.sharding, array.shape)
+        numbers = self._found.get(key)
+        if numbers is None:
+            numbers = {}
+            for number, shard in enumerate(array.addressable_shards):
+                # Any number gives the one shard of a fully replicated array.
+                assert array.is_fully_replicated or _device(array, number) == shard.device
+                numbers.setdefault(box_of(shard.index, array.shape), number)
+            if not array.size:  # equal to what `ProcessShards.held` says of empty arrays
+                numbers.setdefault(Box.whole(array.shape), 0)
+            self._found[key] = numbers  # complete: other threads ask, too
+        return numbers

@@ -1,0 +1,233 @@
+"""Parts of new files as bytes: shards in memory, put into the order of the file.
+
+Where the shards' bytes already stand in that order they are written from where they are; otherwise
+rows of the tensor are put together in a staging buffer, a block at a time, whatever the tensor's
+size. Values are cast, and sub-byte elements packed, on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.geometry.packing import pack_bits
+from orbax_safetensors_layout.mapping.expr.values import assign
+from orbax_safetensors_layout.plan.writes import LeafWrite, Part
+from orbax_safetensors_layout.runtime.memory import Bytes
+from orbax_safetensors_layout.storage.base import Source
+
+SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
+"""Dtypes of which files hold fewer bits an element than numpy."""
+
+STAGING_BYTES = 1 << 20
+"""A block of staged rows: what a core's cache holds."""
+
+_LONGEST_ROW_BYTES = 8 * STAGING_BYTES  # longer ones are cut, and copied element by element
+
+Fetch = Callable[[], Sequence[np.ndarray]]
+
+
+class Rows(NamedTuple):
+    """How a tile is cut into rows that can be staged: all dimensions up to `axis` are unrolled.
+
+    Attributes:
+        axis: The last dimension that is unrolled; -1 for a 0-d tile.
+        elements: Elements of a row.
+        block: Rows that are staged together.
+    """
+
+    axis: int
+    elements: int
+    block: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], row_bits: int, group: int) -> Rows:
+        """Rows of a tile.
+
+        Args:
+            shape: The tile's shape.
+            row_bits: Bits of an element in the file.
+            group: Blocks have a multiple of this many elements.
+        """
+        if not shape:
+            return cls(-1, 1, 1)
+        axis = (
+            0  # a row has the innermost dimension whole, so that it can be copied as wide elements
+        )
+        while axis < len(shape) - 2 and math.prod(shape[axis + 1 :]) * row_bits > STAGING_BYTES:
+            axis += 1
+        if axis == len(shape) - 2 and shape[-1] * row_bits > 8 * _LONGEST_ROW_BYTES:
+            axis += 1
+        elements = math.prod(shape[axis + 1 :])
+        block = max(1, STAGING_BYTES * 8 // max(1, elements * row_bits))
+        block = -(-block // group) * group
+        return cls(axis, elements, block)
+
+
+class PartBytes:
+    """One part's bytes, from the shards that `fetch` gives; safe to use from many threads.
+
+    Args:
+        part: The part.
+        leaf: The leaf it belongs to.
+        fetch: Waits for the members of the part's tile and gives them.
+        in_order: Whether each member is contiguous.
+    """
+
+    def __init__(self, part: Part, leaf: LeafWrite, fetch: Fetch, in_order: bool = True) -> None:
+        self.part = part
+        self._leaf = leaf
+        self._fetch: Fetch | None = fetch
+        self._members: list[np.ndarray] = []
+        self._lock = threading.Lock()
+        # Sub-byte elements that another file than the final one holds are stored one a byte.
+        self._packed = part.dtype.packed
+        raw = self._packed or (part.dtype.code == "U8" and leaf.values in SUB_BYTE_FLOATS)
+        self._cast = None if raw or leaf.values == part.dtype.numpy else part.dtype.numpy
+        in_order = in_order and _members_in_order(part)
+        self.staged = self._packed or self._cast is not None or not in_order
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """How the part is cut where it is staged."""
+        group = 8 if self._packed else 1
+        return Rows.of(self.part.tile.box.shape, self.part.dtype.bits, group)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the largest staged block; of a direct part, no bound."""
+        return self.rows.block * self.rows.elements * self.part.dtype.bits // 8
+
+    def buffers(self, start: int, stop: int, scratch: Bytes | None) -> list[Source]:
+        """The part's bytes `start` to `stop`; of a staged part, whole blocks of rows.
+
+        Args:
+            start: First byte, counted from the part's.
+            stop: One past the last byte.
+            scratch: Where a staged part puts them.
+        """
+        members = self._wait()
+        if not self.staged:
+            return _concatenated(members, start, stop)
+        assert scratch is not None
+        return [self._stage(members, start, stop, scratch)]
+
+    def drop(self) -> None:
+        """Lets the members go, when all is written."""
+        self._members = []
+
+    def _wait(self) -> list[np.ndarray]:
+        with self._lock:
+            if self._fetch is not None:
+                members = self._fetch()
+                if not self.staged:  # a device may have laid it out in another way
+                    members = [np.ascontiguousarray(member) for member in members]
+                self._members = list(members)
+                self._fetch = None
+            return self._members
+
+    def _stage(
+        self, members: Sequence[np.ndarray], start: int, stop: int, scratch: Bytes
+    ) -> Source:
+        rows, bits = self.rows, self.part.dtype.bits
+        first = start * 8 // (rows.elements * bits)
+        last = -(-stop * 8 // (rows.elements * bits))
+        if self._packed:
+            elements = np.empty((last - first) * rows.elements, np.uint8)
+            _copy_rows([m.view(np.uint8) for m in members], self.part, rows, first, last, elements)
+            data = pack_bits(elements, bits)
+            scratch[: data.size] = data
+            return scratch[: data.size]
+        out = scratch[: stop - start]
+        if self._cast is not None:
+            _copy_rows(members, self.part, rows, first, last, out.view(self._cast))
+        else:
+            width = members[0].itemsize
+            if rows.axis < len(self.part.tile.box.shape) - 1:
+                width = _width(members, self.part)
+            views = [member.view(f"u{width}") for member in members]
+            _copy_rows(views, self.part, rows, first, last, out.view(f"u{width}"))
+        return out
+
+
+def _members_in_order(part: Part) -> bool:
+    """Whether the file's bytes are the members' bytes, one member after the other."""
+    tile = part.tile
+    split = [axis for axis, count in enumerate(tile.grid) if count > 1]
+    return not split or all(extent == 1 for extent in tile.member_shape[: split[-1]])
+
+
+def _concatenated(members: Sequence[np.ndarray], start: int, stop: int) -> list[Source]:
+    size = members[0].nbytes
+    if not start and stop == size * len(members) and members[0].ndim:
+        return [member.view(np.uint8) for member in members]
+    found: list[Source] = []
+    for number in range(start // size, -(-stop // size)):
+        low, high = max(start - number * size, 0), min(stop - number * size, size)
+        found.append(members[number].reshape(-1).view(np.uint8)[low:high])
+    return found
+
+
+def _width(members: Sequence[np.ndarray], part: Part) -> int:
+    """Bytes of the widest unsigned integer that rows can be copied as.
+
+    Copying wide elements is faster, and numpy knows no fast copy of `bfloat16` and its like.
+    """
+    itemsize = members[0].itemsize
+    if not all(member.flags.c_contiguous for member in members) or not part.tile.member_shape:
+        return itemsize
+    return max(itemsize, math.gcd(part.tile.member_shape[-1] * itemsize, 8))
+
+
+def _copy_rows(
+    members: Sequence[np.ndarray], part: Part, rows: Rows, first: int, last: int, out: np.ndarray
+) -> None:
+    """Puts rows `first` to `last` of a tile together from its members.
+
+    Args:
+        members: The members, in C order of the tile's grid, perhaps as wider elements.
+        part: The tile.
+        rows: How it is cut.
+        first: First row.
+        last: One past the last row.
+        out: Where they go, flat, of the members' element size.
+    """
+    if rows.axis < 0:
+        assign(out, members[0].reshape(1))
+        return
+    grid, axis = part.tile.grid, rows.axis
+    member = members[0].shape
+    extents = tuple(n * g for n, g in zip(member, grid, strict=True))
+    if not all(extents):
+        return
+    target = out.reshape(last - first, *extents[axis + 1 :])
+    inner_cells = list(itertools.product(*map(range, grid[axis + 1 :])))
+    inner = [
+        tuple(
+            slice(cell * n, (cell + 1) * n)
+            for cell, n in zip(cells, member[axis + 1 :], strict=True)
+        )
+        for cells in inner_cells
+    ]
+    unrolled = extents[: axis + 1]
+    row = first
+    while row < last:
+        index = np.unravel_index(row, unrolled)
+        cells = tuple(int(i) // n for i, n in zip(index, member, strict=False))
+        within = tuple(int(i) % n for i, n in zip(index, member, strict=False))
+        count = min(last - row, member[axis] - within[-1])
+        source = (*within[:-1], slice(within[-1], within[-1] + count))
+        for inner_cell, place in zip(inner_cells, inner, strict=True):
+            number = 0
+            for cell, n in zip((*cells, *inner_cell), grid, strict=True):
+                number = number * n + cell
+            region = target[(slice(row - first, row - first + count), *place)]
+            assign(region, members[number][source])
+        row += count

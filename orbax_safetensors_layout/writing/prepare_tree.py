@@ -1,0 +1,305 @@
+"""What the caller saves: the tree, parsed once into tensors, values and structure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from orbax_safetensors_layout.errors import (
+    MappingError,
+    MismatchError,
+    SafetensorsLayoutError,
+    UnsupportedDtypeError,
+    lines_of,
+)
+from orbax_safetensors_layout.format.dtypes import (
+    DTYPES,
+    NARROW_INTEGERS,
+    ONE_A_BYTE,
+    DType,
+    dtype_from_numpy,
+    is_floating,
+)
+from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.shardings import ShardingRecord
+from orbax_safetensors_layout.format.tree import (
+    Container,
+    Leaf,
+    Node,
+    TensorKind,
+    TensorLeaf,
+    ValueLeaf,
+    leaf_names,
+)
+from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping.rules import check_mapping
+from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
+from orbax_safetensors_layout.plan.writes import (
+    LeafWrite,
+    WritePlan,
+    plan_mapped_writes,
+    plan_writes,
+)
+from orbax_safetensors_layout.pytree import prng
+from orbax_safetensors_layout.pytree.keys import dotted_name
+from orbax_safetensors_layout.pytree.treedef import describe
+from orbax_safetensors_layout.sharding.serialize import ShardingTable
+from orbax_safetensors_layout.sharding.shards import ProcessShards
+
+_RESERVED = "__metadata__"
+
+
+class SavedTree(NamedTuple):
+    """A tree that is to be saved.
+
+    Attributes:
+        leaves: Its tensors.
+        values: The value of each: a `jax.Array`, a numpy array, or an abstract array.
+        node: Its structure, with what is no tensor.
+        shardings: The shardings that `node` names by number.
+    """
+
+    leaves: list[LeafWrite]
+    values: list[Any]
+    node: Node
+    shardings: tuple[ShardingRecord, ...]
+
+    @classmethod
+    def parse(
+        cls,
+        tree: Any,
+        *,
+        options: WriteOptions,
+        shards: ProcessShards,
+        dtypes: Sequence[Any] | None = None,
+        mapping: LeafMapping | None = None,
+    ) -> SavedTree:
+        """Reads a tree.
+
+        Args:
+            tree: Any pytree. Leaves may be `jax.Array`s, also of typed PRNG keys, numpy arrays and
+                scalars, Python numbers, booleans and strings, and for a plan
+                `jax.ShapeDtypeStruct`s.
+            options: How to write.
+            shards: The processes.
+            dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
+                the options say; None for the usual. Not with a mapping.
+            mapping: What the leaves are made of. The tensors that it takes get the dtype of the
+                options then, not the leaves.
+
+        Raises:
+            ValueError: The tree is an empty container.
+            SafetensorsLayoutError: Leaves that can not be saved, or two of one name; names all.
+        """
+        if mapping is not None:
+            check_mapping(mapping)
+            if any(dtype is not None for dtype in dtypes or ()):
+                raise ValueError(
+                    "A save through a mapping has no dtypes of single leaves: leave out save_args,"
+                    " and give WriteOptions.dtype, or a mapping that casts."
+                )
+            options = dataclasses.replace(options, dtype=None)
+        parser = _Parser(options, shards, dtypes)
+        node = describe(tree, parser.leaf)
+        parser.raise_problems()
+        if isinstance(node, Container) and not node.children:
+            raise ValueError("Found an empty tree; there is nothing to save.")
+        return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
+
+    def plan(
+        self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
+    ) -> tuple[WritePlan, ScatterPlan | None]:
+        """What one process writes, and with a mapping what the files' tensors are made of.
+
+        Args:
+            mapping: What the leaves are made of; the files get the tensors that it takes.
+            options: How to write.
+            shards: The process.
+
+        Raises:
+            ValueError: The options say what only holds without a mapping.
+            MappingError: The mapping does not invert, or does not fit.
+        """
+        index, count = shards.process_index, shards.process_count
+        if mapping is None:
+            plan = plan_writes(
+                self.leaves, options=options, process_index=index, process_count=count
+            )
+            return plan, None
+        if options.layout != "hf":
+            raise ValueError(
+                "A save through a mapping has layout 'hf': leave out WriteOptions.layout."
+            )
+        values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
+        if values:
+            raise MappingError(
+                f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
+                hint="Save the parameters alone.",
+            )
+        scattered = plan_scatter(self.leaves, mapping, options.dtype)
+        plan = plan_mapped_writes(
+            self.leaves,
+            scattered.tensors,
+            options=options,
+            process_index=index,
+            process_count=count,
+        )
+        return plan, scattered
+
+    def check_concrete(self) -> None:
+        """Refuses abstract and deleted arrays: a plan can be made of them, but nothing written.
+
+        Raises:
+            UnsupportedDtypeError: Leaves are abstract; names all.
+            SafetensorsLayoutError: Leaves were deleted; names all.
+        """
+        abstract, deleted = [], []
+        for leaf, value in zip(self.leaves, self.values, strict=True):
+            if isinstance(value, jax.Array):
+                if value.is_deleted():
+                    deleted.append(leaf.tensor.name)
+            elif not isinstance(value, np.ndarray):
+                abstract.append(leaf.tensor.name)
+        if deleted:
+            raise SafetensorsLayoutError(
+                f"{len(deleted)} arrays were deleted, or donated to a function: {deleted[:10]}",
+                tensor=deleted[0],
+                hint="Save what the function returned, or save before it is called.",
+            )
+        if abstract:
+            raise UnsupportedDtypeError(
+                f"{len(abstract)} leaves are abstract and have no values: {abstract[:10]}",
+                tensor=abstract[0],
+                expected="arrays",
+                found=type(self.values[[v.tensor.name for v in self.leaves].index(abstract[0])]),
+            )
+
+
+class _Parser:
+    def __init__(
+        self, options: WriteOptions, shards: ProcessShards, dtypes: Sequence[Any] | None
+    ) -> None:
+        self.leaves: list[LeafWrite] = []
+        self.values: list[Any] = []
+        self.table = ShardingTable()
+        self._dtype: np.dtype | None = options.dtype
+        self._dtypes: Iterator[Any] = itertools.repeat(None) if dtypes is None else iter(dtypes)
+        self._may_pack = options.layout == "hf"  # pieces do not end on whole bytes
+        self._shards = shards
+        self._names: set[str] = set()
+        self._problems: list[SafetensorsLayoutError] = []
+        self._stored: dict[tuple[np.dtype, bool], tuple[DType, str | None]] = {}
+
+    def leaf(self, path: Sequence[object], value: Any) -> Leaf:
+        dtype = next(self._dtypes)
+        name = dotted_name(path)  # without flax boxes, which `describe` leaves out
+        is_value = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
+        flaw = self._flaw(name, is_value)
+        self._names.add(name)
+        if flaw is not None:
+            self._problems.append(MismatchError(flaw, tensor=name, expected="one name a leaf"))
+            return TensorLeaf(name)
+        if is_value:
+            return ValueLeaf(value)
+        try:
+            return self._tensor(name, value, dtype)
+        except SafetensorsLayoutError as problem:
+            problem.tensor = name
+            self._problems.append(problem)
+            return TensorLeaf(name)
+
+    def _flaw(self, name: str, is_value: bool) -> str | None:
+        """Why a leaf can not have a name; that of a value stands in the manifest alone."""
+        if name in self._names:
+            return "two leaves have one name"
+        if is_value:
+            return None
+        if name == _RESERVED:
+            return "the name is reserved"
+        return None if _is_text(name) else "the name is no Unicode text"
+
+    def raise_problems(self) -> None:
+        """Raises one error for all problems."""
+        if not self._problems:
+            return
+        kinds = {type(problem) for problem in self._problems}
+        if len(self._problems) == 1:
+            raise self._problems[0]
+        kind = kinds.pop() if len(kinds) == 1 else SafetensorsLayoutError
+        lines = "\n".join(f"  {line}" for line in lines_of(self._problems))
+        raise kind(f"{len(self._problems):,} leaves can not be saved:\n{lines}")
+
+    def _tensor(self, name: str, value: Any, dtype: Any) -> TensorLeaf:
+        kind: TensorKind = "jax"
+        impl: str | None = None
+        _check_kind(value)
+        if isinstance(value, np.ndarray | np.generic):
+            kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
+            value = np.asarray(value)
+        sharding: Sharding | None = getattr(value, "sharding", None)
+        number = None if sharding is None else self.table.number(sharding)
+        if kind == "jax" and prng.is_key(value):
+            kind, impl, value = "key", prng.implementation(value), prng.data(value)
+            sharding, dtype = getattr(value, "sharding", None), None
+        stored, logical = self._stored_as(value, dtype)
+        held = self._shards.held(sharding, tuple(value.shape))
+        tensor = NewTensor(name, stored, tuple(value.shape))
+        self.leaves.append(LeafWrite(tensor, np.dtype(value.dtype), held))
+        self.values.append(value)
+        return TensorLeaf(name, kind, logical, number, impl)
+
+    def _stored_as(self, value: Any, asked: Any) -> tuple[DType, str | None]:
+        """The dtype in the file, and the value's own if the file's does not say it."""
+        dtype = np.dtype(value.dtype if asked is None else asked)
+        if asked is None and self._dtype is not None and is_floating(dtype):
+            dtype = self._dtype
+        pack = self._may_pack and value.size % 8 == 0
+        found = self._stored.get((dtype, pack))
+        if found is None:
+            found = self._stored[dtype, pack] = _stored_as(dtype, pack)
+        return found
+
+
+def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
+    if dtype.name in NARROW_INTEGERS:  # the format has no code for them
+        return DTYPES[ONE_A_BYTE[dtype.name].code], dtype.name
+    stored = dtype_from_numpy(dtype)
+    if stored.packed and not pack:
+        return DTYPES[ONE_A_BYTE[dtype.name].code], dtype.name
+    return stored, None
+
+
+def _check_kind(value: Any) -> None:
+    """Refuses what is no array, or has more to it than an array's values."""
+    if isinstance(value, jax.core.Tracer):
+        hint = "Save outside of functions that JAX transforms: jit, grad, vmap."
+    elif isinstance(value, np.ma.MaskedArray):
+        hint = "Save `array.filled(...)`, and the mask as an array of its own."
+    elif isinstance(value, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+        return
+    else:
+        hint = "Take the leaf out of the tree, or save it under an item of its own."
+        # Abstract arrays of others, but no arrays of other frameworks.
+        if hasattr(value, "shape") and isinstance(getattr(value, "dtype", None), np.dtype):
+            return
+    raise UnsupportedDtypeError(
+        f"a {type(value).__name__} can not be saved",
+        expected="an array of JAX or numpy, a number, a boolean or a string",
+        found=type(value),
+        hint=hint,
+    )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,285 @@
+"""Runs a write plan: threads put shards into files, which appear under their names when complete.
+
+The first failure stops everything: no further write starts, those in flight are waited for, the
+files that were begun are dropped, and the one error names file, tensor and cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import NamedTuple, Protocol
+
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.options import MIB, Progress
+from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
+from orbax_safetensors_layout.runtime.memory import Bytes, align, allocate
+from orbax_safetensors_layout.runtime.write_pool import WritePool
+from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.writing.open_files import FileSet, OpenFile
+from orbax_safetensors_layout.writing.parts import Fetch, PartBytes
+
+_JOB_BYTES = 8 * MIB
+_STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
+
+
+class Values(Protocol):
+    """The shards of this process, as numpy arrays on the host."""
+
+    def cut(self, part: Part, budget_bytes: int | None) -> Iterable[Part]:
+        """A part, or slabs of one that would hold more than a budget."""
+        ...
+
+    def held_bytes(self, part: Part) -> int:
+        """Host memory that a part's members take, beyond what the arrays have on the host."""
+        ...
+
+    def in_order(self, part: Part) -> bool:
+        """Whether each of a part's members is contiguous, as far as that is known beforehand."""
+        ...
+
+    def begin(self, part: Part) -> Fetch:
+        """Begins to bring a part's members to the host; the result waits for them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteStats:
+    """What a save did on this process.
+
+    Attributes:
+        bytes_written: Bytes written to files, headers and pieces included.
+        bytes_read: Bytes of pieces read back.
+        files: Files written.
+    """
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    files: int = 0
+
+    def __add__(self, other: WriteStats) -> WriteStats:
+        return WriteStats(
+            self.bytes_written + other.bytes_written,
+            self.bytes_read + other.bytes_read,
+            self.files + other.files,
+        )
+
+
+def write_parts(
+    plans: Sequence[FileWrite],
+    leaves: Sequence[LeafWrite],
+    values: Values,
+    files: FileSet,
+    pool: WritePool,
+    *,
+    memory_budget_bytes: int | None,
+    progress: Callable[[Progress], None] | None,
+    check: Callable[[], None] = lambda: None,
+) -> WriteStats:
+    """Writes what comes from this process's shards; files that need no more are completed.
+
+    Args:
+        plans: The files.
+        leaves: The leaves of the plan.
+        values: The shards.
+        files: Where the files are begun.
+        pool: The threads.
+        memory_budget_bytes: Host bytes of shards that are held at once, where they are copies.
+        progress: Told after each part.
+        check: Called now and then; raises where another process has failed.
+    """
+    writer = _PartWriter(plans, leaves, values, files, pool, memory_budget_bytes, progress, check)
+    return writer.run()
+
+
+class _Segment(NamedTuple):
+    """Bytes `start` to `stop` of a part."""
+
+    source: PartBytes
+    start: int
+    stop: int
+
+
+class _PartWriter:
+    """The state of one run; only the calling thread schedules."""
+
+    def __init__(
+        self,
+        plans: Sequence[FileWrite],
+        leaves: Sequence[LeafWrite],
+        values: Values,
+        files: FileSet,
+        pool: WritePool,
+        budget: int | None,
+        progress: Callable[[Progress], None] | None,
+        check: Callable[[], None],
+    ) -> None:
+        self._check = check
+        self._plans = plans
+        self._leaves = leaves
+        self._values = values
+        self._files = files
+        self._pool = pool
+        self._budget = budget
+        self._progress = progress
+        self._scratch = threading.local()
+        self._lock = threading.Lock()
+        self._held_bytes = 0
+        self._left_bytes: dict[int, int] = {}  # of parts that hold memory, by their identity
+        self._done_bytes = 0
+        self._total_bytes = sum(part.stop - part.start for plan in plans for part in plan.parts)
+
+    def run(self) -> WriteStats:
+        # A file system lets one write at a time into a file, so as many files as there are threads
+        # take turns.
+        files = (self._write_file(plan) for plan in self._plans)
+        begun = [*itertools.islice(files, 1 if self._files.appends else self._pool.threads)]
+        while begun:
+            is_full = True
+            for file in [*begun]:
+                submitted = next(file, None)
+                is_full = is_full and submitted is False
+                if submitted is None:
+                    begun.remove(file)
+                    begun.extend(itertools.islice(files, 1))
+            if is_full:
+                self._pool.progress()
+        self._pool.join()
+        headers = sum(len(plan.layout.header) for plan in self._plans)
+        return WriteStats(bytes_written=headers + self._total_bytes, files=len(self._plans))
+
+    def _write_file(self, plan: FileWrite) -> Iterator[bool]:
+        """Submits a job of a file in each turn; False while the budget has no room for one."""
+        file = self._files.begin(plan)
+        jobs = []
+        for segments in self._segments(plan):
+            if segments:
+                jobs.append(self._submit(file, segments))
+            yield bool(segments)
+        if not plan.gathered:
+            self._pool.submit(functools.partial(self._finish, plan.name, jobs))
+
+    def _finish(self, name: str, jobs: Sequence[Future[None]]) -> None:
+        # The pool takes jobs in order, so those of this file have all been started.
+        wait(jobs)
+        if all(job.exception() is None for job in jobs):
+            self._files.finish(name)
+
+    def _segments(self, plan: FileWrite) -> Iterator[list[_Segment]]:
+        """What one job writes: a piece of a large part, or several small neighbours.
+
+        Nothing while the budget has no room; what has been given before is to be submitted then.
+        """
+        pending: list[_Segment] = []
+        first = 0
+        for part in self._parts(plan):
+            size = part.stop - part.start
+            adjoins = pending and pending[-1].source.part.stop == part.start
+            held = self._values.held_bytes(part)
+            grows = adjoins and part.stop - first <= _STAGED_BYTES and self._has_room(held)
+            if pending and not grows:
+                yield pending
+                pending = []
+            while not self._has_room(held):
+                yield []
+            self._reserve(part, held)
+            in_order = self._values.in_order(part)
+            source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part), in_order)
+            step = _JOB_BYTES
+            if source.staged:
+                step = max(1, _JOB_BYTES // source.block_bytes) * source.block_bytes
+            if size < _JOB_BYTES:
+                first = first if pending else part.start
+                pending.append(_Segment(source, 0, size))
+                continue
+            for start in range(0, size, step):
+                yield [_Segment(source, start, min(start + step, size))]
+        if pending:
+            yield pending
+
+    def _parts(self, plan: FileWrite) -> Iterator[Part]:
+        for part in plan.parts:
+            yield from self._values.cut(part, self._budget)
+
+    def _has_room(self, held: int) -> bool:
+        with self._lock:
+            used = self._held_bytes
+        return not held or not used or self._budget is None or used + held <= self._budget
+
+    def _reserve(self, part: Part, held: int) -> None:
+        if held:
+            with self._lock:
+                self._held_bytes += held
+                self._left_bytes[id(part)] = part.stop - part.start
+
+    def _submit(self, file: OpenFile, segments: list[_Segment]) -> Future[None]:
+        self._check()
+        return self._pool.submit(lambda: self._write(file, segments))
+
+    def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
+        try:
+            for offset, buffers in self._batches(segments, file.durable):
+                file.writer.write_at(offset, buffers)
+        except BaseException as error:
+            leaf = self._leaves[segments[0].source.part.leaf]
+            if not isinstance(error, SafetensorsLayoutError):
+                error.add_note(f"while saving {leaf.tensor.name!r} to {file.plan.name}")
+            elif error.tensor is None:
+                error.tensor = leaf.tensor.name
+            raise
+        self._release(segments)
+
+    def _batches(
+        self, segments: Sequence[_Segment], durable: bool
+    ) -> Iterator[tuple[int, list[Source]]]:
+        """Offsets in the file, and what goes there; staged parts are put together here."""
+        if len(segments) == 1 and segments[0].source.staged:
+            source, start, stop = segments[0]
+            # What a core's cache holds, unless large writes go straight to the disk.
+            step = source.block_bytes
+            if durable:
+                step *= max(1, _STAGED_BYTES // step)
+            for at in range(start, stop, step):
+                end = min(at + step, stop)
+                scratch = self._take(end - at, source.part.start + at)
+                yield source.part.start + at, source.buffers(at, end, scratch)
+            return
+        staged = sum(align(s.stop - s.start) for s in segments if s.source.staged)
+        first = segments[0].source.part.start + segments[0].start
+        scratch, used = self._take(staged, first), 0
+        buffers: list[Source] = []
+        for source, start, stop in segments:
+            if source.staged:
+                buffers += source.buffers(start, stop, scratch[used:])
+                used += align(stop - start)
+            else:
+                buffers += source.buffers(start, stop, None)
+        yield first, buffers
+
+    def _take(self, nbytes: int, offset: int) -> Bytes:
+        """Memory of this thread, from which whole pages of the file can be written directly."""
+        memory: Bytes | None = getattr(self._scratch, "memory", None)
+        if memory is None or memory.size < nbytes + mmap.PAGESIZE:
+            memory = self._scratch.memory = allocate(nbytes + mmap.PAGESIZE)
+        shift = (offset - memory.ctypes.data) % mmap.PAGESIZE
+        return memory[shift : shift + nbytes]
+
+    def _release(self, segments: Sequence[_Segment]) -> None:
+        with self._lock:
+            for source, start, stop in segments:
+                self._done_bytes += stop - start
+                left = self._left_bytes.get(id(source.part))
+                if left is not None:
+                    self._left_bytes[id(source.part)] = left - (stop - start)
+                    if left == stop - start:
+                        source.drop()
+                        self._held_bytes -= self._values.held_bytes(source.part)
+                        del self._left_bytes[id(source.part)]
+            if self._progress is not None:
+                name = self._leaves[segments[-1].source.part.leaf].tensor.name
+                self._progress(Progress(self._done_bytes, self._total_bytes, name))
