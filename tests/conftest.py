@@ -4,10 +4,15 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
+
+import pytest
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could configure it")
 
+_SECONDS_TO_END = 5.0
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:
     os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
@@ -23,3 +28,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if not faulthandler.is_enabled():
     faulthandler.enable()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """No thread of the package outlives a test: one that still renews a claim keeps others out."""
+    before = {*threading.enumerate()}
+    yield
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while left := [thread for thread in threading.enumerate() if _is_left(thread, before)]:
+        assert time.monotonic() < deadline, f"threads are left: {left}"
+        left[0].join(0.01)
+
+
+def _is_left(thread: threading.Thread, before: set[threading.Thread]) -> bool:
+    return thread.name.startswith("safetensors") and thread not in before

@@ -69,9 +69,10 @@ def check_seeds(run: Callable[[random.Random], str], seeds: range) -> None:
     ended = set()
     for seed in seeds:
         huggingface_hub.close_session()
-        before = threads(), descriptors()
+        before, opened = threads(), descriptors()
         ended.add(run(random.Random(seed)))
-        assert (threads(), descriptors()) == before, f"seed {seed}"
+        assert threads() <= before, f"seed {seed}"  # those of earlier tests may end
+        assert descriptors() <= opened, f"seed {seed}"
     assert ended == {"equal", "error"}
 
 

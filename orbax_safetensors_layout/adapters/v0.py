@@ -80,7 +80,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         {'layer': {'weight': array([0., 1., 2., 3.], dtype=float32)}, 'step': 3}
         >>> tree = {"layer": {"weight": jax.ShapeDtypeStruct((4,), np.float32)}, "step": 0}
         >>> checkpointer.restore(folder, args=SafetensorsRestore(tree))
-        {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}, 'step': 3}
+        {'layer': {'weight': array([0., 1., 2., 3.], dtype=float32)}, 'step': 3}
     """
 
     def __init__(

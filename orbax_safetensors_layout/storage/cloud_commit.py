@@ -207,10 +207,12 @@ class StagedCopy:
         self._keeps = False
 
     def end(self) -> None:
-        if not self._keeps:
-            with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
-                self._storage.remove(self.folder)
-        self._claim.release()
+        try:
+            if not self._keeps:
+                with contextlib.suppress(SafetensorsLayoutError):  # what failed before counts
+                    self._storage.remove(self.folder)
+        finally:  # also when interrupted: a claim that is renewed keeps other saves out
+            self._claim.release()
 
     def _check_alone(self, names: Sequence[str]) -> None:
         """Checks that these are the files beside the folder, as this save has written them."""
