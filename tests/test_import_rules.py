@@ -20,52 +20,46 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(line.split())
     for line in (
-        "redaction grouping",
-        "errors",
-        "units",
-        "profiles",
-        "options",
-        "geometry",
-        "storage",
-        "format",
+        "errors options geometry",
+        "format runtime",
+        "storage sharding",
+        "catalog pytree",
         "mapping",
         "plan",
-        "transfer",
-        "load save publishing checkpoint_folder tree saved_tree structure placements recorded prng"
-        " wants origins filling leaf_values sharing",
-        "conversion consolidate inspection forecast forecast_tree report soundness",
+        "reading",
+        "load writing",
+        "save",
+        "conversion",
         "adapters",
-        "located sides comparison",
-        "convert verify",
-        "cli __main__",
+        "analysis convert",
+        "cli",
+        "__main__",
     )
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 
 MAY_IMPORT_JAX = (
+    "sharding.serialize",
+    "sharding.shards",
+    "pytree.abstract",
+    "pytree.prng",
+    "pytree.treedef",
     "mapping.abstract",
-    "plan.shards",
-    "transfer._jax",
-    "transfer.assemble",
-    "transfer.host",
-    "transfer.scatter",
-    "transfer.spread",
+    "reading._jax",
+    "reading.all_gather",
+    "reading.assemble",
+    "reading.leaf_builder",
+    "reading.replica_exchange",
+    "reading.resolve",
+    "reading.saved_metadata",
     "load",
+    "writing.host",
+    "writing.prepare_tree",
     "save",
-    "tree",
-    "saved_tree",
-    "recorded",
-    "prng",
-    "wants",
-    "leaf_values",
-    "sharing",
-    "structure",
-    "placements",
-    "conversion.design",
-    "conversion.source",
-    "consolidate",
-    "forecast_tree",
+    "conversion.checkpoint_reader",
+    "conversion.target_tree",
     "adapters",
+    "analysis.forecast_tree",
     "convert",
 )
 MAY_IMPORT_ORBAX = ("adapters",)
@@ -86,7 +80,7 @@ OUTSIDE = frozenset(sys.stdlib_module_names) | {
 }
 
 # These work on a machine without an accelerator stack, or before one is set up.
-PURE_FOLDERS = ("format", "geometry", "mapping", "plan", "storage")
+PURE_FOLDERS = ("catalog", "format", "geometry", "mapping", "plan", "runtime", "storage")
 
 
 class Import(NamedTuple):
@@ -246,7 +240,7 @@ def test_pure_folder_runs_without_jax_and_orbax(folder):
     modules = [
         f"{PACKAGE}.{module}"
         for module in HOUSE
-        if part(module) == folder and module not in ("plan.shards", "mapping.abstract")
+        if part(module) == folder and module != "mapping.abstract"
     ]
     assert modules, f"{folder}/ is missing"
     run_python(

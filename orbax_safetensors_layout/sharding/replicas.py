@@ -1,4 +1,4 @@
-"""The devices that hold an array: a row for each distinct box, a column for each of its replicas."""
+"""The devices that hold an array: a row for each distinct box, a column for each replica."""
 
 from __future__ import annotations
 
