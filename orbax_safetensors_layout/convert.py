@@ -14,13 +14,17 @@ from absl import logging
 
 from orbax_safetensors_layout.adapters.orbax_format.locate import (
     holds_checkpoint,
-    is_orbaxs,
+    is_orbax_checkpoint,
     locate,
-    open_source,
+    open_reader,
 )
 from orbax_safetensors_layout.adapters.orbax_format.target import orbax_target
-from orbax_safetensors_layout.conversion.checkpoint_reader import Source, arrays_of, rerooted
-from orbax_safetensors_layout.conversion.location import Location
+from orbax_safetensors_layout.conversion.checkpoint_reader import (
+    CheckpointReader,
+    arrays_of,
+    rerooted,
+)
+from orbax_safetensors_layout.conversion.location import CheckpointRef
 from orbax_safetensors_layout.conversion.pipeline import Conversion, conversion_limits
 from orbax_safetensors_layout.conversion.target import Target
 from orbax_safetensors_layout.conversion.target_tree import (
@@ -39,7 +43,7 @@ from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.runtime.gc import frozen_heap
 from orbax_safetensors_layout.save import save_group
-from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.grid import MeshShape
 from orbax_safetensors_layout.sharding.rules import ShardingRule
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.resolve import open_storage
@@ -149,7 +153,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
         location = locate(_local_or_url(source), step=step, item=item)
-        opened = open_source(location, options.memory_budget_bytes)
+        opened = open_reader(location, options.memory_budget_bytes)
         stack.callback(opened.close)
         kind = format or ("orbax" if opened.kind == "hf" else "hf")
         kept = _step_of(location) if step is not None and kind == "orbax" else None
@@ -206,7 +210,7 @@ def convert(
                 limits,
                 restart=restart,
                 arguments=(way, backwards, subtree),
-                reopen=lambda path: open_source(locate(path), options.memory_budget_bytes),
+                reopen=lambda path: open_reader(locate(path), options.memory_budget_bytes),
                 is_replaced=_is_replaced(folder),
             )
             resumed = conversion.run(
@@ -216,7 +220,7 @@ def convert(
         return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
 
 
-def _documents(source: Source, config: PathLike | None) -> dict[str, bytes]:
+def _documents(source: CheckpointReader, config: PathLike | None) -> dict[str, bytes]:
     """What is put beside safetensors files."""
     if config is None:
         return companions(source.path) if source.kind == "hf" else {}
@@ -244,7 +248,7 @@ def _target_path(target: PathLike) -> str:
     return os.path.realpath(path)
 
 
-def _step_of(location: Location) -> str:
+def _step_of(location: CheckpointRef) -> str:
     """What the folder of the source's step is called."""
     step = location.path if location.item is None else os.path.dirname(location.path)
     return os.path.basename(step)
@@ -265,10 +269,10 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
     if mesh is None:
         if spec:
             raise ValueError("Sharding rules need a mesh: give mesh={'fsdp': 16} or the like.")
-        return None if processes == 1 else Topology(DeviceGrid({"processes": processes}, processes))
+        return None if processes == 1 else Topology(MeshShape({"processes": processes}, processes))
     axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     rules = [ShardingRule.parse(rule) if isinstance(rule, str) else rule for rule in spec]
-    return Topology(DeviceGrid(axes, processes), rules or [ShardingRule(".*", None)])
+    return Topology(MeshShape(axes, processes), rules or [ShardingRule(".*", None)])
 
 
 def _write_options(
@@ -304,5 +308,5 @@ def _check_target(
 
 def _is_replaced(folder: str) -> Callable[[str], bool]:
     """Which files of what stands at the target go with it."""
-    is_whole = is_orbaxs(folder)
+    is_whole = is_orbax_checkpoint(folder)
     return lambda name: is_whole or appearance_rank(name) is not None

@@ -17,27 +17,27 @@ from absl import logging
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
-from orbax_safetensors_layout.plan.array_source import Mapped, bind
+from orbax_safetensors_layout.plan.array_source import MappedSource, bind
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
-from orbax_safetensors_layout.pytree.abstract import HostLeaf, WantedTree
+from orbax_safetensors_layout.pytree.abstract import AbstractTree, HostLeaf
 from orbax_safetensors_layout.reading.decoding import check_booleans
-from orbax_safetensors_layout.reading.leaf_builder import LeafValues
-from orbax_safetensors_layout.reading.materialize import Filling
+from orbax_safetensors_layout.reading.leaf_builder import LeafBuilder
+from orbax_safetensors_layout.reading.materialize import Materializer
 from orbax_safetensors_layout.reading.read import ReadStats, read_leaves
 from orbax_safetensors_layout.reading.replica_exchange import (
     LOADING,
     PLANNING,
-    Exchange,
-    agreement,
+    ReplicaExchange,
+    fingerprint_of,
     load_group,
     steps_of,
 )
-from orbax_safetensors_layout.reading.resolve import adopts, host_leaves, wanted_leaves
-from orbax_safetensors_layout.reading.saved_metadata import Recorded
+from orbax_safetensors_layout.reading.resolve import adopts, host_leaves, resolve_leaves
+from orbax_safetensors_layout.reading.saved_metadata import SavedMetadata
 from orbax_safetensors_layout.reading.verifying import VerifyingReader
 from orbax_safetensors_layout.runtime.gc import frozen_heap
-from orbax_safetensors_layout.runtime.process_group import Group
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 from orbax_safetensors_layout.runtime.progress import consecutive, progress_callback
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 from orbax_safetensors_layout.storage.base import RangeReader
@@ -144,13 +144,13 @@ def load_catalog(
         frozen_heap(len(catalog.names)),
         _explicit_transfer(),
     ):
-        recorded = Recorded(catalog)
+        recorded = SavedMetadata(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping, devices=True)
         reader: RangeReader = catalog.storage
         if options.verify:
             reader = VerifyingReader.of(catalog.storage, catalog.path)
         if tree is None:
-            group.meet(PLANNING, agree=agreement((), ()))
+            group.meet(PLANNING, agree=fingerprint_of((), ()))
             values, stats = _read_host(catalog, reader, only, options)
         else:
             values, stats = _read_tree(catalog, reader, tree, mapping, options, group)
@@ -179,7 +179,7 @@ def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, Ten
         if mapping is not None:
             bound, entries = bind(catalog, mapping, None)
             return {
-                name: _mapped_metadata(Mapped(made, entries))
+                name: _mapped_metadata(MappedSource(made, entries))
                 for name, made in bound.expressions.items()
             }
         return {
@@ -188,7 +188,7 @@ def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, Ten
         }
 
 
-def _mapped_metadata(leaf: Mapped) -> TensorMetadata:
+def _mapped_metadata(leaf: MappedSource) -> TensorMetadata:
     nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
     return TensorMetadata(leaf.shape, leaf.dtype, leaf.file or "", nbytes)
 
@@ -222,12 +222,12 @@ def plan_load(
     """
     options = given_or_default(options, ReadOptions)
     with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
-        recorded = Recorded(catalog)
+        recorded = SavedMetadata(catalog)
         tree = _wanted_tree(catalog, recorded, abstract, only, mapping, devices=False)
         if tree is None:
             return _plans(catalog, [host_leaves(catalog, only)], options, adopt=True)[0]
         shards = ProcessShards(process_index, process_count)
-        leaves = wanted_leaves(
+        leaves = resolve_leaves(
             catalog,
             tree,
             shards,
@@ -235,9 +235,9 @@ def plan_load(
             strict=options.strict,
             devices=False,
         )
-        nowhere = LeafValues(leaves).take
+        nowhere = LeafBuilder(leaves).take
         steps = steps_of(catalog, leaves, shards, options)
-        reads = [Filling(step.leaves, nowhere).reads for step in steps]
+        reads = [Materializer(step.leaves, nowhere).reads for step in steps]
         return ReadPlan.joined(_plans(catalog, reads, options, adopt=adopts(tree.wants)))
 
 
@@ -269,17 +269,17 @@ class _HostArrays:
 
 def _wanted_tree(
     catalog: Catalog,
-    recorded: Recorded,
+    recorded: SavedMetadata,
     abstract: Any,
     only: str | Sequence[str] | None,
     mapping: Mapping | None,
     *,
     devices: bool,
-) -> WantedTree | None:
+) -> AbstractTree | None:
     """What is wanted; None for a flat dict of tensors on the host."""
     if abstract is None and mapping is not None and only is None:
         facts = bind(catalog, mapping, None)[0].facts()
-        return WantedTree.parse({name: HostLeaf(*fact) for name, fact in facts.items()})
+        return AbstractTree.parse({name: HostLeaf(*fact) for name, fact in facts.items()})
     if abstract is None and mapping is None:
         return recorded.tree() if only is None else None
     if only is not None:
@@ -287,21 +287,21 @@ def _wanted_tree(
             "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
             " leave out of the tree the leaves that are not wanted, or put `...` in their place."
         )
-    tree = WantedTree.parse(abstract)
+    tree = AbstractTree.parse(abstract)
     return tree if mapping is not None else recorded.settle(tree, devices=devices)
 
 
 def _read_tree(
     catalog: Catalog,
     reader: RangeReader,
-    tree: WantedTree,
+    tree: AbstractTree,
     mapping: Mapping | None,
     options: ReadOptions,
-    group: Group,
+    group: ProcessGroup,
 ) -> tuple[Any, ReadStats]:
     """The wanted tree with its leaves filled."""
     shards = ProcessShards()
-    leaves = wanted_leaves(
+    leaves = resolve_leaves(
         catalog,
         tree,
         shards,
@@ -309,13 +309,13 @@ def _read_tree(
         strict=options.strict,
         devices=True,
     )
-    values = LeafValues(leaves)
-    exchange = Exchange(leaves, values, group)
+    values = LeafBuilder(leaves)
+    exchange = ReplicaExchange(leaves, values, group)
     steps = steps_of(catalog, leaves, shards, options)
-    fillings = [Filling(step.leaves, exchange.taker(step)) for step in steps]
+    fillings = [Materializer(step.leaves, exchange.taker(step)) for step in steps]
     reads = [filling.reads for filling in fillings]
     plans = _plans(catalog, reads, options, adopt=adopts(tree.wants))
-    group.meet(PLANNING, agree=agreement(steps, leaves))
+    group.meet(PLANNING, agree=fingerprint_of(steps, leaves))
     stats = ReadStats()
     with progress_callback(options.progress) as progress:
         reports = consecutive(progress, [plan.needed_bytes for plan in plans])

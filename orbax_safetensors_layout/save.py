@@ -28,7 +28,7 @@ from orbax_safetensors_layout.plan.scatter import ScatterPlan
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.reading._jax import DistributedStore
 from orbax_safetensors_layout.runtime.gc import frozen_heap
-from orbax_safetensors_layout.runtime.process_group import Agreement, Group
+from orbax_safetensors_layout.runtime.process_group import Fingerprint, ProcessGroup
 from orbax_safetensors_layout.runtime.progress import progress_callback
 from orbax_safetensors_layout.runtime.write_pool import WritePool
 from orbax_safetensors_layout.sharding.shards import ProcessShards
@@ -39,7 +39,7 @@ from orbax_safetensors_layout.writing.commit import publication_of, publish
 from orbax_safetensors_layout.writing.completion import Completion
 from orbax_safetensors_layout.writing.folder import CheckpointFolder, given_companions
 from orbax_safetensors_layout.writing.host import HostValues
-from orbax_safetensors_layout.writing.prepare_tree import SavedTree
+from orbax_safetensors_layout.writing.prepare_tree import PreparedTree
 from orbax_safetensors_layout.writing.scatter import scatter
 from orbax_safetensors_layout.writing.write import WriteStats, write_parts
 
@@ -127,13 +127,13 @@ def plan_save(
     """
     options = given_or_default(options, WriteOptions)
     shards = ProcessShards(process_index, process_count)
-    parsed = SavedTree.parse(abstract, options=options, shards=shards, mapping=mapping)
+    parsed = PreparedTree.parse(abstract, options=options, shards=shards, mapping=mapping)
     return parsed.plan(mapping, options, shards)[0]
 
 
 def save_group(
     path: PathLike, options: WriteOptions | ConvertOptions, purpose: str = "save"
-) -> Group:
+) -> ProcessGroup:
     """The processes of this program, that save together.
 
     For a `with` block, which all enter in the same order, before anything can fail on one of them
@@ -149,7 +149,9 @@ def save_group(
     name = redact_urls(os.fsdecode(path))
     if "://" not in name and "\0" not in name:
         name = os.path.realpath(os.path.expanduser(name))
-    return Group(name, jax.process_index(), count, store, options.timeout_seconds, purpose=purpose)
+    return ProcessGroup(
+        name, jax.process_index(), count, store, options.timeout_seconds, purpose=purpose
+    )
 
 
 class PreparedSave:
@@ -208,7 +210,7 @@ class PreparedSave:
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         shards = ProcessShards()
-        parsed = SavedTree.parse(
+        parsed = PreparedTree.parse(
             tree, options=options, shards=shards, dtypes=dtypes, mapping=mapping
         )
         parsed.check_concrete()
@@ -254,7 +256,7 @@ class PreparedSave:
         self,
         path: PathLike,
         *,
-        group: Group,
+        group: ProcessGroup,
         overwrite: bool,
         documents: Mapping[str, bytes] | None = None,
     ) -> None:
@@ -292,7 +294,7 @@ class PreparedSave:
         self,
         folder: str,
         *,
-        group: Group,
+        group: ProcessGroup,
         storage: Storage,
         documents: Mapping[str, bytes] | None = None,
     ) -> WriteStats:
@@ -381,7 +383,7 @@ class PreparedSave:
             return scatter(work, self._scattered.parts, self._values)
         return gather(work) if self.plan.exchanges else WriteStats()
 
-    def _agreement(self) -> Agreement | None:
+    def _agreement(self) -> Fingerprint | None:
         plan = self.plan
         if plan.process_count == 1:
             return None
@@ -392,7 +394,7 @@ class PreparedSave:
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"
-        return Agreement(
+        return Fingerprint(
             digest.hexdigest(),
             description,
             "All processes must save the same tree of global arrays; an array that each process"
@@ -422,14 +424,14 @@ class _Run(NamedTuple):
     """
 
     folder: CheckpointFolder
-    group: Group
+    group: ProcessGroup
     pool: WritePool
     memory_budget_bytes: int
     progress: Callable[[Progress], None] | None
 
     @contextlib.contextmanager
     def step(
-        self, doing: str, agree: Agreement | None = None, tell: str = ""
+        self, doing: str, agree: Fingerprint | None = None, tell: str = ""
     ) -> Iterator[list[str]]:
         """A step of all processes, that wait for each other after it and fail together.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Source
+from orbax_safetensors_layout.storage.base import Buffer, ByteBuffer, FileWriter
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.retry import Failure, Retrier
 
@@ -107,7 +107,7 @@ class _FaultyWriter:
     def __init__(self, storage: FaultyStorage, file: str, writer: FileWriter) -> None:
         self._storage, self._file, self._writer = storage, file, writer
 
-    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         self._storage.retried(
             lambda: self._writer.write_at(offset, buffers), f"writing from {offset}", self._file
         )

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece, apply_view, assemble_box
 from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
 from orbax_safetensors_layout.mapping.expr.joins import concat, stack
@@ -36,7 +36,7 @@ def reader(tensors):
     return read
 
 
-def evaluate(bound: Bound, tensors, box: Box | None = None, *, refined: bool = False):
+def evaluate(bound: BoundExpr, tensors, box: Box | None = None, *, refined: bool = False):
     box = Box.whole(bound.shape) if box is None else box
     pieces = bound.pull_back(box, refined=refined)
     return assemble_box(pieces, box, bound.dtype, reader(tensors), refined=refined)

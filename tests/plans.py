@@ -15,7 +15,7 @@ from orbax_safetensors_layout.format.pieces import piece_name
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, WritePlan, plan_writes
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+from orbax_safetensors_layout.sharding.boxes import GlobalShards
 
 DATA_ALIGNMENT = 4096
 
@@ -29,7 +29,7 @@ def grid_boxes(shape: Sequence[int], grid: Sequence[int]) -> Iterator[Box]:
 
 
 @st.composite
-def held_boxes(draw, processes: int) -> HeldBoxes:
+def held_boxes(draw, processes: int) -> GlobalShards:
     """Any equal division of any array, each cell on any processes (not all need to hold any)."""
     rank = draw(st.integers(0, 3))
     grid = [draw(st.sampled_from([1, 1, 2, 3, 4])) for _ in range(rank)]
@@ -45,10 +45,10 @@ def held_boxes(draw, processes: int) -> HeldBoxes:
         holders = [(draw(st.integers(0, processes - 1)),) for _ in boxes]
     else:
         holders = [tuple(sorted(draw(some))) for _ in boxes]
-    return HeldBoxes(boxes, tuple(holders))
+    return GlobalShards(boxes, tuple(holders))
 
 
-def shape_of(held: HeldBoxes) -> tuple[int, ...]:
+def shape_of(held: GlobalShards) -> tuple[int, ...]:
     return tuple(map(max, zip(*(box.stop for box in held.boxes), strict=True)))
 
 

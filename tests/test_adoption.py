@@ -225,7 +225,7 @@ class Accelerator:
         self.sizes: list[int] = []
 
     def destinations_of(self, group, opened, staging):
-        made = destinations_module.destinations_of(group, opened, staging)
+        made = destinations_module.buffer_slices(group, opened, staging)
         memories = {id(made_for.room.memory): made_for.room.memory for made_for in made}
         self.sizes.append(sum(memory.size for memory in memories.values()))
         return made
@@ -297,7 +297,7 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
             raise osl.StorageError("the disk broke", file=file)
 
     def remember(group, opened, staging):
-        made = destinations_module.destinations_of(group, opened, staging)
+        made = destinations_module.buffer_slices(group, opened, staging)
         alive.extend(weakref.ref(destination.room.memory.base) for destination in made)
         return made
 

@@ -16,11 +16,11 @@ from multiprocess import run_processes
 from test_cli import run
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.forecast import forecast
+from orbax_safetensors_layout.analysis.forecast import estimate
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.coverage import coverage
-from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.grid import MeshShape
 from orbax_safetensors_layout.sharding.rules import (
     ShardingRule,
     ShardingRules,
@@ -105,10 +105,10 @@ def main(path, mesh, specs):
 
 @pytest.mark.parametrize("latency", [None, 0.0])
 def test_eight_real_processes_read_what_was_planned(path, latency):
-    grid = DeviceGrid({"fsdp": 4, "tensor": 4}, 8)
+    grid = MeshShape({"fsdp": 4, "tensor": 4}, 8)
     rules = [ShardingRule.parse(rule) for rule in RULES]
     options = ReadOptions() if latency is None else ReadOptions(latency_seconds={"local": latency})
-    found = forecast(path, grid, rules, options=options)
+    found = estimate(path, grid, rules, options=options)
     placer = ShardingRules(rules, grid)
     placed = {name: placer.place(name, t.shape).spec for name, t in llama_like().items()}
     source = LOAD
@@ -128,9 +128,9 @@ def test_eight_real_processes_read_what_was_planned(path, latency):
 def test_plan_agrees_with_plan_load(path):
     from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-    grid = DeviceGrid({"fsdp": 2, "tensor": 8}, 4)
+    grid = MeshShape({"fsdp": 2, "tensor": 8}, 4)
     rules = [ShardingRule.parse("'.*' = auto")]
-    found = forecast(path, grid, rules)
+    found = estimate(path, grid, rules)
     mesh = AbstractMesh((2, 8), ("fsdp", "tensor"))
     import jax
 
@@ -348,9 +348,9 @@ def test_the_picture(path, tmp_path, capsys):
 
 
 def test_the_picture_shows_every_byte_that_is_read(path):
-    grid = DeviceGrid({"x": 4, "y": 2}, 4)
+    grid = MeshShape({"x": 4, "y": 2}, 4)
     rules = [ShardingRule.parse(rule) for rule in ("'.*up_proj.*' = -,x", "'.*' = auto")]
-    found = forecast(path, grid, rules, options=ReadOptions(latency_seconds={"local": 0.0}))
+    found = estimate(path, grid, rules, options=ReadOptions(latency_seconds={"local": 0.0}))
     seen = coverage(found.fleet, [3, 0], 97)
     width = seen.total_bytes / 97
     for row, process in enumerate((3, 0)):
@@ -397,7 +397,7 @@ def test_rules_are_read_as_they_are_written(pattern, parts):
 
 @given(st.lists(st.sampled_from([1, 2, 3, 6, 8, 24, 25]), max_size=3))
 def test_auto_splits_over_the_most_devices(shape):
-    grid = DeviceGrid(AXES, 1)
+    grid = MeshShape(AXES, 1)
     spec = auto_spec(shape, grid)
     grid.cells(spec, shape)  # fits
     spans = [("a", "b", "c"), ("a", "b"), ("b", "c"), ("a",), ("b",), ("c",)]

@@ -14,7 +14,7 @@ import pytest
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.reading import replica_exchange
 from orbax_safetensors_layout.runtime import heartbeat, process_group
-from orbax_safetensors_layout.runtime.process_group import Group
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 
 PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
 
@@ -70,7 +70,7 @@ class MemoryStore:
 def together(
     store: MemoryStore,
     count: int,
-    work: Callable[[Group], object],
+    work: Callable[[ProcessGroup], object],
     *,
     name: str,
     timeout_seconds: float = 60,
@@ -78,7 +78,7 @@ def together(
     """What `work` returns, or raises, in each process."""
     groups = make_groups(store, count, name, timeout_seconds)
 
-    def run(group: Group) -> object:
+    def run(group: ProcessGroup) -> object:
         try:
             with group:
                 return work(group)
@@ -91,13 +91,13 @@ def together(
 
 def make_groups(
     store: MemoryStore, count: int, name: str, timeout_seconds: float = 60
-) -> list[Group]:
+) -> list[ProcessGroup]:
     """One group a process. Each process counts its operations; threads share the counter."""
     groups = []
     before = process_group._counts["save", name]
     for process in range(count):
         process_group._counts["save", name] = before
-        groups.append(Group(name, process, count, store, timeout_seconds))
+        groups.append(ProcessGroup(name, process, count, store, timeout_seconds))
     return groups
 
 
@@ -126,7 +126,7 @@ def test_nobody_goes_on_before_all_are_there(store, count):
 
 
 def test_one_process_needs_no_store():
-    group = Group("alone", 0, 1, None, 1.0)
+    group = ProcessGroup("alone", 0, 1, None, 1.0)
     assert group.is_leader
     group.meet("a step")
     with pytest.raises(KeyError, match="mine"):

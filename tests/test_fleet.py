@@ -13,13 +13,13 @@ from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.options import PROFILES, ReadOptions, WriteOptions
-from orbax_safetensors_layout.plan.cluster import plan_fleet
-from orbax_safetensors_layout.plan.cluster_costs import FleetLeaf
-from orbax_safetensors_layout.plan.cluster_writes import plan_fleet_writes
+from orbax_safetensors_layout.plan.cluster import plan_cluster
+from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor
+from orbax_safetensors_layout.plan.cluster_writes import plan_cluster_writes
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
-from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.grid import MeshShape
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 CODES = ["F32", "BF16", "U8", "F64", "F4", "F6_E2M3", "F8_E4M3"]
@@ -44,7 +44,7 @@ def cases(draw):
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
     devices = math.prod(sizes)
     processes = draw(st.sampled_from([n for n in range(1, devices + 1) if devices % n == 0]))
-    grid = DeviceGrid(dict(zip("xyz", sizes, strict=False)), processes)
+    grid = MeshShape(dict(zip("xyz", sizes, strict=False)), processes)
     kinds = []
     for _ in range(draw(st.integers(1, 4))):
         shape = tuple(
@@ -61,7 +61,7 @@ def cases(draw):
         start = ends.get(file, 8)
         ends[file] = start + math.prod(shape) * dtype.bits // 8
         entry = TensorEntry(f"t{number}", dtype, shape, file, start, ends[file])
-        leaves.append(FleetLeaf(entry, spec))
+        leaves.append(ClusterTensor(entry, spec))
     return grid, leaves
 
 
@@ -92,7 +92,7 @@ def each_by_itself(grid, leaves, profile, budget):
 @given(cases(), profiles())
 def test_every_process_costs_what_its_own_plan_says(case, costs):
     (grid, leaves), (profile, budget) = case, costs
-    fleet = plan_fleet(leaves, grid, profile=profile, memory_budget_bytes=budget)
+    fleet = plan_cluster(leaves, grid, profile=profile, memory_budget_bytes=budget)
     found = [fleet.cost(process) for process in range(grid.processes)]
     expected = [*each_by_itself(grid, leaves, profile, budget)]
     # A process that holds only empty boxes is told of no tensors.
@@ -100,10 +100,10 @@ def test_every_process_costs_what_its_own_plan_says(case, costs):
 
 
 def test_replicas_are_worked_out_once():
-    grid = DeviceGrid({"data": 16, "fsdp": 8}, 32)
+    grid = MeshShape({"data": 16, "fsdp": 8}, 32)
     entry = TensorEntry("w", DTYPES["F32"], (64, 64), "a", 8, 8 + 64 * 64 * 4)
-    fleet = plan_fleet(
-        [FleetLeaf(entry, (("fsdp",),))],
+    fleet = plan_cluster(
+        [ClusterTensor(entry, (("fsdp",),))],
         grid,
         profile=PROFILES["local"],
         memory_budget_bytes=2**31,
@@ -115,7 +115,7 @@ def test_replicas_are_worked_out_once():
 
 @pytest.mark.parametrize("process", [0, 17, 1023])
 def test_a_large_mesh(process):
-    grid = DeviceGrid({"fsdp": 1024, "tensor": 4}, 1024)
+    grid = MeshShape({"fsdp": 1024, "tensor": 4}, 1024)
     shapes = [(4096, 256), (2048, 16), (1024,), (4, 4096, 64)]
     specs = [
         (("fsdp",), ("tensor",)),
@@ -128,10 +128,10 @@ def test_a_large_mesh(process):
         shape = shapes[number % 4]
         stop = at + math.prod(shape) * 2
         entry = TensorEntry(f"t{number}", DTYPES["BF16"], shape, "a", at, stop)
-        leaves.append(FleetLeaf(entry, specs[number % 4]))
+        leaves.append(ClusterTensor(entry, specs[number % 4]))
         at = stop
     profile = PROFILES["local"]
-    fleet = plan_fleet(leaves, grid, profile=profile, memory_budget_bytes=2**31)
+    fleet = plan_cluster(leaves, grid, profile=profile, memory_budget_bytes=2**31)
     mesh = AbstractMesh((1024, 4), ("fsdp", "tensor"))
     shards = ProcessShards(process, 1024)
     reads = []
@@ -148,7 +148,7 @@ def test_a_large_mesh(process):
 def test_every_process_writes_what_its_own_plan_says(case, layout, max_file_bytes):
     grid, leaves = case
     options = WriteOptions(layout=layout, max_file_bytes=max_file_bytes)
-    found = plan_fleet_writes(leaves, grid, options)
+    found = plan_cluster_writes(leaves, grid, options)
     mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
     for process in range(grid.processes):
         shards = ProcessShards(process, grid.processes)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_safetensors_layout.catalog.nearest import nearest_names
+from orbax_safetensors_layout.catalog.nearest import suggest_names
 from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
 from orbax_safetensors_layout.catalog.select import select_names
 
@@ -141,14 +141,14 @@ def test_is_plain() -> None:
 
 
 def test_nearest_names_of_few() -> None:
-    assert nearest_names("embeding", ["embedding", "norm", "head"]) == ["embedding"]
-    assert nearest_names("zzz", ["embedding", "norm"]) == []
-    assert nearest_names("a", []) == []
+    assert suggest_names("embeding", ["embedding", "norm", "head"]) == ["embedding"]
+    assert suggest_names("zzz", ["embedding", "norm"]) == []
+    assert suggest_names("a", []) == []
 
 
 def test_nearest_names_of_many() -> None:
     names = [f"model.layers.{i}.mlp.{p}.weight" for i in range(3000) for p in ("up", "down")]
     assert (
-        nearest_names("model.layers.77.mlp.up.wieght", names)[0] == "model.layers.77.mlp.up.weight"
+        suggest_names("model.layers.77.mlp.up.wieght", names)[0] == "model.layers.77.mlp.up.weight"
     )
-    assert nearest_names("layers.77.mlp.down.weight", names)[0] == "model.layers.77.mlp.down.weight"
+    assert suggest_names("layers.77.mlp.down.weight", names)[0] == "model.layers.77.mlp.down.weight"

@@ -31,7 +31,7 @@ from orbax_safetensors_layout.mapping.expr.joins import concat, stack
 from orbax_safetensors_layout.mapping.expr.quantized import dequantize_block
 from orbax_safetensors_layout.mapping.inverse.invert import invert
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -40,7 +40,7 @@ BIJECTIONS = tuple(op for op in INDEX_OPS if op not in (slice_, take))
 
 def inverted(case):
     made = case.expr.bind({}, facts_of(case.tensors))
-    return invert({"leaf": made}, {"leaf": Fact(made.shape, made.dtype)})
+    return invert({"leaf": made}, {"leaf": TensorSpec(made.shape, made.dtype)})
 
 
 @settings(max_examples=300, deadline=None)
@@ -105,7 +105,7 @@ def test_a_tensor_in_several_leaves(data):
     leaves = {f"leaf{i}": array for i, (_, array) in enumerate(parts)}
     facts = facts_of(case.tensors)
     mades = {f"leaf{i}": expr.bind({}, facts) for i, (expr, _) in enumerate(parts)}
-    found = invert(mades, {name: Fact(a.shape, a.dtype) for name, a in leaves.items()})
+    found = invert(mades, {name: TensorSpec(a.shape, a.dtype) for name, a in leaves.items()})
     for name, made in found.items():
         same(evaluate(made, leaves), case.tensors[name])
         box = data.draw(boxes_in(made.shape))
@@ -243,8 +243,8 @@ def test_dtypes_of_what_is_saved():
     leaves = {"x": ((2, 3), F32), "y": ((4,), F32)}
     files = {"x": ((3, 2), BF16), "y": ((4,), BF16)}
     known = mapping.inverse().bind(leaves, files).facts()
-    assert known == {"x": Fact((3, 2), F32), "y": Fact((4,), BF16)}
-    assert mapping.inverse().bind(leaves).facts()["y"] == Fact((4,), F32)
+    assert known == {"x": TensorSpec((3, 2), F32), "y": TensorSpec((4,), BF16)}
+    assert mapping.inverse().bind(leaves).facts()["y"] == TensorSpec((4,), F32)
 
 
 def test_values_are_only_undone_exactly():
@@ -278,7 +278,7 @@ def test_values_are_only_undone_exactly():
         save(tensor("f").scale(0))
     made = opaque(np.sum, tensor("f"), shape=(4,), dtype="float32").bind({}, {"f": ((4,), F32)})
     with pytest.raises(MappingError, match="by a function does not invert"):
-        invert({"x": made}, {"x": Fact((4,), F32)})
+        invert({"x": made}, {"x": TensorSpec((4,), F32)})
     integers = Mapping([rule("x", tensor("f").add(3))]).inverse()
     (made,) = integers.bind({"x": ((2,), np.int8)}, {"f": ((2,), np.int8)}).expressions.values()
     same(evaluate(made, {"x": np.int8([5, -128])}), np.int8([2, 125]))
@@ -370,7 +370,7 @@ def test_what_can_not_be_saved(rules, problem):
     mapping = Mapping(rules)
     leaves = mapping.bind(files).facts()
     if "float16" in problem:
-        leaves["b"] = Fact(leaves["b"].shape, BF16)
+        leaves["b"] = TensorSpec(leaves["b"].shape, BF16)
         mapping = Mapping([rules[0], rule("b", tensor("x").slice(0, 3))])
         problem = problem.replace("float16", "bfloat16")
     with pytest.raises(MappingError) as caught:

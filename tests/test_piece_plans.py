@@ -18,15 +18,15 @@ from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.leaves import LeafRead, Source
+from orbax_safetensors_layout.plan.leaves import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 
 LOCAL = osl.ReadOptions().profile("local")
 
 
-def cells(shape, *grid) -> LocalBoxes:
+def cells(shape, *grid) -> AddressableShards:
     """All cells of a grid."""
     parts = [n // g for n, g in zip(shape, grid, strict=True)]
     boxes = [
@@ -36,13 +36,13 @@ def cells(shape, *grid) -> LocalBoxes:
         )
         for cell in itertools.product(*map(range, grid))
     ]
-    return LocalBoxes(tuple(boxes), (False,) * len(boxes))
+    return AddressableShards(tuple(boxes), (False,) * len(boxes))
 
 
 def stacked(entries, local, shape, strides, name="stack") -> LeafRead:
     """One leaf of equal views, one a tensor, along a new leading dimension."""
     sources = tuple(
-        Source(
+        TensorPiece(
             entry,
             Box((i, *[0] * len(shape)), (i + 1, *shape)),
             AffineView(0, (1, *shape), (0, *strides)),
@@ -93,7 +93,7 @@ def test_equal_experts_share_their_geometry(grid, transposed):
     local = cells((layers, experts, *shape), *grid)
     strides = (1, 64) if transposed else (32, 1)
     sources = tuple(
-        Source(
+        TensorPiece(
             made_up(f"{layer}.{expert}", (64, 32), "BF16", f"f{layer}"),
             Box((layer, expert, 0, 0), (layer + 1, expert + 1, *shape)),
             AffineView(0, (1, 1, *shape), (0, 0, *strides)),
@@ -137,8 +137,8 @@ def test_long_rows_are_cut_so_that_the_copy_writes_whole_lines(tmp_path):
     with Catalog.open(path) as catalog:
         (entry,) = catalog.all_entries().values()
     shape = (1 << 18, 128)
-    source = Source(entry, Box.whole(shape), AffineView(0, shape, (1, 1 << 18)))
-    local = LocalBoxes.whole(shape)
+    source = TensorPiece(entry, Box.whole(shape), AffineView(0, shape, (1, 1 << 18)))
+    local = AddressableShards.whole(shape)
     leaf = LeafRead("t", shape, entry.dtype, (source,), local, entry.dtype.numpy)
     found = plan([leaf])
     (region,) = found.batches[0][1]
@@ -205,13 +205,13 @@ def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
 @pytest.mark.parametrize("in_order", [False, True])
 def test_leaves_are_read_file_by_file_or_in_their_order(in_order):
     """What a file is put together from comes in the order in which it can be appended."""
-    whole = LocalBoxes((Box((0, 0), (4, 6)),), (False,))
+    whole = AddressableShards((Box((0, 0), (4, 6)),), (False,))
     leaves = [
         LeafRead(
             f"t{number}",
             (4, 6),
             DTYPES["F32"],
-            (Source(made_up(file="ab"[number % 2], start=96 * number), whole.boxes[0], view),),
+            (TensorPiece(made_up(file="ab"[number % 2], start=96 * number), whole.boxes[0], view),),
             whole,
             np.dtype(np.float32),
         )
@@ -248,7 +248,13 @@ def test_small_parts_of_many_leaves_share_requests(tmp_path):
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()
     leaves = [
-        stacked([entries[f"{i}.{k}"] for i in range(8)], LocalBoxes.whole((8, 33)), (33,), (1,), k)
+        stacked(
+            [entries[f"{i}.{k}"] for i in range(8)],
+            AddressableShards.whole((8, 33)),
+            (33,),
+            (1,),
+            k,
+        )
         for k in "ab"
     ]
     for adopt in (True, False):
@@ -266,7 +272,7 @@ def test_a_repeated_element_is_read_once(tmp_path):
     with Catalog.open(path) as catalog:
         (entry,) = catalog.all_entries().values()
     shape = (5, 3, 7, 4)
-    source = Source(entry, Box.whole(shape), AffineView(28, shape, (-7, 0, 1, 0)))
+    source = TensorPiece(entry, Box.whole(shape), AffineView(28, shape, (-7, 0, 1, 0)))
     local = cells(shape, 1, 3, 1, 2)
     leaf = LeafRead("t", shape, entry.dtype, (source,), local, entry.dtype.numpy)
     found = plan([leaf])
@@ -282,7 +288,7 @@ def test_a_repeated_element_is_read_once(tmp_path):
 def test_a_plan_of_pieces_prints():
     leaf = stacked(
         [made_up(f"t{i}", (4, 6), start=8 + 96 * i) for i in range(3)],
-        LocalBoxes.whole((3, 6, 4)),
+        AddressableShards.whole((3, 6, 4)),
         (6, 4),
         (1, 6),
         "layers.kernel",
@@ -298,7 +304,7 @@ def test_a_failing_read_names_file_and_tensor(tmp_path):
     path = save(tmp_path, tensors, files=2)
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()
-    leaf = stacked([*entries.values()], LocalBoxes.whole((2, 100)), (100,), (1,))
+    leaf = stacked([*entries.values()], AddressableShards.whole((2, 100)), (100,), (1,))
 
     def before_read(file, start, stop):
         if file == entries["t1"].file:
@@ -312,8 +318,8 @@ def test_a_failing_read_names_file_and_tensor(tmp_path):
 
 
 def one(entry, box, view, shape=(4, 6)) -> LeafRead:
-    source = Source(entry, box, view)
-    local = LocalBoxes.whole(shape)
+    source = TensorPiece(entry, box, view)
+    local = AddressableShards.whole(shape)
     return LeafRead("the.leaf", shape, entry.dtype, (source,), local, entry.dtype.numpy)
 
 
@@ -346,9 +352,9 @@ def test_pieces_that_do_not_make_the_leaf_are_refused(leaf, text):
     ],
 )
 def test_boxes_that_do_not_tile_the_leaf_are_refused(boxes):
-    sources = tuple(Source(made_up(), b, AffineView(0, b.shape, (6, 1))) for b in boxes)
+    sources = tuple(TensorPiece(made_up(), b, AffineView(0, b.shape, (6, 1))) for b in boxes)
     f32 = DTYPES["F32"]
-    leaf = LeafRead("the.leaf", (4, 6), f32, sources, LocalBoxes.whole((4, 6)), f32.numpy)
+    leaf = LeafRead("the.leaf", (4, 6), f32, sources, AddressableShards.whole((4, 6)), f32.numpy)
     with pytest.raises(osl.MismatchError, match="do not cover it, each index once") as caught:
         plan([leaf])
     assert caught.value.tensor == "the.leaf"
@@ -356,7 +362,7 @@ def test_boxes_that_do_not_tile_the_leaf_are_refused(boxes):
 
 def test_tensors_of_several_dtypes_do_not_make_a_leaf():
     entries = [made_up("a"), made_up("b", code="I32", file="g")]
-    leaf = stacked(entries, LocalBoxes.whole((2, 4, 6)), (4, 6), (6, 1), "the.leaf")
+    leaf = stacked(entries, AddressableShards.whole((2, 4, 6)), (4, 6), (6, 1), "the.leaf")
     with pytest.raises(osl.DtypeMismatchError, match="'b' is not F32") as caught:
         plan([leaf])
     assert (caught.value.tensor, caught.value.file) == ("the.leaf", "g")
@@ -364,12 +370,12 @@ def test_tensors_of_several_dtypes_do_not_make_a_leaf():
 
 def test_packed_elements_stay_where_they_are():
     entries = [made_up(n, code="F4") for n in "ab"]
-    leaf = stacked(entries, LocalBoxes.whole((2, 4, 6)), (4, 6), (6, 1), "the.leaf")
+    leaf = stacked(entries, AddressableShards.whole((2, 4, 6)), (4, 6), (6, 1), "the.leaf")
     with pytest.raises(osl.UnsupportedDtypeError, match="Load the tensor by itself") as caught:
         plan([leaf])
     assert caught.value.tensor == "the.leaf"
     with pytest.raises(osl.UnsupportedDtypeError, match="Load the tensor by itself"):
         plan([one(made_up(code="F4"), WHOLE, AffineView(0, (4, 6), (1, 4)))])
     assert ml_dtypes.float4_e2m1fn is DTYPES["F4"].numpy.type
-    plain = LeafRead.plain("p", entries[0], LocalBoxes.whole((4, 6)), DTYPES["F4"].numpy)
+    plain = LeafRead.plain("p", entries[0], AddressableShards.whole((4, 6)), DTYPES["F4"].numpy)
     assert plan([plain]).cost().needed_bytes == 12

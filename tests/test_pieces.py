@@ -21,11 +21,11 @@ from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strid
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan import blocking, coalesce, regions
-from orbax_safetensors_layout.plan.leaves import LeafRead, Source
+from orbax_safetensors_layout.plan.leaves import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.reading import blocks
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 
 DTYPES = [*map(np.dtype, ["u1", "i2", "f4", "c8", ml_dtypes.bfloat16])]
 
@@ -95,7 +95,7 @@ def local_boxes(draw, shape):
         )
         for cell in chosen
     ]
-    return LocalBoxes(tuple(boxes), tuple(draw(st.booleans()) for _ in boxes))
+    return AddressableShards(tuple(boxes), tuple(draw(st.booleans()) for _ in boxes))
 
 
 @st.composite
@@ -130,7 +130,7 @@ def leaves(draw):
 
 
 def leaf_read(number, shape, pieces, local, entries) -> LeafRead:
-    sources = tuple(Source(entries[p.tensor], box, p.view) for box, p in pieces.items())
+    sources = tuple(TensorPiece(entries[p.tensor], box, p.view) for box, p in pieces.items())
     stored = sources[0].entry.dtype
     return LeafRead(f"leaf{number}", shape, stored, sources, local, stored.numpy)
 

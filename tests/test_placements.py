@@ -31,7 +31,11 @@ from orbax_safetensors_layout.format.manifest import (
     SingleDeviceRecord,
     parse_manifest,
 )
-from orbax_safetensors_layout.sharding.serialize import ShardingTable, record, restore
+from orbax_safetensors_layout.sharding.serialize import (
+    ShardingTable,
+    decode_sharding,
+    encode_sharding,
+)
 
 P = PartitionSpec
 DEVICES = jax.devices()
@@ -46,7 +50,7 @@ def mesh_of(sizes: tuple[int, ...], names: Any, order: Any = None, **options: An
 def recorded(sharding: Sharding) -> ShardingRecord:
     """The record of a sharding, after a trip through the side file's bytes."""
     table = ShardingTable()
-    assert record(sharding, table) == 0
+    assert encode_sharding(sharding, table) == 0
     data = Manifest("hf", shardings=tuple(table.records)).to_json()
     (found,) = parse_manifest(data, file="m.json").shardings
     assert found == table.records[0]
@@ -70,7 +74,7 @@ def named_shardings(draw: Any) -> NamedSharding:
 
 @given(sharding=named_shardings())
 def test_named_shardings_come_back_equal(sharding: NamedSharding) -> None:
-    found = restore(recorded(sharding))
+    found = decode_sharding(recorded(sharding))
     assert found == sharding
     assert isinstance(found, NamedSharding)
     assert found.memory_kind == sharding.memory_kind
@@ -82,7 +86,7 @@ def test_named_shardings_come_back_equal(sharding: NamedSharding) -> None:
 def test_single_devices_come_back_equal(memory_kind: str | None) -> None:
     sharding = SingleDeviceSharding(DEVICES[3], memory_kind=memory_kind)
     assert recorded(sharding) == SingleDeviceRecord(3, memory_kind)
-    assert restore(recorded(sharding)) == sharding
+    assert decode_sharding(recorded(sharding)) == sharding
 
 
 def test_record_of_a_named_sharding() -> None:
@@ -98,8 +102,8 @@ def test_record_of_a_named_sharding() -> None:
 def test_shardings_of_arrays_come_back() -> None:
     sharding = NamedSharding(mesh_of((4, 2), ("x", "y")), P("y", "x"))
     for array in (jax.device_put(jnp.ones((8, 8)), sharding), jnp.ones(3), jnp.float32(1)):
-        assert restore(recorded(array.sharding)) == array.sharding
-        placed = jax.device_put(np.asarray(array), restore(recorded(array.sharding)))
+        assert decode_sharding(recorded(array.sharding)) == array.sharding
+        placed = jax.device_put(np.asarray(array), decode_sharding(recorded(array.sharding)))
         assert placed.sharding == array.sharding
 
 
@@ -120,7 +124,7 @@ def test_equal_shardings_are_recorded_once() -> None:
         NamedSharding(mesh, P("x"), memory_kind="pinned_host"),
         SingleDeviceSharding(DEVICES[0]),
     ]
-    assert [record(sharding, table) for sharding in shardings] == [0, 1, 0, 2, 3, 1]
+    assert [encode_sharding(sharding, table) for sharding in shardings] == [0, 1, 0, 2, 3, 1]
     assert len(table.records) == 4
 
 
@@ -144,17 +148,17 @@ class Name:
 )
 def test_other_shardings_are_not_recorded(sharding: Sharding) -> None:
     table = ShardingTable()
-    assert record(sharding, table) is None
-    assert record(sharding, table) is None
+    assert encode_sharding(sharding, table) is None
+    assert encode_sharding(sharding, table) is None
     assert table.records == []
 
 
 def test_devices_of_another_backend_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
     table = ShardingTable()
-    assert record(SingleDeviceSharding(DEVICES[1]), table) == 0
-    assert record(SingleDeviceSharding(DEVICES[2]), table) is None
-    assert record(NamedSharding(mesh_of((8,), ("x",)), P("x")), table) is None
+    assert encode_sharding(SingleDeviceSharding(DEVICES[1]), table) == 0
+    assert encode_sharding(SingleDeviceSharding(DEVICES[2]), table) is None
+    assert encode_sharding(NamedSharding(mesh_of((8,), ("x",)), P("x")), table) is None
 
 
 MESH = MeshRecord(("x",), (2,), ("auto",), (0, 1))
@@ -171,11 +175,11 @@ MESH = MeshRecord(("x",), (2,), ("auto",), (0, 1))
     ],
 )
 def test_what_this_process_does_not_allow_is_not_restored(stored: ShardingRecord) -> None:
-    assert restore(stored) is None
+    assert decode_sharding(stored) is None
 
 
 def test_thousands_of_arrays_share_a_few_records() -> None:
     mesh = mesh_of((4, 2), ("x", "y"))
     shardings = [NamedSharding(mesh, P(*spec)) for spec in itertools.product("xy", [None])] * 30_000
     table = ShardingTable()
-    assert {record(sharding, table) for sharding in shardings} == {0, 1}
+    assert {encode_sharding(sharding, table) for sharding in shardings} == {0, 1}

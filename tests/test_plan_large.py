@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from recording import RecordingStorage
 
-from orbax_safetensors_layout.analysis.forecast import forecast
+from orbax_safetensors_layout.analysis.forecast import estimate
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.options import PROFILES, ReadOptions
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
-from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.grid import MeshShape
 from orbax_safetensors_layout.sharding.rules import ShardingRule
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -73,9 +73,9 @@ def test_in_little_memory_and_without_jax(model, name, hosts):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "process"), [("deepseek", 517), ("llama", 3)])
 def test_the_share_of_one_process_is_what_it_reads(model, name, process):
-    grid = DeviceGrid({"fsdp": 1024, "tensor": 4}, 1024)
+    grid = MeshShape({"fsdp": 1024, "tensor": 4}, 1024)
     rules = [ShardingRule.parse("'.*' = auto")]
-    found = forecast(model(name), grid, rules)
+    found = estimate(model(name), grid, rules)
     profile = PROFILES["local"]
     storage = RecordingStorage()
     with Catalog.open(model(name), storage=storage) as catalog, storage:
@@ -114,6 +114,6 @@ def boxes_of(grid, spec, shape, process):
     by_device = list(map(tuple, cells.cells.tolist()))
     mine = sorted(set(by_device[process * 4 : process * 4 + 4]))
     others = set(by_device[: process * 4]) | set(by_device[process * 4 + 4 :])
-    return LocalBoxes(
+    return AddressableShards(
         tuple(cells.box(cell) for cell in mine), tuple(cell in others for cell in mine)
     )

@@ -12,11 +12,11 @@ from plans import grid_boxes, held_boxes
 
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.ownership import PieceWriters, file_owners
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+from orbax_safetensors_layout.sharding.boxes import GlobalShards
 
 
 def replicated(shape, processes):
-    return HeldBoxes((Box.whole(shape),), (tuple(range(processes)),))
+    return GlobalShards((Box.whole(shape),), (tuple(range(processes)),))
 
 
 def members(held, tiles):
@@ -67,7 +67,7 @@ def test_each_box_is_written_by_one_of_its_holders(arrays, itemsize, below):
 
 
 def test_arrays_that_are_written_alike_share_their_tiles():
-    held = HeldBoxes(tuple(grid_boxes((8, 4), (8, 1))), tuple((n // 2,) for n in range(8)))
+    held = GlobalShards(tuple(grid_boxes((8, 4), (8, 1))), tuple((n // 2,) for n in range(8)))
     writers = PieceWriters(4)
     assert writers.choose(held, 4) is writers.choose(held, 2)
 
@@ -104,7 +104,7 @@ def test_replicated_arrays_of_many_sizes_are_spread(processes):
 def test_partially_replicated_arrays_are_spread():
     """Two replicas of four shards on eight processes: of each pair either may write."""
     boxes = tuple(grid_boxes((8, 8), (4, 1)))
-    held = HeldBoxes(boxes, tuple((n, n + 4) for n in range(4)))
+    held = GlobalShards(boxes, tuple((n, n + 4) for n in range(4)))
     writers = PieceWriters(8)
     for _ in range(40):
         writers.choose(held, 4)
@@ -122,7 +122,7 @@ def test_the_load_that_is_there_counts():
 
 
 def test_a_process_that_holds_nothing_writes_nothing():
-    held = HeldBoxes(tuple(grid_boxes((8,), (2,))), ((1,), (3,)))
+    held = GlobalShards(tuple(grid_boxes((8,), (2,))), ((1,), (3,)))
     writers = PieceWriters(6)
     assert members(held, writers.choose(held, 1)) == [(1, 0), (3, 1)]
 

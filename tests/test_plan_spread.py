@@ -20,11 +20,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import cover
-from orbax_safetensors_layout.plan.replica_exchange import Limits, SharedLeaf, plan_spread
-from orbax_safetensors_layout.reading.replica_exchange import Step, agreement
+from orbax_safetensors_layout.plan.replica_exchange import ExchangeLimits, SharedLeaf, plan_exchange
+from orbax_safetensors_layout.reading.replica_exchange import ExchangeStep, fingerprint_of
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 
-NO_LIMITS = Limits(1 << 30, 1 << 30, 25_000)
+NO_LIMITS = ExchangeLimits(1 << 30, 1 << 30, 25_000)
 MESHES = [(2, 1, 1), (4, 2, 1), (8, 1, 4), (2, 6, 3), (16, 1, 16)]
 """Sizes of the axes `data` and `fsdp`, and processes."""
 
@@ -53,15 +53,15 @@ def problems(draw):
         leaves.append(SharedLeaf(number, replicas, dtype, direct, place, strides))
     most = draw(st.sampled_from([1, 100, 10_000, 1 << 30]))
     stage, gap = draw(st.sampled_from([1, 1000, 1 << 30])), draw(st.sampled_from([0, 100]))
-    return leaves, processes, Limits(most, stage, gap)
+    return leaves, processes, ExchangeLimits(most, stage, gap)
 
 
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
 def test_every_byte_is_read_once_and_fits_its_round(problem):
     leaves, processes, limits = problem
-    stages = plan_spread(leaves, limits)
-    assert stages == plan_spread(leaves, limits)
+    stages = plan_exchange(leaves, limits)
+    assert stages == plan_exchange(leaves, limits)
     rounds = [one for stage in stages for one in stage]
     travelling = Counter(item.leaf for one in rounds for lane in one.lanes for item in lane)
     assert travelling == Counter(range(len(leaves)))
@@ -96,7 +96,7 @@ def test_every_byte_is_read_once_and_fits_its_round(problem):
 @given(problem=problems())
 def test_stages_are_as_small_as_they_can_be(problem):
     leaves, processes, limits = problem
-    for stage in plan_spread(leaves, limits):
+    for stage in plan_exchange(leaves, limits):
         held = [
             sum(one.slot_bytes * len(one.grid.slots(process)) for one in stage)
             for process in range(processes)
@@ -120,7 +120,7 @@ def shared(count, shape, *, devices=8, processes=4, files=4, dtype=np.float32, s
 def test_processes_read_equally_much_each_from_its_own_files(shape):
     """Layers of a model: 32 alike in 4 files, for 4 processes of 2 devices."""
     leaves = shared(32, shape)
-    (stage,) = plan_spread(leaves, NO_LIMITS)
+    (stage,) = plan_exchange(leaves, NO_LIMITS)
     read, files = Counter(), defaultdict(set)
     for one in stage:
         for process in range(4):
@@ -135,10 +135,15 @@ def test_processes_that_read_in_other_steps_are_told_apart():
     """As with other memory budgets: the rounds are the same, but they would wait for each other."""
     leaves = shared(32, (512, 1024))
     names = [SimpleNamespace(name=str(leaf.number)) for leaf in leaves]
-    plans = [plan_spread(leaves, NO_LIMITS), plan_spread(leaves, NO_LIMITS._replace(stage_bytes=1))]
+    plans = [
+        plan_exchange(leaves, NO_LIMITS),
+        plan_exchange(leaves, NO_LIMITS._replace(stage_bytes=1)),
+    ]
     assert [one for stage in plans[0] for one in stage] == [s for stage in plans[1] for s in stage]
     assert len(plans[0]) < len(plans[1])
-    one, other = (agreement([Step([], stage) for stage in plan], names) for plan in plans)
+    one, other = (
+        fingerprint_of([ExchangeStep([], stage) for stage in plan], names) for plan in plans
+    )
     assert one.digest != other.digest
     assert one.description != other.description
 
@@ -150,11 +155,11 @@ def test_few_programs_serve_many_leaves():
         leaf._replace(number=number)
         for number, leaf in enumerate(itertools.chain.from_iterable(groups))
     ]
-    stages = plan_spread(leaves, Limits(64 << 20, 1 << 40, 0))
+    stages = plan_exchange(leaves, ExchangeLimits(64 << 20, 1 << 40, 0))
     rounds = [one for stage in stages for one in stage]
     assert len({(len(o.lanes), o.part_shape, o.is_packed, o.dtype) for o in rounds}) == 5
     assert len(rounds) == (7 + 5) + (1 + 5) + 1
-    (stage,) = plan_spread(shared(69, (512, 1024)), NO_LIMITS)
+    (stage,) = plan_exchange(shared(69, (512, 1024)), NO_LIMITS)
     assert [len(one.lanes) for one in stage] == [8] * 9  # three lanes have nothing at last
 
 
@@ -173,7 +178,7 @@ def test_few_programs_serve_many_leaves():
 def test_a_split_is_even_and_nobody_reads_what_another_does(shape, strides, devices, axis):
     (leaf,) = shared(1, shape, devices=devices)
     strides = tuple(4 * stride for stride in strides)
-    (stage,) = plan_spread([leaf._replace(strides=strides)], NO_LIMITS)
+    (stage,) = plan_exchange([leaf._replace(strides=strides)], NO_LIMITS)
     assert stage[0].axis == axis
 
 

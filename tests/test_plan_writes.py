@@ -19,7 +19,7 @@ from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.layout import NewTensor
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.writes import LeafWrite
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+from orbax_safetensors_layout.sharding.boxes import GlobalShards
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 P = PartitionSpec
@@ -120,7 +120,7 @@ def test_the_plan_depends_on_what_is_held_alone(held, layout):
     dtype = DTYPES["F32"]
     tensors = [NewTensor(f"t{number}", dtype, shape_of(held)) for number in range(5)]
     shared = [LeafWrite(tensor, dtype.numpy, held) for tensor in tensors]
-    apart = [LeafWrite(tensor, dtype.numpy, HeldBoxes(*held)) for tensor in tensors]
+    apart = [LeafWrite(tensor, dtype.numpy, GlobalShards(*held)) for tensor in tensors]
     for one, other in zip(all_plans(shared, options, 4), all_plans(apart, options, 4), strict=True):
         assert [w[:3] for w in one.writes()] == [w[:3] for w in other.writes()]
         assert one.files == other.files

@@ -33,9 +33,9 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.layout import NewTensor, lay_out
 from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
+from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite
 from orbax_safetensors_layout.runtime.write_pool import WritePool
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+from orbax_safetensors_layout.sharding.boxes import GlobalShards
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.writing.open_files import FileSet
 from orbax_safetensors_layout.writing.write import _PartWriter, write_parts
@@ -1135,7 +1135,7 @@ def most_live(folder, threads, budget, large, file_count=1):
         LeafWrite(
             NewTensor(f"t{n:03}", u8, (size,)),
             u8.numpy,
-            HeldBoxes((Box((0,), (size,)),), ((0,),)),
+            GlobalShards((Box((0,), (size,)),), ((0,),)),
         )
         for n, size in enumerate(sizes)
     ]
@@ -1144,7 +1144,9 @@ def most_live(folder, threads, budget, large, file_count=1):
     for file in range(file_count):
         layout = lay_out(f"f{file}", [leaf.tensor for leaf in leaves[file::file_count]], {})
         parts = tuple(
-            Part(numbers[e.name], Tile(Box((0,), e.shape), (1,), (0,)), e.dtype, e.start, e.stop)
+            FilePart(
+                numbers[e.name], Tile(Box((0,), e.shape), (1,), (0,)), e.dtype, e.start, e.stop
+            )
             for e in layout.tensors
         )
         plans.append(FileWrite(f"f{file}", layout, parts, ()))

@@ -19,7 +19,7 @@ from test_load_mapped import BF16, HEAD_DIM, SPECS, path, sharded, tensors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS, ONE_A_BYTE
-from orbax_safetensors_layout.runtime.process_group import Group
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 
 __all__ = ["path", "tensors"]  # fixtures
 
@@ -375,7 +375,7 @@ def test_a_peer_that_fails_ends_the_save(tmp_path, path, monkeypatch):
     def check(group, doing):
         raise osl.PeerError("process 1 failed")
 
-    monkeypatch.setattr(Group, "check", check)
+    monkeypatch.setattr(ProcessGroup, "check", check)
     with pytest.raises(osl.PeerError, match="process 1"):
         osl.save(tmp_path / "out", tree, mapping=mapping())
     assert [*tmp_path.iterdir()] == []

@@ -20,8 +20,8 @@ from test_load_mapped import sharded
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.reading.all_gather import Slots
-from orbax_safetensors_layout.sharding.replicas import Grid
+from orbax_safetensors_layout.reading.all_gather import SendBuffer
+from orbax_safetensors_layout.sharding.replicas import ReplicaGrid
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SPECS = [(), ("a",), (None, "a"), ("a", "b"), (("b", "a"),), (None, "b")]
@@ -31,8 +31,8 @@ BUDGETS = [2 << 30, 4096, 1]  # all in one round; many rounds and stages; each a
 @pytest.fixture(autouse=True)
 def _as_if_shared(monkeypatch):
     """Takes replicas on devices of one process for replicas of several."""
-    monkeypatch.setattr(Grid, "is_shared", True)
-    monkeypatch.setattr(Grid, "parts_processes", True)
+    monkeypatch.setattr(ReplicaGrid, "is_shared", True)
+    monkeypatch.setattr(ReplicaGrid, "parts_processes", True)
 
 
 def once(budget: int = 2 << 30) -> osl.ReadOptions:
@@ -166,7 +166,9 @@ def test_columns_of_others_are_exchanged(tmp_path, budget, dtype, sizes, spec, c
     path = save(tmp_path, {"t": tensor})
     sharding = NamedSharding(mesh_of(*sizes), P(*spec))
     leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    with mock.patch.object(Slots, "gather", autospec=True, side_effect=Slots.gather) as gather:
+    with mock.patch.object(
+        SendBuffer, "gather", autospec=True, side_effect=SendBuffer.gather
+    ) as gather:
         found = osl.load(path, {"t": leaf}, options=once(budget))["t"]
     rounds = [call.args[0]._round for call in gather.call_args_list]
     assert {one.is_direct for one in rounds} == {dtype != np.bool_}  # which pass through the host

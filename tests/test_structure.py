@@ -36,7 +36,7 @@ from orbax_safetensors_layout.format.manifest import (
 )
 from orbax_safetensors_layout.format.tree import MAX_DEPTH
 from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.pytree.treedef import describe, rebuild
+from orbax_safetensors_layout.pytree.treedef import decode_treedef, encode_treedef
 
 
 class Point(NamedTuple):
@@ -101,11 +101,11 @@ def round_trip(tree: Any) -> Any:
         values[dotted_name(path)] = value
         return TensorLeaf(dotted_name(path))
 
-    node = on_file(describe(tree, leaf))
+    node = on_file(encode_treedef(tree, leaf))
     assert [name for name, _ in leaf_names(node)] == [
         leaf.tensor for leaf in leaves(node) if isinstance(leaf, TensorLeaf)
     ]
-    return rebuild(node, lambda leaf: values[leaf.tensor])
+    return decode_treedef(node, lambda leaf: values[leaf.tensor])
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -181,8 +181,8 @@ def test_plain_containers_come_back_as_they_were(tree: Any) -> None:
         numbers.append(value)
         return ValueLeaf(len(numbers) - 1)
 
-    node = on_file(describe(tree, leaf))
-    assert_same(rebuild(node, lambda leaf: numbers[leaf.value]), tree)
+    node = on_file(encode_treedef(tree, leaf))
+    assert_same(decode_treedef(node, lambda leaf: numbers[leaf.value]), tree)
 
 
 @given(tree=any_trees)
@@ -193,7 +193,7 @@ def test_leaves_come_in_jax_order_under_jax_names(tree: Any) -> None:
         seen.append((dotted_name(path), value))
         return TensorLeaf(seen[-1][0])
 
-    node = on_file(describe(tree, leaf)) if _is_text(tree) else describe(tree, leaf)
+    node = on_file(encode_treedef(tree, leaf)) if _is_text(tree) else encode_treedef(tree, leaf)
     expected, _ = jax.tree_util.tree_flatten_with_path(tree)
     assert len(seen) == len(expected)
     for (name, value), (path, original) in zip(seen, expected, strict=True):
@@ -225,7 +225,7 @@ def test_boxes_have_the_name_that_loading_looks_for() -> None:
         "f": {"value": 6.0},
         "g": nn.Partitioned(None, names=()),
     }
-    node = describe(tree, lambda path, value: TensorLeaf(dotted_name(path)))
+    node = encode_treedef(tree, lambda path, value: TensorLeaf(dotted_name(path)))
     names = ["a", "b.value.c", "d.value", "d.other", "e.value", "f.value"]
     assert [leaf.tensor for leaf in leaves(node)] == names
     assert [name for name, _ in leaf_names(node)] == names
@@ -240,7 +240,7 @@ def test_a_box_becomes_its_value() -> None:
     tree = {"a": nn.Partitioned(1.0, names=("x",)), "g": nn.Partitioned(None, names=())}
     assert round_trip(tree) == {"a": 1.0, "g": None}
     assert round_trip(nn.Partitioned(2.0, names=())) == 2.0
-    assert [name for name, _ in leaf_names(describe(nnx.Param(1.0), _value))] == ["value"]
+    assert [name for name, _ in leaf_names(encode_treedef(nnx.Param(1.0), _value))] == ["value"]
 
 
 def _value(path: Any, value: Any) -> Leaf:
@@ -333,7 +333,7 @@ def test_keys_keep_their_types_and_their_order() -> None:
 
 def test_keys_of_the_same_text_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Keys of the node at \['a'\] have the same text"):
-        describe({"a": TwoKeys()}, _value)
+        encode_treedef({"a": TwoKeys()}, _value)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -365,7 +365,7 @@ def test_named_tuple_of_an_imported_class() -> None:
 
 def described_type(name: str, fields: tuple[str, ...] = ("x", "y")) -> type:
     node = Container("namedtuple", tuple(map(ValueLeaf, range(len(fields)))), fields, name)
-    return type(rebuild(node, lambda leaf: leaf.value))
+    return type(decode_treedef(node, lambda leaf: leaf.value))
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_stand_in_looks_like_the_original_and_is_saved_under_its_name() -> None:
     kind = described_type("some.module:Outer.State", ("mu", "nu"))
     assert (kind.__module__, kind.__qualname__) == ("some.module", "Outer.State")
     assert repr(kind(1, 2)) == "State(mu=1, nu=2)"
-    node = describe(kind(1, 2), _value)
+    node = encode_treedef(kind(1, 2), _value)
     assert node == Container(
         "namedtuple", (ValueLeaf(1), ValueLeaf(2)), ("mu", "nu"), "some.module:Outer.State"
     )
@@ -448,14 +448,14 @@ def test_deep_trees(depth: int) -> None:
 
 def test_deeper_trees_are_refused() -> None:
     with pytest.raises(ValueError, match=rf"nested more than {MAX_DEPTH} .* below \['k'\]"):
-        describe(nested(MAX_DEPTH + 1), _value)
+        encode_treedef(nested(MAX_DEPTH + 1), _value)
 
 
 def test_many_leaves_in_a_flat_dict() -> None:
     array = np.zeros(1)
     tree = {f"model.layers.{i}.weight": array for i in range(60_000)}
-    node = describe(tree, lambda path, value: TensorLeaf(path[-1].key))
-    assert rebuild(node, lambda leaf: array) == tree
+    node = encode_treedef(tree, lambda path, value: TensorLeaf(path[-1].key))
+    assert decode_treedef(node, lambda leaf: array) == tree
 
 
 def test_values_are_exact() -> None:
@@ -463,11 +463,11 @@ def test_values_are_exact() -> None:
         *(True, False, 0, -1, 2**63, -(2**64), 10**5000, -(10**5000), 1.0, -0.0, 5e-324),
         *(1.7976931348623157e308, math.inf, -math.inf, "", "text", "\ud800", "\ud83d\ude00", "\0"),
     ]
-    found = rebuild(on_file(describe(values, _value)), lambda leaf: leaf.value)
+    found = decode_treedef(on_file(encode_treedef(values, _value)), lambda leaf: leaf.value)
     assert list(map(type, found)) == list(map(type, values))
     assert found == values
     assert math.copysign(1, found[9]) == -1
-    (nan,) = rebuild(on_file(describe([math.nan], _value)), lambda leaf: leaf.value)
+    (nan,) = decode_treedef(on_file(encode_treedef([math.nan], _value)), lambda leaf: leaf.value)
     assert math.isnan(nan)
 
 

@@ -22,8 +22,8 @@ from random_trees import mesh_of, place
 from test_cli import run
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxSource
-from orbax_safetensors_layout.analysis.structure_check import Soundness
+from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxReader
+from orbax_safetensors_layout.analysis.structure_check import StructureCheck
 from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
 from orbax_safetensors_layout.geometry.blocks import chunk_parts
 from orbax_safetensors_layout.storage.local import LocalStorage
@@ -280,13 +280,13 @@ def test_a_file_that_can_not_be_read_hides_no_other(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "read_into", read_into)
-        check = Soundness.check
+        check = StructureCheck.check
 
         def then_breaks(self):
             check(self)
             broken[0] = True
 
-        patch.setattr(Soundness, "check", then_breaks)
+        patch.setattr(StructureCheck, "check", then_breaks)
         found = texts(osl.verify(folder), "digest")
     assert "Input/output error" in found[0]
     assert found[1].startswith(f"{flipped.name} has CRC-32 ")
@@ -701,8 +701,8 @@ def test_few_chunks_are_decoded_at_once(tmp_path, monkeypatch, budget):
         chunks.append(sum(counts) * source.largest_chunk_bytes(wanted[0][0]))
         return original(source, wanted)
 
-    original = OrbaxSource.read
-    monkeypatch.setattr(OrbaxSource, "read", read)
+    original = OrbaxReader.read
+    monkeypatch.setattr(OrbaxReader, "read", read)
     options = osl.ReadOptions(memory_budget_bytes=budget)
     assert osl.verify(tmp_path / "rows", tmp_path / "columns", options=options).ok
     assert max(chunks) <= min(budget // 4, values.nbytes)

@@ -25,7 +25,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.adapters import _orbax, settings, v1
 from orbax_safetensors_layout.adapters.background import in_background
-from orbax_safetensors_layout.adapters.metadata import Contents
+from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata
 from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.adapters.routing import LayoutOption, connect, handler_for_save
 from orbax_safetensors_layout.adapters.settings import Settings
@@ -116,7 +116,9 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         self, path: ocp.path.Path, checkpointable_name: str | None
     ) -> ocp.CheckpointMetadata[Any]:
         found = await in_background(_locate, path, checkpointable_name)
-        contents = await in_background(Contents.read, found, settings.current(self._own).mapping)
+        contents = await in_background(
+            CheckpointMetadata.read, found, settings.current(self._own).mapping
+        )
         record = await _read_record(path)
         if record is not None:
             return _recorded(path, record, v1.describe(contents))

@@ -22,17 +22,17 @@ from orbax_safetensors_layout.format.manifest import (
     leaf_names,
 )
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 from orbax_safetensors_layout.plan.array_source import bind
 from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.treedef import rebuild
+from orbax_safetensors_layout.pytree.treedef import decode_treedef
 from orbax_safetensors_layout.sharding import serialize
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _HOST_KINDS = ("numpy", "numpy_scalar")
 
 
-class StoredArray(NamedTuple):
+class StoredArrayMetadata(NamedTuple):
     """One tensor of a checkpoint, as a leaf of its tree.
 
     Attributes:
@@ -54,11 +54,11 @@ class StoredArray(NamedTuple):
     @property
     def placement(self) -> jax.sharding.Sharding | None:
         """The recorded sharding, where this program has the devices."""
-        return None if self.sharding is None else serialize.restore(self.sharding)
+        return None if self.sharding is None else serialize.decode_sharding(self.sharding)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contents:
+class CheckpointMetadata:
     """The headers of a checkpoint, and its manifest.
 
     Attributes:
@@ -74,7 +74,7 @@ class Contents:
     strings: Mapping[str, str]
     modified_nsecs: int | None
     manifest: Manifest | None
-    leaves: Mapping[str, Fact] | None = None
+    leaves: Mapping[str, TensorSpec] | None = None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], mapping: LeafMapping | None = None) -> Self:
@@ -111,7 +111,7 @@ class Contents:
 
     def tree(
         self,
-        array: Callable[[StoredArray], Any],
+        array: Callable[[StoredArrayMetadata], Any],
         value: Callable[[str, bool | int | float | str], Any],
     ) -> Any:
         """The tree as it was saved, or a flat dict of the tensors of a checkpoint of others.
@@ -122,7 +122,9 @@ class Contents:
         """
         if self.leaves is not None:
             return {
-                name: array(StoredArray(name, fact.shape, fact.dtype, None, False, fact.shape))
+                name: array(
+                    StoredArrayMetadata(name, fact.shape, fact.dtype, None, False, fact.shape)
+                )
                 for name, fact in self.leaves.items()
             }
         if self.manifest is None or self.manifest.tree is None:
@@ -136,9 +138,9 @@ class Contents:
                 return value(name, leaf.value)
             return array(self._array(leaf))
 
-        return rebuild(node, describe)
+        return decode_treedef(node, describe)
 
-    def _array(self, leaf: TensorLeaf) -> StoredArray:
+    def _array(self, leaf: TensorLeaf) -> StoredArrayMetadata:
         entry, manifest = self.tensors[leaf.tensor], self.manifest
         shape: tuple[int, ...] = entry.shape
         dtype: Any = entry.dtype.numpy
@@ -153,4 +155,4 @@ class Contents:
             boxes = (stored.box for stored in manifest.pieces.boxes(leaf.tensor))
             chunk = max(boxes, key=lambda box: box.size).shape
         on_host = leaf.kind in _HOST_KINDS
-        return StoredArray(leaf.tensor, shape, dtype, record, on_host, chunk or entry.shape)
+        return StoredArrayMetadata(leaf.tensor, shape, dtype, record, on_host, chunk or entry.shape)

@@ -16,7 +16,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA
 from orbax_safetensors_layout.adapters.item_save import HINT
-from orbax_safetensors_layout.adapters.restore_args import HostArray, described, plain_tree
+from orbax_safetensors_layout.adapters.restore_args import HostArray, described, plain_abstract_tree
 from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
 from orbax_safetensors_layout.pytree.keys import dotted_name
 
@@ -49,7 +49,7 @@ def restore(directory: str | os.PathLike[str], args: Any) -> Any:
     folder = ocp_v1.path.Path(directory)
     if args is None or isinstance(args, ocp.args.StandardRestore):
         return ocp.StandardCheckpointHandler().restore(folder, args=args)
-    item = plain_tree(getattr(args, "item", None))
+    item = plain_abstract_tree(getattr(args, "item", None))
     restore_args = getattr(args, "restore_args", None)
     if not isinstance(args, ocp.args.PyTreeRestore):
         if item is None and restore_args is None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_safetensors_layout.adapters.metadata import Contents, StoredArray
+from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata, StoredArrayMetadata
 from orbax_safetensors_layout.load import load
 from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
@@ -63,13 +63,17 @@ def load_resized(
     return jax.tree.unflatten(structure, leaves)
 
 
-def _stored_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
-    found: dict[str, StoredArray] = {}
-    Contents.read(path).tree(lambda array: found.update({array.name: array}), lambda *_: None)
+def _stored_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArrayMetadata]:
+    found: dict[str, StoredArrayMetadata] = {}
+    CheckpointMetadata.read(path).tree(
+        lambda array: found.update({array.name: array}), lambda *_: None
+    )
     return found
 
 
-def _stored(arrays: dict[str, StoredArray], path: Sequence[Any]) -> StoredArray | None:
+def _stored(
+    arrays: dict[str, StoredArrayMetadata], path: Sequence[Any]
+) -> StoredArrayMetadata | None:
     return arrays.get(dotted_name(path)) or arrays.get(unboxed_name(path) or "")
 
 
@@ -78,7 +82,7 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
 
 
-def _is_resizable(leaf: Any, stored: StoredArray, shape: tuple[int, ...] | None) -> bool:
+def _is_resizable(leaf: Any, stored: StoredArrayMetadata, shape: tuple[int, ...] | None) -> bool:
     if shape is None or not hasattr(leaf, "sharding") or prng.is_key(stored):
         return False
     if stored.on_host and leaf.sharding is None:
@@ -86,7 +90,7 @@ def _is_resizable(leaf: Any, stored: StoredArray, shape: tuple[int, ...] | None)
     return shape != stored.shape and len(shape) == len(stored.shape)
 
 
-def _placed(leaf: Any, stored: StoredArray, shape: tuple[int, ...] | None) -> Any:
+def _placed(leaf: Any, stored: StoredArrayMetadata, shape: tuple[int, ...] | None) -> Any:
     return ocp.ArrayRestoreArgs(
         dtype=leaf.dtype or stored.dtype,
         sharding=leaf.sharding or stored.placement,
@@ -94,7 +98,7 @@ def _placed(leaf: Any, stored: StoredArray, shape: tuple[int, ...] | None) -> An
     )
 
 
-def _resized(stored: StoredArray, shape: tuple[int, ...] | None) -> Expr:
+def _resized(stored: StoredArrayMetadata, shape: tuple[int, ...] | None) -> Expr:
     made = tensor(stored.name)
     for axis, (found, wanted) in enumerate(zip(stored.shape, shape or (), strict=True)):
         if wanted < found:

@@ -28,7 +28,7 @@ class HostArray:
     dtype: Any
 
 
-def abstract_tree(args: Any) -> Any:
+def abstract_tree_of(args: Any) -> Any:
     """The tree to load; None asks for everything.
 
     Arguments are read by attribute, so that every registered class works: `item` gives the
@@ -51,8 +51,8 @@ def abstract_tree(args: Any) -> Any:
                 f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
                 hint="Restore under the checkpoint's own names, then change the tree.",
             )
-    item = jax.tree.map(described, plain_tree(getattr(args, "item", None)))
-    overrides = plain_tree(getattr(args, "restore_args", None))
+    item = jax.tree.map(described, plain_abstract_tree(getattr(args, "item", None)))
+    overrides = plain_abstract_tree(getattr(args, "restore_args", None))
     if overrides is None and isinstance(args, ocp.args.PyTreeRestore):
         overrides = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
     if overrides is not None:
@@ -64,7 +64,7 @@ def abstract_tree(args: Any) -> Any:
     return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)
 
 
-def plain_tree(tree: Any) -> Any:
+def plain_abstract_tree(tree: Any) -> Any:
     """Orbax's `TreeMetadata` is a pytree of its own; its `tree` has the checkpoint's structure."""
     return tree.tree if hasattr(tree, "custom_metadata") and hasattr(tree, "tree") else tree
 

@@ -45,9 +45,9 @@ from orbax.checkpoint import future
 
 from orbax_safetensors_layout.adapters import _orbax, orbax_item, settings, v0_metadata
 from orbax_safetensors_layout.adapters.item_save import ItemSave
-from orbax_safetensors_layout.adapters.metadata import Contents
+from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata
 from orbax_safetensors_layout.adapters.resizing import load_resized
-from orbax_safetensors_layout.adapters.restore_args import abstract_tree
+from orbax_safetensors_layout.adapters.restore_args import abstract_tree_of
 from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
 from orbax_safetensors_layout.adapters.strictness import load_item
 from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, item_name
@@ -185,9 +185,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             switch="`SafetensorsRestore(..., partial_restore=True)`",
         )
         if mapping is not None:  # which says what is cut or padded
-            return load(abstract_tree(args))
+            return load(abstract_tree_of(args))
         loose = not getattr(args, "strict", True)
-        return load_resized(directory, abstract_tree(args), load, options=options, loose=loose)
+        return load_resized(directory, abstract_tree_of(args), load, options=options, loose=loose)
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """Name, shape, dtype and sharding of every leaf, and the custom metadata.
@@ -199,7 +199,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         """
         if orbax_item.is_orbax_item(directory):
             return orbax_item.metadata(directory)
-        return v0_metadata.describe(directory, Contents.read(directory, self._mapping_of(None)))
+        return v0_metadata.describe(
+            directory, CheckpointMetadata.read(directory, self._mapping_of(None))
+        )
 
 
 def item_of(directory: str | os.PathLike[str]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.adapters import _orbax
-from orbax_safetensors_layout.adapters.metadata import Contents, StoredArray
+from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata, StoredArrayMetadata
 from orbax_safetensors_layout.format.manifest import NamedRecord
 
 _AXIS_TYPES = {name.lower(): kind for name, kind in AxisType.__members__.items()}
@@ -20,14 +20,14 @@ class HostArrayMetadata(ocp.metadata.ArrayMetadata):
     """Of a leaf that was a numpy array, and is restored as one."""
 
 
-def describe(directory: os.PathLike[str], contents: Contents) -> Any:
+def describe(directory: os.PathLike[str], contents: CheckpointMetadata) -> Any:
     """A `TreeMetadata` with the structure that was saved.
 
     Arrays are `ocp.metadata.ArrayMetadata`, numbers `ScalarMetadata`, strings `StringMetadata`. A
     checkpoint that others wrote is a flat dict from tensor name to `ArrayMetadata`.
     """
 
-    def array(stored: StoredArray) -> ocp.metadata.ArrayMetadata:
+    def array(stored: StoredArrayMetadata) -> ocp.metadata.ArrayMetadata:
         kind = HostArrayMetadata if stored.on_host else ocp.metadata.ArrayMetadata
         return kind(
             name=stored.name,
@@ -47,7 +47,7 @@ def describe(directory: os.PathLike[str], contents: Contents) -> Any:
     return _orbax.tree_metadata(contents.tree(array, value), contents.custom_metadata)
 
 
-def _sharding(stored: StoredArray) -> Any:
+def _sharding(stored: StoredArrayMetadata) -> Any:
     """As Orbax records shardings; of one over devices that are not here, without devices."""
     placement, record = stored.placement, stored.sharding
     if isinstance(placement, NamedSharding):

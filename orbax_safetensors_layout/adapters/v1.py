@@ -27,7 +27,7 @@ from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 from orbax_safetensors_layout.adapters import _orbax, settings
 from orbax_safetensors_layout.adapters.background import in_background
 from orbax_safetensors_layout.adapters.item_save import ItemSave
-from orbax_safetensors_layout.adapters.metadata import Contents, StoredArray
+from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata, StoredArrayMetadata
 from orbax_safetensors_layout.adapters.orbax_item import is_orbax_item
 from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.adapters.restore_args import HostArray
@@ -125,7 +125,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         if await in_background(is_orbax_item, directory):
             return await ocp.handlers.PyTreeHandler().metadata(directory)
         mapping = settings.current(self._own).mapping
-        return describe(await in_background(Contents.read, directory, mapping))
+        return describe(await in_background(CheckpointMetadata.read, directory, mapping))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether it is a tree of leaves that `osl.save` takes."""
@@ -193,7 +193,7 @@ async def _finish(writing: concurrent.futures.Future[None]) -> None:
     await asyncio.wrap_future(writing)  # for the loop that waits, not the one that began
 
 
-def describe(contents: Contents) -> Any:
+def describe(contents: CheckpointMetadata) -> Any:
     """The tree of a checkpoint, which also serves as the tree to load.
 
     Arrays are `jax.ShapeDtypeStruct`s, with the sharding that they were saved with where this
@@ -202,7 +202,7 @@ def describe(contents: Contents) -> Any:
     `jax.ShapeDtypeStruct`.
     """
 
-    def array(stored: StoredArray) -> Any:
+    def array(stored: StoredArrayMetadata) -> Any:
         if stored.on_host:
             return HostArray(stored.shape, stored.dtype)
         return _struct(stored.shape, stored.dtype, sharding=stored.placement)

@@ -8,30 +8,30 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from orbax_safetensors_layout.adapters.orbax_format.locate import open_source
+from orbax_safetensors_layout.adapters.orbax_format.locate import open_reader
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.conversion.checkpoint_reader import (
-    Source,
+    CheckpointReader,
     SourceArray,
     arrays_of,
     rerooted,
     values_of,
 )
-from orbax_safetensors_layout.conversion.location import Location
+from orbax_safetensors_layout.conversion.location import CheckpointRef
 from orbax_safetensors_layout.errors import MappingError, StorageError
 from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
 from orbax_safetensors_layout.geometry.blocks import chunk_parts, within
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.array_source import Mapped, Origin, Plain, bind
+from orbax_safetensors_layout.plan.array_source import ArraySource, MappedSource, StoredSource, bind
 from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.pytree.abstract import Want
-from orbax_safetensors_layout.reading.materialize import Filling
+from orbax_safetensors_layout.pytree.abstract import AbstractLeaf
+from orbax_safetensors_layout.reading.materialize import Materializer
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.reading.resolve import Fidelity, WantedLeaf, planned_leaves
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.reading.resolve import Fidelity, ResolvedLeaf, plan_leaves
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 from orbax_safetensors_layout.writing.assemble_files import row_blocks
 
 BLOCKS_IN_BUDGET = 4
@@ -40,14 +40,14 @@ BLOCKS_IN_BUDGET = 4
 _GROUP = 8  # packed elements of a block fill whole bytes
 
 
-class Block(NamedTuple):
+class ArrayBox(NamedTuple):
     """A box of an array, by the array's name."""
 
     name: str
     box: Box
 
 
-class Side(Protocol):
+class ArrayReader(Protocol):
     """A checkpoint that is compared with another.
 
     Attributes:
@@ -57,7 +57,7 @@ class Side(Protocol):
     """
 
     path: str
-    arrays: Mapping[str, Fact]
+    arrays: Mapping[str, TensorSpec]
     values: Mapping[str, str] | None
 
     def chunk_bytes(self, name: str) -> int:
@@ -68,12 +68,12 @@ class Side(Protocol):
         """Boxes of an array that together read each byte once."""
         ...
 
-    def read(self, blocks: Sequence[Block]) -> list[np.ndarray]:
+    def read(self, blocks: Sequence[ArrayBox]) -> list[np.ndarray]:
         """The values of some boxes, in their order."""
         ...
 
 
-class CatalogSide:
+class CatalogReader:
     """The tensors of a safetensors checkpoint, or the leaves that a mapping makes of them.
 
     Args:
@@ -88,20 +88,20 @@ class CatalogSide:
     def __init__(self, catalog: Catalog, mapping: LeafMapping | None, options: ReadOptions) -> None:
         self._catalog = catalog
         self._options = options
-        self._origins: dict[str, Origin] = {}
+        self._origins: dict[str, ArraySource] = {}
         self.path = catalog.path
         self.values: Mapping[str, str] | None = None if mapping is not None else self._recorded()
         if mapping is None:
             self._origins.update(
-                {name: Plain(entry) for name, entry in catalog.all_entries().items()}
+                {name: StoredSource(entry) for name, entry in catalog.all_entries().items()}
             )
         else:
             bound, entries = bind(catalog, mapping, None)
             self._origins.update(
-                {name: Mapped(made, entries) for name, made in bound.expressions.items()}
+                {name: MappedSource(made, entries) for name, made in bound.expressions.items()}
             )
-        self.arrays: Mapping[str, Fact] = {
-            name: Fact(origin.shape, origin.dtype) for name, origin in self._origins.items()
+        self.arrays: Mapping[str, TensorSpec] = {
+            name: TensorSpec(origin.shape, origin.dtype) for name, origin in self._origins.items()
         }
 
     def _recorded(self) -> Mapping[str, str] | None:
@@ -123,23 +123,23 @@ class CatalogSide:
         shape, dtype = self.arrays[name]
         return row_blocks(shape, 8 * dtype.itemsize, most_bytes, _GROUP)
 
-    def read(self, blocks: Sequence[Block]) -> list[np.ndarray]:
+    def read(self, blocks: Sequence[ArrayBox]) -> list[np.ndarray]:
         """The values of some boxes, in their order."""
         leaves = []
         for number, (name, box) in enumerate(blocks):
             origin = self._origins[name]
-            local = LocalBoxes((box,), (False,))
-            want = Want(name, None, None, origin.dtype, None, None)
+            local = AddressableShards((box,), (False,))
+            want = AbstractLeaf(name, None, None, origin.dtype, None, None)
             leaves.append(
-                WantedLeaf(number, want, name, origin, origin.dtype, Fidelity.ROUND, local)
+                ResolvedLeaf(number, want, name, origin, origin.dtype, Fidelity.ROUND, local)
             )
         values: dict[int, np.ndarray] = {}
 
-        def take(leaf: WantedLeaf, _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        def take(leaf: ResolvedLeaf, _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
             (values[leaf.number],) = parts
 
-        filling = Filling(
-            planned_leaves(
+        filling = Materializer(
+            plan_leaves(
                 self._catalog,
                 [(leaf, leaf.local) for leaf in leaves],
                 self._options.memory_budget_bytes,
@@ -157,7 +157,7 @@ class CatalogSide:
         return [values[number] for number in range(len(blocks))]
 
 
-class SourceSide:
+class TreeReader:
     """The tree of a checkpoint of either kind, as a conversion takes it.
 
     Args:
@@ -169,14 +169,16 @@ class SourceSide:
         MissingTensorError: There is no such part.
     """
 
-    def __init__(self, source: Source, options: ReadOptions, subtree: str | None = None) -> None:
+    def __init__(
+        self, source: CheckpointReader, options: ReadOptions, subtree: str | None = None
+    ) -> None:
         tree = rerooted(source.tree, subtree)
         self._source = source
         self._most_bytes = options.memory_budget_bytes // BLOCKS_IN_BUDGET
         self._arrays = arrays_of(tree)
         self.path = source.path
-        self.arrays: Mapping[str, Fact] = {
-            name: Fact(array.shape, array.dtype) for name, array in self._arrays.items()
+        self.arrays: Mapping[str, TensorSpec] = {
+            name: TensorSpec(array.shape, array.dtype) for name, array in self._arrays.items()
         }
         self.values: Mapping[str, str] | None = None
         if source.is_recorded:
@@ -190,7 +192,7 @@ class SourceSide:
         """As the source reads best."""
         return self._source.blocks(self._arrays[name], most_bytes)
 
-    def read(self, blocks: Sequence[Block]) -> list[np.ndarray]:
+    def read(self, blocks: Sequence[ArrayBox]) -> list[np.ndarray]:
         """The values of some boxes, in their order; of chunks those that there is room for."""
         wanted = [(self._arrays[name], box) for name, box in blocks]
         if sum(self._decoded_bytes(array, box) for array, box in wanted) <= self._most_bytes:
@@ -221,8 +223,8 @@ class SourceSide:
 
 @contextlib.contextmanager
 def opened(
-    location: Location, options: ReadOptions, tell: Callable[[StorageError], None]
-) -> Iterator[SourceSide]:
+    location: CheckpointRef, options: ReadOptions, tell: Callable[[StorageError], None]
+) -> Iterator[TreeReader]:
     """Opens the tree of a checkpoint that Orbax saved.
 
     Args:
@@ -230,20 +232,20 @@ def opened(
         options: How to read.
         tell: Told of arrays that can not be opened, which are then left out.
     """
-    source = open_source(location, options.memory_budget_bytes, tell)
+    source = open_reader(location, options.memory_budget_bytes, tell)
     with contextlib.closing(source):
-        yield SourceSide(source, options)
+        yield TreeReader(source, options)
 
 
 @contextlib.contextmanager
 def both_opened(
-    one: Location,
-    other: Location,
+    one: CheckpointRef,
+    other: CheckpointRef,
     options: ReadOptions,
     *,
     mapping: LeafMapping | None,
     subtree: str | None,
-) -> Iterator[tuple[Side, Side]]:
+) -> Iterator[tuple[ArrayReader, ArrayReader]]:
     """Opens two checkpoints to be compared: as files, or as trees where one is more than files.
 
     Args:
@@ -267,11 +269,13 @@ def both_opened(
         )
     with contextlib.ExitStack() as stack:
 
-        def side(location: Location, mapping: LeafMapping | None, subtree: str | None) -> Side:
+        def side(
+            location: CheckpointRef, mapping: LeafMapping | None, subtree: str | None
+        ) -> ArrayReader:
             if trees and mapping is None:
-                source = open_source(location, options.memory_budget_bytes)
-                return SourceSide(stack.enter_context(contextlib.closing(source)), options, subtree)
+                source = open_reader(location, options.memory_budget_bytes)
+                return TreeReader(stack.enter_context(contextlib.closing(source)), options, subtree)
             catalog = stack.enter_context(Catalog.open(location.path, retries=options.retries))
-            return CatalogSide(catalog, mapping, options)
+            return CatalogReader(catalog, mapping, options)
 
         yield side(one, None, subtree), side(other, mapping, None)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.analysis.array_reader import BLOCKS_IN_BUDGET, Block, Side
+from orbax_safetensors_layout.analysis.array_reader import BLOCKS_IN_BUDGET, ArrayBox, ArrayReader
 from orbax_safetensors_layout.analysis.report import Finding
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
 
 _BLOCK_BYTES = 32 * MIB
@@ -34,8 +34,8 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    here: Side,
-    there: Side,
+    here: ArrayReader,
+    there: ArrayReader,
     *,
     options: ReadOptions,
     progress: Callable[[Progress], None] | None = None,
@@ -77,7 +77,7 @@ def compare(
 
 
 def check_readable(
-    side: Side,
+    side: ArrayReader,
     *,
     options: ReadOptions,
     progress: Callable[[Progress], None] | None = None,
@@ -103,7 +103,7 @@ def check_readable(
     return tuple(findings)
 
 
-def _unreadable(blocks: Sequence[Block], side: Side) -> list[Finding]:
+def _unreadable(blocks: Sequence[ArrayBox], side: ArrayReader) -> list[Finding]:
     """What can not be read of some blocks: together, and one by one where that fails."""
     try:
         side.read(blocks)
@@ -115,8 +115,8 @@ def _unreadable(blocks: Sequence[Block], side: Side) -> list[Finding]:
 
 
 def _batches(
-    names: Sequence[str], sides: Sequence[Side], options: ReadOptions
-) -> Iterator[list[Block]]:
+    names: Sequence[str], sides: Sequence[ArrayReader], options: ReadOptions
+) -> Iterator[list[ArrayBox]]:
     """Blocks of some arrays, as many at once as the memory budget allows.
 
     Args:
@@ -128,7 +128,7 @@ def _batches(
         SafetensorsLayoutError: A chunk is too large for it.
     """
     most = max(1, options.memory_budget_bytes // BLOCKS_IN_BUDGET)
-    batch: list[Block] = []
+    batch: list[ArrayBox] = []
     held = 0
     for name in names:
         side = max(sides, key=lambda side: side.chunk_bytes(name))
@@ -148,49 +148,51 @@ def _batches(
             if batch and held + size > min(most, 8 * _BLOCK_BYTES):
                 yield batch
                 batch, held = [], 0
-            batch.append(Block(name, box))
+            batch.append(ArrayBox(name, box))
             held += size
     if batch:
         yield batch
 
 
-def _differing(blocks: Sequence[Block], here: Side, there: Side) -> Iterator[tuple[str, str]]:
+def _differing(
+    blocks: Sequence[ArrayBox], here: ArrayReader, there: ArrayReader
+) -> Iterator[tuple[str, str]]:
     """Names of arrays of which blocks differ, and where; nothing stays in memory."""
     for block, ours, others in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
         if not _same(ours, others):
             yield block.name, _place(block.box, ours, others)
 
 
-def _held_bytes(blocks: Sequence[Block], side: Side) -> int:
+def _held_bytes(blocks: Sequence[ArrayBox], side: ArrayReader) -> int:
     return sum(block.box.size * side.arrays[block.name].dtype.itemsize for block in blocks)
 
 
-def _nbytes(array: Fact) -> int:
+def _nbytes(array: TensorSpec) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
-def _kind(array: Fact) -> str:
+def _kind(array: TensorSpec) -> str:
     return f"{array.dtype.name} {list(array.shape)}"
 
 
-def _names(here: Side, there: Side) -> Iterator[str]:
+def _names(here: ArrayReader, there: ArrayReader) -> Iterator[str]:
     for name in sorted(set(there.arrays) - set(here.arrays) - _scalars(there, here)):
         yield f"'{name}' is in the other checkpoint alone"
     for name in sorted(set(here.arrays) - set(there.arrays) - _scalars(here, there)):
         yield f"'{name}' is not in the other checkpoint"
 
 
-def _scalars(one: Side, other: Side) -> set[str]:
+def _scalars(one: ArrayReader, other: ArrayReader) -> set[str]:
     """Names of arrays without dimensions that stand in the other checkpoint as numbers."""
     numbers = other.values or {}
     return {name for name, array in one.arrays.items() if not array.shape and name in numbers}
 
 
-def _texts(one: Side, other: Side) -> Mapping[str, str] | None:
+def _texts(one: ArrayReader, other: ArrayReader) -> Mapping[str, str] | None:
     """What stands beside the arrays, and arrays that do so in the other checkpoint."""
     if one.values is None:
         return None
-    scalars = [Block(name, Box((), ())) for name in sorted(_scalars(one, other))]
+    scalars = [ArrayBox(name, Box((), ())) for name in sorted(_scalars(one, other))]
     read = zip(scalars, one.read(scalars) if scalars else (), strict=True)
     return {**one.values, **{block.name: repr(value.item()) for block, value in read}}
 

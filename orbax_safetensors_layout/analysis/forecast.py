@@ -22,11 +22,11 @@ from orbax_safetensors_layout.options import (
     WriteOptions,
     given_or_default,
 )
-from orbax_safetensors_layout.plan.cluster import Fleet, plan_fleet
-from orbax_safetensors_layout.plan.cluster_costs import FleetLeaf, Kind
-from orbax_safetensors_layout.plan.cluster_writes import plan_fleet_writes
+from orbax_safetensors_layout.plan.cluster import ClusterPlan, plan_cluster
+from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor, TensorClass
+from orbax_safetensors_layout.plan.cluster_writes import plan_cluster_writes
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.sharding.grid import DeviceGrid, Spec
+from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
 from orbax_safetensors_layout.sharding.rules import Misfit, Placed, ShardingRule, ShardingRules
 
 _NETWORK_BYTES_PER_SECOND = 25e9 / 8
@@ -108,7 +108,7 @@ class RuleUse(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Forecast:
+class ClusterEstimate:
     """What a load costs.
 
     Attributes:
@@ -134,7 +134,7 @@ class Forecast:
     """
 
     path: str
-    grid: DeviceGrid
+    grid: MeshShape
     profile: StorageProfile
     rate: HostRate
     storage: str
@@ -150,7 +150,7 @@ class Forecast:
     leaf_costs: tuple[LeafCost, ...]
     rules: tuple[RuleUse, ...] = ()
     misfits: tuple[Misfit, ...] = ()
-    fleet: Fleet | None = None
+    fleet: ClusterPlan | None = None
     saves: str | None = None
 
     @property
@@ -173,14 +173,14 @@ class Forecast:
         return sorted(found, key=lambda leaf: -leaf.excess_seconds(self.rate))[:count]
 
 
-def forecast(
+def estimate(
     path: str | os.PathLike[str],
-    grid: DeviceGrid,
+    grid: MeshShape,
     rules: Sequence[ShardingRule],
     *,
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
-) -> Forecast:
+) -> ClusterEstimate:
     """What loading every tensor of a checkpoint costs every process.
 
     Args:
@@ -205,13 +205,13 @@ def forecast(
     special = {} if quantization is None else quantization.parameters
     parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
     profile = options.profile(kind)
-    fleet = plan_fleet(
-        [FleetLeaf(entry, placed[name].spec) for name, entry in entries.items()],
+    fleet = plan_cluster(
+        [ClusterTensor(entry, placed[name].spec) for name, entry in entries.items()],
         grid,
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
     )
-    return Forecast(
+    return ClusterEstimate(
         path=place,
         grid=grid,
         profile=profile,
@@ -233,7 +233,7 @@ def forecast(
     )
 
 
-def forecast_save(found: Forecast, options: WriteOptions) -> Forecast:
+def estimate_save(found: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:
     """What saving the tensors of a load again costs, from where they then are.
 
     Args:
@@ -245,20 +245,20 @@ def forecast_save(found: Forecast, options: WriteOptions) -> Forecast:
     """
     if found.fleet is None:
         raise ValueError("saves are planned of tensors as they stand, without a mapping or pieces")
-    costs = plan_fleet_writes(found.fleet.leaves, found.grid, options)
+    costs = plan_cluster_writes(found.fleet.leaves, found.grid, options)
     return dataclasses.replace(found, costs=costs, leaf_costs=(), fleet=None, saves=options.layout)
 
 
-def _shard_bytes(kind: Kind) -> int:
+def _shard_bytes(kind: TensorClass) -> int:
     return -(-kind.shard_elements * kind.first.entry.dtype.bits // 8)
 
 
-def _largest(kinds: Sequence[Kind]) -> tuple[str, int]:
+def _largest(kinds: Sequence[TensorClass]) -> tuple[str, int]:
     found = max(kinds, key=_shard_bytes, default=None)
     return ("", 0) if found is None else (found.first.entry.name, _shard_bytes(found))
 
 
-def _process_parameters(fleet: Fleet, parameters: dict[str, int]) -> tuple[int, ...]:
+def _process_parameters(fleet: ClusterPlan, parameters: dict[str, int]) -> tuple[int, ...]:
     totals = [0] * len(fleet.kinds)
     for leaf, number in zip(fleet.leaves, fleet.kind_of, strict=True):
         totals[number] += parameters[leaf.entry.name]
@@ -272,7 +272,7 @@ def _process_parameters(fleet: Fleet, parameters: dict[str, int]) -> tuple[int, 
     return tuple(held[number] for number in fleet.distinct.tolist())
 
 
-def _leaf_costs(fleet: Fleet) -> tuple[LeafCost, ...]:
+def _leaf_costs(fleet: ClusterPlan) -> tuple[LeafCost, ...]:
     worst = []
     for kind in fleet.kinds:
         found = [(0, 0, 0)]

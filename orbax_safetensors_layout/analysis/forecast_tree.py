@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.analysis.forecast import Forecast, HostRate, LeafCost, RuleUse
+from orbax_safetensors_layout.analysis.forecast import ClusterEstimate, HostRate, LeafCost, RuleUse
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.load import metadata, plan_load
@@ -22,7 +22,7 @@ from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import ReadOptions, given_or_default
 from orbax_safetensors_layout.plan.reads import ReadPlan
 from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.sharding.grid import DeviceGrid, Spec
+from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
 from orbax_safetensors_layout.sharding.rules import Placed, ShardingRule, ShardingRules
 from orbax_safetensors_layout.sharding.shards import spec_of
 
@@ -46,16 +46,16 @@ class _Leaf(NamedTuple):
     spec: Spec
     placed: Placed | None
 
-    def shard_bytes(self, grid: DeviceGrid) -> int:
+    def shard_bytes(self, grid: MeshShape) -> int:
         """Bytes of one device's shard."""
         elements = math.prod(self.struct.shape) // math.prod(map(grid.ways, self.spec))
         nbytes: int = elements * np.dtype(self.struct.dtype).itemsize
         return nbytes
 
 
-def forecast_tree(
+def estimate_tree(
     path: PathLike,
-    grid: DeviceGrid,
+    grid: MeshShape,
     rules: tuple[ShardingRule, ...],
     *,
     mapping: Mapping | None = None,
@@ -63,7 +63,7 @@ def forecast_tree(
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
     most_processes: int = 16,
-) -> Forecast:
+) -> ClusterEstimate:
     """What loading a tree costs.
 
     Args:
@@ -106,7 +106,7 @@ def forecast_tree(
         storage, place, files = catalog.storage.kind, catalog.path, len(catalog.files)
     shards = [(leaf.name, leaf.shard_bytes(grid)) for leaf in leaves]
     placed = [leaf.placed for leaf in leaves if leaf.placed is not None]
-    return Forecast(
+    return ClusterEstimate(
         path=place,
         grid=grid,
         profile=options.profile(storage),
@@ -136,7 +136,7 @@ def mesh_of(abstract: Any) -> dict[str, int] | None:
     return None
 
 
-def _placed(abstract: Any, rules: ShardingRules, grid: DeviceGrid) -> tuple[list[_Leaf], Any]:
+def _placed(abstract: Any, rules: ShardingRules, grid: MeshShape) -> tuple[list[_Leaf], Any]:
     """The leaves, and the tree with a sharding at each."""
     mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
     pairs, structure = jax.tree_util.tree_flatten_with_path(abstract)

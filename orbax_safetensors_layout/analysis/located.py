@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.conversion.location import Location
+from orbax_safetensors_layout.conversion.location import CheckpointRef
 
 
-def located(path: str | os.PathLike[str]) -> Location:
+def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
     """A safetensors checkpoint as it is named, or what Orbax saved there, or in a step there.
 
     Args:
@@ -20,9 +20,9 @@ def located(path: str | os.PathLike[str]) -> Location:
     """
     text = os.path.expanduser(os.fsdecode(path))
     if "://" in text or is_safetensors_checkpoint(text):
-        return Location(text, is_orbax=False, item=None)
+        return CheckpointRef(text, is_orbax=False, item=None)
     from orbax_safetensors_layout.adapters.orbax_format.locate import holds_checkpoint, locate
 
     if not holds_checkpoint(text):
-        return Location(text, is_orbax=False, item=None)
+        return CheckpointRef(text, is_orbax=False, item=None)
     return locate(os.path.abspath(text))  # Orbax takes no other

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxSource
+from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxReader
 from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts
 from orbax_safetensors_layout.catalog.select import select_names
 from orbax_safetensors_layout.conversion.checkpoint_reader import (
@@ -33,7 +33,7 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
         CheckpointNotFoundError: Orbax finds no tree there.
         MissingTensorError: A pattern matches nothing.
     """
-    with contextlib.closing(OrbaxSource(path)) as source:
+    with contextlib.closing(OrbaxReader(path)) as source:
         tree = rerooted(source.tree, None)
         arrays = arrays_of(tree)
         names = [*arrays] if only is None else select_names(arrays, only, path=path)
@@ -49,7 +49,7 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
         )
 
 
-def _facts(source: OrbaxSource, array: SourceArray) -> TensorFacts:
+def _facts(source: OrbaxReader, array: SourceArray) -> TensorFacts:
     return TensorFacts(
         array.name,
         _code(array.dtype),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from orbax_safetensors_layout.analysis.report import Finding
-from orbax_safetensors_layout.catalog.discover import Survey, read_manifest, survey
+from orbax_safetensors_layout.catalog.discover import Discovery, discover, read_manifest
 from orbax_safetensors_layout.catalog.headers import read_header
 from orbax_safetensors_layout.catalog.pieces import check_save
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
@@ -19,7 +19,7 @@ from orbax_safetensors_layout.storage.base import Storage, join
 _MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 
 
-class Soundness:
+class StructureCheck:
     """What names, headers and side files say, each held against the others.
 
     Attributes:
@@ -86,7 +86,7 @@ class Soundness:
         """A file's name, relative to the checkpoint."""
         return file.removeprefix(f"{self.path.rstrip('/')}/")
 
-    def _check_index(self, found: Survey) -> None:
+    def _check_index(self, found: Discovery) -> None:
         assert found.weights is not None
         file_of = {n: join(self.path, file) for n, file in found.weights.weight_map.items()}
         for name, file in file_of.items():
@@ -159,7 +159,7 @@ class Soundness:
                 except SafetensorsLayoutError as error:
                     self._error("pieces", str(error))
 
-    def _check_stray(self, found: Survey) -> None:
+    def _check_stray(self, found: Discovery) -> None:
         if self.storage.is_file(self.path):
             return
         for name in self.storage.list(self.path):
@@ -168,7 +168,7 @@ class Soundness:
                 self.findings.append(Finding("file", note, is_error=False))
 
 
-def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -> Survey | None:
+def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -> Discovery | None:
     """What stands at a path; where that is not known, the files by themselves, and why.
 
     Args:
@@ -184,13 +184,13 @@ def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -
         tell("manifest" if MANIFEST in (error.file or "") else "index", str(error))
 
     try:
-        return survey(storage, path, tell=told)
+        return discover(storage, path, tell=told)
     except SafetensorsLayoutError as error:
         if isinstance(error, FileNotFoundError):
             raise
         told(error)
     names = [] if storage.is_file(path) else storage.list(path)
-    return Survey(path, [join(path, name) for name in names if name.endswith(SUFFIX)])
+    return Discovery(path, [join(path, name) for name in names if name.endswith(SUFFIX)])
 
 
 def _kind(entry: TensorEntry) -> str:

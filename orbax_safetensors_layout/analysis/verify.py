@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from orbax_safetensors_layout.analysis.located import located
+from orbax_safetensors_layout.analysis.located import resolve_checkpoint
 from orbax_safetensors_layout.analysis.report import Finding, Report
-from orbax_safetensors_layout.analysis.structure_check import Soundness
+from orbax_safetensors_layout.analysis.structure_check import StructureCheck
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.format.digests import DIGESTS, join_crc32
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
@@ -68,7 +68,7 @@ def verify(
     options = given_or_default(options, ReadOptions)
     if against is None and not (mapping is None and subtree is None):
         raise ValueError("mapping= and subtree= say what is compared: give against=, too.")
-    location = located(path)
+    location = resolve_checkpoint(path)
     with progress_callback(options.progress) as progress:
         if not location.is_orbax:
             report = _check_files(location.path, digests, progress)
@@ -87,7 +87,7 @@ def verify(
                 )
                 return Report(location.path, findings, tensors=len(side.arrays))
         with array_reader.both_opened(
-            location, located(against), options, mapping=mapping, subtree=subtree
+            location, resolve_checkpoint(against), options, mapping=mapping, subtree=subtree
         ) as (here, there):
             compared = compare.compare(here, there, options=options, progress=progress)
     return dataclasses.replace(
@@ -105,7 +105,7 @@ def _check_files(path: str, digests: bool, progress: Callable[[Progress], None] 
     """Looks at the structure of a safetensors checkpoint, and holds files against checksums."""
     storage, place = open_storage(path)
     with storage:
-        soundness = Soundness(storage, place)
+        soundness = StructureCheck(storage, place)
         soundness.check()
         digested = _check_digests(soundness, progress) if digests else 0
     return Report(
@@ -117,7 +117,7 @@ def _check_files(path: str, digests: bool, progress: Callable[[Progress], None] 
     )
 
 
-def _check_digests(soundness: Soundness, progress: Callable[[Progress], None] | None) -> int:
+def _check_digests(soundness: StructureCheck, progress: Callable[[Progress], None] | None) -> int:
     """Holds files against their checksums; returns how many."""
     storage, folder = soundness.storage, soundness.path
     if storage.is_file(folder) or DIGESTS not in storage.list(folder):

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from orbax_safetensors_layout.catalog.discover import Survey, listed, read_manifest, survey
-from orbax_safetensors_layout.catalog.headers import Headers
+from orbax_safetensors_layout.catalog.discover import Discovery, discover, listed, read_manifest
+from orbax_safetensors_layout.catalog.headers import HeaderCache
 from orbax_safetensors_layout.catalog.pieces import PieceCatalog
 from orbax_safetensors_layout.catalog.select import missing_names, select_names
 from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
@@ -44,7 +44,7 @@ class Catalog:
         path: str,
         *,
         storage: Storage,
-        survey: Survey,
+        survey: Discovery,
         owns_storage: bool,
         concurrency: int | None,
     ) -> None:
@@ -55,7 +55,7 @@ class Catalog:
         self._manifest_file = survey.manifest_file
         self._manifest = survey.manifest
         self._owns_storage = owns_storage
-        self._headers = Headers(storage, concurrency)
+        self._headers = HeaderCache(storage, concurrency)
         self._file_of: Mapping[str, str]
         if survey.manifest is not None and survey.manifest.pieces is not None:
             stored = survey.manifest.pieces
@@ -105,7 +105,7 @@ class Catalog:
         else:
             text = os.fspath(path)
         try:
-            found = survey(storage, text)
+            found = discover(storage, text)
             return cls(
                 found.path,
                 storage=storage,

@@ -81,7 +81,7 @@ def is_safetensors_checkpoint(
             return False
 
 
-class Survey(NamedTuple):
+class Discovery(NamedTuple):
     """What counts at a path.
 
     Attributes:
@@ -99,7 +99,7 @@ class Survey(NamedTuple):
     manifest: Manifest | None = None
 
 
-def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
+def discover(storage: Storage, path: str, *, tell: Tell = refuse) -> Discovery:
     """Looks at what stands at a path; of a step of Orbax at its safetensors item.
 
     Args:
@@ -121,7 +121,7 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
                 found=os.path.basename(path),
                 hint="Give the folder that holds the index." if path.endswith(".json") else None,
             )
-        return Survey(path, [path])
+        return Discovery(path, [path])
     names = _visible(storage, path)
     manifest_file = join(path, MANIFEST) if MANIFEST in names else None
     index_name = _index_name(names, path)
@@ -129,7 +129,7 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
         index_file = join(path, index_name)
         index = _read_index(storage, index_file)
         present = _present(storage, path, index.files, names, index_file, tell)
-        return Survey(path, [join(path, name) for name in present], index, manifest_file)
+        return Discovery(path, [join(path, name) for name in present], index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None:
         pieces = manifest.pieces.files
@@ -143,17 +143,19 @@ def survey(storage: Storage, path: str, *, tell: Tell = refuse) -> Survey:
                 hint=f"Remove '{MANIFEST}' and the pieces, or those files.",
             )
         present = _present(storage, path, pieces, names, join(path, MANIFEST), tell)
-        return Survey(path, [join(path, name) for name in present], None, manifest_file, manifest)
+        return Discovery(
+            path, [join(path, name) for name in present], None, manifest_file, manifest
+        )
     if manifest is None:
         names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
     _check_complete(names, path, tell)
     if files:
-        return Survey(path, files, None, manifest_file, manifest)
+        return Discovery(path, files, None, manifest_file, manifest)
     if any(name in names for name in ORBAX_STEP):
         item = item_of_step(storage, path)
         if item is not None:
-            return survey(storage, join(path, item), tell=tell)
+            return discover(storage, join(path, item), tell=tell)
     found = [*names, *(f"{name}/" for name in storage.folders(path))]
     is_there = found or (storage.kind == "local" and os.path.isdir(path))
     subject = "the folder" if is_there else "the path does not exist, or"

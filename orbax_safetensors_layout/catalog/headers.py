@@ -20,7 +20,7 @@ from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
 _LARGE_BYTES = 8 * MIB
 
 
-class Headers:
+class HeaderCache:
     """Headers of files, each fetched when it is first asked for. Safe to use from many threads.
 
     Args:

@@ -23,7 +23,7 @@ USUAL_ITEMS = ("default", "state")
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 
 
-class Below(NamedTuple):
+class CheckpointsBelow(NamedTuple):
     """Paths of checkpoints, relative to the folder that they are below.
 
     Attributes:
@@ -64,9 +64,9 @@ def item_of_step(storage: Storage, step: str) -> str | None:
     return next((name for name in USUAL_ITEMS if name in items), None)
 
 
-def checkpoints_below(storage: Storage, folder: str) -> Below:
+def checkpoints_below(storage: Storage, folder: str) -> CheckpointsBelow:
     """Looks for checkpoints in a folder's folders, those of the highest numbers first."""
-    below = Below([], [])
+    below = CheckpointsBelow([], [])
     left = [""]
     looked = 0
     while left and looked < _MOST_FOLDERS and len(below.safetensors) < _MOST_FOUND:

@@ -10,7 +10,7 @@ _FEW = 512
 _CANDIDATES = 64
 
 
-def nearest_names(name: str, names: Collection[str], count: int = 3) -> list[str]:
+def suggest_names(name: str, names: Collection[str], count: int = 3) -> list[str]:
     """Up to `count` of `names` that look like `name`, the most alike first.
 
     `difflib` takes minutes over the names of a large checkpoint, so of many only those that share

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.geometry.box import Box
 
 MIXED = "Files of two saves may be mixed in the folder."
 
-Fetch = Callable[[Sequence[str]], Mapping[str, Header]]
+FetchHeaders = Callable[[Sequence[str]], Mapping[str, Header]]
 
 
 def check_save(save_id: str, file: str, header: Header) -> None:
@@ -54,7 +54,7 @@ class PieceCatalog:
         self,
         stored: StoredPieces,
         files: Sequence[str],
-        fetch: Fetch,
+        fetch: FetchHeaders,
         dtypes: Mapping[str, DType] = MappingProxyType({}),
     ) -> None:
         self.stored = stored

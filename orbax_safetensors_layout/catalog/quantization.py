@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.format.checks import short_repr
 from orbax_safetensors_layout.format.header import TensorEntry
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -126,7 +126,7 @@ def find_quantization(
     if all(scheme.bits for schemes in stems.values() for scheme in schemes):
         problem = None
     if said and said is not settings:
-        problem = f"its quantization_config is {brief(said)}, not an object"
+        problem = f"its quantization_config is {short_repr(said)}, not an object"
     found = Quantization(method, weights, parameters, problem)
     return found if method or weights or problem else None
 
@@ -143,7 +143,7 @@ def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
         return _DEFAULT_BITS, None
     if type(said) is int and said in (2, 3, 4, 8):
         return said, None
-    text = f"its configuration says {brief(said)} bits a weight; {_DEFAULT_BITS} are assumed"
+    text = f"its configuration says {short_repr(said)} bits a weight; {_DEFAULT_BITS} are assumed"
     return _DEFAULT_BITS, text
 
 
@@ -174,5 +174,5 @@ def _method(settings: Mapping[str, Any]) -> str | None:
         return None
     keys = ("fmt", "format", "bits", "group_size", "weight_block_size", "load_in_4bit")
     said = {key: settings[key] for key in keys if settings.get(key)}
-    facts = [f"{k}={v[:80] if isinstance(v, str) else brief(v)}" for k, v in said.items()]
+    facts = [f"{k}={v[:80] if isinstance(v, str) else short_repr(v)}" for k, v in said.items()]
     return f"{method[:80]} ({', '.join(facts)})" if facts else method[:80]

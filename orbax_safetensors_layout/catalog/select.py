@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from orbax_safetensors_layout.catalog.nearest import nearest_names
+from orbax_safetensors_layout.catalog.nearest import suggest_names
 from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
 from orbax_safetensors_layout.errors import MissingTensorError, pattern_of
 
@@ -73,7 +73,7 @@ def missing_names(
         hint = None
         if len(sought) < _MAX_HINTS and (pattern := pattern_of(name)) not in sought:
             sought.add(pattern)
-            nearest = nearest_names(name, names)
+            nearest = suggest_names(name, names)
             hint = f"The nearest names are {', '.join(map(repr, nearest))}." if nearest else None
         errors.append(MissingTensorError(problem, file=path, tensor=name, hint=hint))
     return MissingTensorError.collect(errors)

@@ -17,7 +17,7 @@ _CONTROLS = _SURROGATES | {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Console:
+class Output:
     """The two streams of a verb.
 
     Attributes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from orbax_safetensors_layout.cli.arguments import memory_budget
-from orbax_safetensors_layout.cli.console import Console
-from orbax_safetensors_layout.cli.verb import Verb, argument
+from orbax_safetensors_layout.cli.console import Output
+from orbax_safetensors_layout.cli.verb import Command, argument
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.runtime.text import parse_size
 
@@ -32,7 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(parsed: argparse.Namespace, console: Console) -> int:
+def _run(parsed: argparse.Namespace, console: Output) -> int:
     from orbax_safetensors_layout.conversion.consolidate import consolidate
 
     options = WriteOptions(
@@ -44,7 +44,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-VERB = Verb(
+VERB = Command(
     name="consolidate",
     help="make Hugging Face files of a checkpoint that was saved in pieces",
     description="Makes files that safetensors and transformers open from a checkpoint that was"

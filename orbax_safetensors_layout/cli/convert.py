@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
-from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.console import Output
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
-from orbax_safetensors_layout.cli.verb import UsageError, Verb, argument
+from orbax_safetensors_layout.cli.verb import Command, UsageError, argument
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.runtime.text import parse_size, size_text
 
@@ -101,7 +101,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--no-{name}", action="store_true", help=f"of Orbax: {what}")
 
 
-def _run(parsed: argparse.Namespace, console: Console) -> int:
+def _run(parsed: argparse.Namespace, console: Output) -> int:
     from orbax_safetensors_layout.convert import convert
 
     options = ConvertOptions(
@@ -164,7 +164,7 @@ def _resume(parsed: argparse.Namespace) -> str:
     return "Nothing was written; run it again."
 
 
-VERB = Verb(
+VERB = Command(
     name="convert",
     help="make a checkpoint of any kind into one of any other, in bounded memory",
     description="Streams Hugging Face safetensors, layout 'sharded' or an Orbax checkpoint into"

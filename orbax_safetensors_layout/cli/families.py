@@ -10,10 +10,10 @@ _NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]*)(?![^.])")
 _MOST_LISTED = 6
 _SPECIAL = re.compile(r"([*?\[\]{},])")
 
-Kind = TypeVar("Kind", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 
 
-class NameFamily(NamedTuple, Generic[Kind]):
+class NameFamily(NamedTuple, Generic[Key]):
     """Names that belong together.
 
     Attributes:
@@ -23,11 +23,11 @@ class NameFamily(NamedTuple, Generic[Kind]):
     """
 
     pattern: str
-    kind: Kind
+    kind: Key
     members: tuple[int, ...]
 
 
-def name_families(named: Iterable[tuple[str, Kind]]) -> list[NameFamily[Kind]]:
+def name_families(named: Iterable[tuple[str, Key]]) -> list[NameFamily[Key]]:
     """Joins names of one kind that differ by whole numbers alone, as in `layers.0.w`, `layers_0.w`.
 
     Args:
@@ -40,8 +40,8 @@ def name_families(named: Iterable[tuple[str, Kind]]) -> list[NameFamily[Kind]]:
         >>> [found.pattern for found in name_families([("a.0.w", 1), ("b", 1), ("a.1.w", 1)])]
         ['a.{0..1}.w', 'b']
     """
-    members: dict[tuple[tuple[str, ...], Kind], list[int]] = {}
-    numbers: dict[tuple[tuple[str, ...], Kind], list[set[int]]] = {}
+    members: dict[tuple[tuple[str, ...], Key], list[int]] = {}
+    numbers: dict[tuple[tuple[str, ...], Key], list[set[int]]] = {}
     for place, (name, kind) in enumerate(named):
         parts = _NUMBER.split(name)
         key = (tuple(parts[::2]), kind)

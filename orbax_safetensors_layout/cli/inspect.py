@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts, Total, inspect
-from orbax_safetensors_layout.analysis.located import located
-from orbax_safetensors_layout.cli.console import Console, table
+from orbax_safetensors_layout.analysis.located import resolve_checkpoint
+from orbax_safetensors_layout.cli.console import Output, table
 from orbax_safetensors_layout.cli.families import name_families
-from orbax_safetensors_layout.cli.verb import Verb, add_json
+from orbax_safetensors_layout.cli.verb import Command, add_json
 from orbax_safetensors_layout.runtime.text import count_text, number_text, size_text
 
 _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
@@ -39,7 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _run(parsed: argparse.Namespace, console: Console) -> int:
+def _run(parsed: argparse.Namespace, console: Output) -> int:
     found = _inspect(parsed.path, parsed.filter)
     if parsed.sort:
         ordered = sorted(found.tensors, key=_SORT_KEYS[parsed.sort])
@@ -53,7 +53,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _inspect(path: str, patterns: list[str] | None) -> Inspection:
-    location = located(path)
+    location = resolve_checkpoint(path)
     if not location.is_orbax:
         return inspect(location.path, only=patterns)
     from orbax_safetensors_layout.analysis.orbax_inspect import inspect_orbax
@@ -165,7 +165,7 @@ def _document(found: Inspection) -> dict[str, object]:
     }
 
 
-VERB = Verb(
+VERB = Command(
     name="inspect",
     help="what a checkpoint holds",
     description="Tells the tensors of a checkpoint with their shapes, dtypes, files and"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_safetensors_layout.cli.console import Console, table
-from orbax_safetensors_layout.cli.verb import Verb, add_json
+from orbax_safetensors_layout.cli.console import Output, table
+from orbax_safetensors_layout.cli.verb import Command, add_json
 
 
-def _run(parsed: argparse.Namespace, console: Console) -> int:
+def _run(parsed: argparse.Namespace, console: Output) -> int:
     from orbax_safetensors_layout.mapping.families import TARGETS
 
     if parsed.json:
@@ -23,7 +23,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-VERB = Verb(
+VERB = Command(
     name="families",
     help="the model families that have a ready mapping",
     description="Lists the families of Hugging Face models that have a ready mapping, and to which"

@@ -18,14 +18,14 @@ from orbax_safetensors_layout.cli import (
     plan,
     verify,
 )
-from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.console import Output
 from orbax_safetensors_layout.cli.interrupts import INTERRUPTED, clean_interrupts
-from orbax_safetensors_layout.cli.verb import UsageError, Verb
+from orbax_safetensors_layout.cli.verb import Command, UsageError
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 PROGRAM = "orbax-safetensors"
 
-VERBS: tuple[Verb, ...] = (
+VERBS: tuple[Command, ...] = (
     inspect.VERB,
     plan.VERB,
     verify.VERB,
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         misuse; 130 when interrupted; 141 where whoever read stdout is gone.
     """
     parsed = parser().parse_args(arguments)
-    verb: Verb = parsed.verb
-    console = Console(PROGRAM, quiet=parsed.quiet)
+    verb: Command = parsed.verb
+    console = Output(PROGRAM, quiet=parsed.quiet)
     if isinstance(sys.stdout, io.TextIOWrapper):  # paths need be no text; their bytes are kept
         sys.stdout.reconfigure(errors="surrogateescape")
 

@@ -7,16 +7,16 @@ import itertools
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.analysis.forecast import Forecast, forecast, forecast_save
+from orbax_safetensors_layout.analysis.forecast import ClusterEstimate, estimate, estimate_save
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
-from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.console import Output
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
 from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
-from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
+from orbax_safetensors_layout.cli.verb import Command, UsageError, add_json, argument
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime.text import parse_seconds, parse_size
-from orbax_safetensors_layout.sharding.grid import DeviceGrid
+from orbax_safetensors_layout.sharding.grid import MeshShape
 from orbax_safetensors_layout.sharding.rules import ShardingRule
 
 _AUTO = ShardingRule(".*", None)
@@ -96,7 +96,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _run(parsed: argparse.Namespace, console: Console) -> int:
+def _run(parsed: argparse.Namespace, console: Output) -> int:
     variants = [parsed, *(_variant(parsed, text) for text in parsed.compare)]
     if parsed.plot and (parsed.mapping or parsed.abstract or parsed.save is not None):
         raise UsageError(
@@ -135,7 +135,7 @@ def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(base), **vars(parser.parse_args(shlex.split(text)))})
 
 
-def _forecast(parsed: argparse.Namespace) -> Forecast:
+def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
     if parsed.path is None:
         raise UsageError("name the checkpoint: plan PATH --mesh ...")
     if parsed.mapping and parsed.abstract:
@@ -145,7 +145,7 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
         in_pieces = catalog.pieces is not None
     rules = sharding_rules(parsed.spec) or (_AUTO,)
     if not (parsed.mapping or parsed.abstract or in_pieces):
-        found = forecast(
+        found = estimate(
             parsed.path,
             _grid(parsed, parsed.mesh),
             rules,
@@ -155,14 +155,14 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
         if parsed.save is None:
             return found
         writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
-        return forecast_save(found, writing)
+        return estimate_save(found, writing)
     if parsed.save is not None:
         raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
-    from orbax_safetensors_layout.analysis.forecast_tree import forecast_tree, mesh_of
+    from orbax_safetensors_layout.analysis.forecast_tree import estimate_tree, mesh_of
 
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)
-    return forecast_tree(
+    return estimate_tree(
         parsed.path,
         _grid(parsed, parsed.mesh or mesh_of(abstract)),
         rules,
@@ -173,10 +173,10 @@ def _forecast(parsed: argparse.Namespace) -> Forecast:
     )
 
 
-def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> DeviceGrid:
+def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> MeshShape:
     if axes is None:
         raise UsageError("name the mesh: --mesh fsdp=64,tensor=4")
-    return DeviceGrid(axes, 1 if parsed.hosts is None else parsed.hosts)
+    return MeshShape(axes, 1 if parsed.hosts is None else parsed.hosts)
 
 
 def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
@@ -190,7 +190,7 @@ def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
     return ReadOptions(**given)
 
 
-VERB = Verb(
+VERB = Command(
     name="plan",
     help="what a load or a save will cost every host of a cluster",
     description="Works out from the headers alone what each host of a cluster reads when a"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from orbax_safetensors_layout.analysis.forecast import Forecast, LeafCost
+from orbax_safetensors_layout.analysis.forecast import ClusterEstimate, LeafCost
 from orbax_safetensors_layout.cli.console import table
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.plan.cost import Cost
@@ -36,7 +36,7 @@ _SAVE: tuple[Figure, ...] = (
 _SOME_ROWS = 8  # of rules
 
 
-def forecast_text(found: Forecast, top: int) -> str:
+def forecast_text(found: ClusterEstimate, top: int) -> str:
     """A forecast as a page.
 
     Args:
@@ -47,7 +47,7 @@ def forecast_text(found: Forecast, top: int) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def compared(labels: Sequence[str], found: Sequence[Forecast]) -> str:
+def compared(labels: Sequence[str], found: Sequence[ClusterEstimate]) -> str:
     """Forecasts side by side; of the hosts of each, the most that one has.
 
     Args:
@@ -68,15 +68,15 @@ def compared(labels: Sequence[str], found: Sequence[Forecast]) -> str:
     return table(["", *labels], rows)
 
 
-def _figures(found: Forecast) -> tuple[Figure, ...]:
+def _figures(found: ClusterEstimate) -> tuple[Figure, ...]:
     return _LOAD if found.saves is None else _SAVE
 
 
-def _scaled(found: Forecast, total: float) -> float:
+def _scaled(found: ClusterEstimate, total: float) -> float:
     return total * found.grid.processes / len(found.processes)
 
 
-def _head(found: Forecast) -> str:
+def _head(found: ClusterEstimate) -> str:
     grid, profile = found.grid, found.profile
     axes = ",".join(f"{name}={size}" for name, size in grid.axes.items())
     hosts = "one host"
@@ -105,7 +105,7 @@ def _rate(bytes_per_second: float) -> str:
     return f"{size_text(bytes_per_second)}/s"
 
 
-def _rules(found: Forecast) -> str:
+def _rules(found: ClusterEstimate) -> str:
     rows = []
     for rule, leaves in found.rules:
         text = "no rule matches: replicated" if rule is None else str(rule)
@@ -115,7 +115,7 @@ def _rules(found: Forecast) -> str:
     return table(["sharding rule", "tensors"], shown) + more if rows else ""
 
 
-def _misfits(found: Forecast, top: int) -> str:
+def _misfits(found: ClusterEstimate, top: int) -> str:
     """Tensors that can not be sharded as their rule says, those alike together."""
     families = name_families((one.name, (one.shape, one.reason)) for one in found.misfits)
     lines = [f"{pattern} {list(shape)}: {reason}" for pattern, (shape, reason), _ in families[:top]]
@@ -124,7 +124,7 @@ def _misfits(found: Forecast, top: int) -> str:
     return "\n".join(["not sharded as their rule says", *lines]) if families else ""
 
 
-def _table(found: Forecast) -> str:
+def _table(found: ClusterEstimate) -> str:
     rows = [
         [
             "parameters",
@@ -152,12 +152,12 @@ def _span(values: Sequence[float], text: Callable[[float], str]) -> tuple[str, s
     return text(min(values)), text(max(values))
 
 
-def _sum(found: Forecast, values: Sequence[float], text: Callable[[float], str]) -> str:
+def _sum(found: ClusterEstimate, values: Sequence[float], text: Callable[[float], str]) -> str:
     total = sum(values)
     return text(total) if found.is_complete else f"~{text(_scaled(found, total))}"
 
 
-def _costly(found: Forecast, top: int) -> str:
+def _costly(found: ClusterEstimate, top: int) -> str:
     """The tensors that cost most, those alike together, and what would mend it."""
     patterns: dict[LeafCost, list[str]] = {}
     counts: dict[LeafCost, int] = {}
@@ -190,7 +190,7 @@ def _requests(count: int) -> str:
     return f"{count_text(count)} request{'' if count == 1 else 's'}"
 
 
-def _advice(found: Forecast, leaf: LeafCost) -> str:
+def _advice(found: ClusterEstimate, leaf: LeafCost) -> str:
     """What would mend the cost of a leaf."""
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
     ways = 1 if leaf.spec is None else found.grid.ways([*itertools.chain(*leaf.spec)])
@@ -216,7 +216,7 @@ def _advice(found: Forecast, leaf: LeafCost) -> str:
     return ""
 
 
-def forecast_document(found: Forecast, top: int) -> dict[str, object]:
+def forecast_document(found: ClusterEstimate, top: int) -> dict[str, object]:
     """A forecast as a JSON document; bytes, seconds and counts are plain numbers."""
     total = sum(found.costs, Cost())
     times = found.seconds()

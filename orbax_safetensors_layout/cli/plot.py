@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.analysis.forecast import Forecast
+from orbax_safetensors_layout.analysis.forecast import ClusterEstimate
 from orbax_safetensors_layout.cli.verb import UsageError
 from orbax_safetensors_layout.plan.coverage import Coverage, coverage
 from orbax_safetensors_layout.runtime.text import size_text
@@ -18,7 +18,7 @@ _TICKS = 8  # of a single file, at most
 _LEAST_NAMED = 0.02  # of the width, for a tensor's name
 
 
-def draw(found: Forecast, path: str, files: str = "*") -> None:
+def draw(found: ClusterEstimate, path: str, files: str = "*") -> None:
     """Draws a forecast: above what the shards need, below what is read for them.
 
     Args:

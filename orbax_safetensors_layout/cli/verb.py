@@ -7,19 +7,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
-from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.console import Output
 
-Value = TypeVar("Value")
+Argument = TypeVar("Argument")
 
 
 class UsageError(Exception):
     """The arguments are malformed, or make no sense together; exit code 2."""
 
 
-def argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+def argument(parse: Callable[[str], Argument]) -> Callable[[str], Argument]:
     """A `type` of argparse that reports what `parse` says."""
 
-    def parsed(text: str) -> Value:
+    def parsed(text: str) -> Argument:
         try:
             return parse(text)
         except ValueError as error:
@@ -29,7 +29,7 @@ def argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verb:
+class Command:
     """One verb.
 
     Modules of verbs import what they work with only in `run`, so that help is quick and `inspect`
@@ -50,7 +50,7 @@ class Verb:
     description: str
     examples: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Console], int]
+    run: Callable[[argparse.Namespace, Output], int]
     resume: Callable[[argparse.Namespace], str] = lambda _: "Nothing was changed; run it again."
 
 

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 from typing import Any
 
-from orbax_safetensors_layout.analysis.located import located
+from orbax_safetensors_layout.analysis.located import resolve_checkpoint
 from orbax_safetensors_layout.cli.arguments import memory_budget
-from orbax_safetensors_layout.cli.console import Console
+from orbax_safetensors_layout.cli.console import Output
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
-from orbax_safetensors_layout.cli.verb import UsageError, Verb, add_json, argument
+from orbax_safetensors_layout.cli.verb import Command, UsageError, add_json, argument
 from orbax_safetensors_layout.options import ReadOptions
 
 
@@ -34,7 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _run(parsed: argparse.Namespace, console: Console) -> int:
+def _run(parsed: argparse.Namespace, console: Output) -> int:
     from orbax_safetensors_layout.analysis.verify import verify
 
     if parsed.mapping and parsed.against is None:
@@ -46,7 +46,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         given["memory_budget_bytes"] = parsed.memory_budget_bytes
     mapping = None
     if parsed.mapping:
-        source = located(parsed.against)
+        source = resolve_checkpoint(parsed.against)
         if source.is_orbax:
             raise UsageError(
                 "a mapping takes the tensors of a safetensors checkpoint; exchange the two: PATH is"
@@ -68,7 +68,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return 0 if report.ok else 1
 
 
-VERB = Verb(
+VERB = Command(
     name="verify",
     help="whether a checkpoint is whole, or equal to another",
     description="Finds all that is wrong with a checkpoint: headers, index, sizes, missing, stray"

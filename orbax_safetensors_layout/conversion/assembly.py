@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.conversion.leaves import (
-    Leaf,
-    Lease,
-    Region,
+    LeafRegion,
+    ReadableArrays,
+    TargetLeaf,
     batches,
     bytes_to_read,
     read_regions,
@@ -34,13 +34,13 @@ _MOST_ORDERS = 24  # of axes that are tried
 
 @contextlib.contextmanager
 def assembled(
-    lease: Lease,
-    regions: Sequence[Region],
+    lease: ReadableArrays,
+    regions: Sequence[LeafRegion],
     spool: str,
     *,
     most_bytes: int,
     block_bytes: int,
-) -> Iterator[Iterator[tuple[list[Region], list[np.ndarray]]]]:
+) -> Iterator[Iterator[tuple[list[LeafRegion], list[np.ndarray]]]]:
     """The regions of some leaves with their values, in their order.
 
     Args:
@@ -56,7 +56,7 @@ def assembled(
     found = [
         list(one) for _, one in itertools.groupby(regions, key=lambda region: region.leaf.name)
     ]
-    wholes = [Region(one[0].leaf, Box.whole(one[0].leaf.shape)) for one in found]
+    wholes = [LeafRegion(one[0].leaf, Box.whole(one[0].leaf.shape)) for one in found]
     if max(whole.nbytes for whole in wholes) <= most_bytes:
         yield _from_memory(lease, found, wholes, block_bytes)
         return
@@ -70,8 +70,11 @@ def assembled(
 
 
 def _from_memory(
-    lease: Lease, regions: Sequence[list[Region]], wholes: Sequence[Region], block_bytes: int
-) -> Iterator[tuple[list[Region], list[np.ndarray]]]:
+    lease: ReadableArrays,
+    regions: Sequence[list[LeafRegion]],
+    wholes: Sequence[LeafRegion],
+    block_bytes: int,
+) -> Iterator[tuple[list[LeafRegion], list[np.ndarray]]]:
     in_order = iter(regions)
     for batch in batches(wholes, block_bytes):
         for values in read_regions(lease, batch, memory_budget_bytes=block_bytes):
@@ -80,14 +83,20 @@ def _from_memory(
 
 
 def _write(
-    lease: Lease, regions: Sequence[Region], spool: str, storage: LocalStorage, block_bytes: int
+    lease: ReadableArrays,
+    regions: Sequence[LeafRegion],
+    spool: str,
+    storage: LocalStorage,
+    block_bytes: int,
 ) -> None:
     starts = _starts(regions)
     file = storage.create(spool, starts[-1], durable=False)
     leaf = regions[0].leaf
     try:
         for block in _blocks(lease, leaf, block_bytes):
-            (values,) = read_regions(lease, [Region(leaf, block)], memory_budget_bytes=block_bytes)
+            (values,) = read_regions(
+                lease, [LeafRegion(leaf, block)], memory_budget_bytes=block_bytes
+            )
             for region, start in zip(regions, starts, strict=False):
                 common = block.intersect(region.box)
                 if common is not None:
@@ -101,8 +110,8 @@ def _write(
 
 
 def _read(
-    regions: Sequence[Region], spool: str, storage: LocalStorage
-) -> Iterator[tuple[list[Region], list[np.ndarray]]]:
+    regions: Sequence[LeafRegion], spool: str, storage: LocalStorage
+) -> Iterator[tuple[list[LeafRegion], list[np.ndarray]]]:
     for region, start in zip(regions, _starts(regions), strict=False):
         values = np.empty(region.box.shape, region.leaf.dtype)
         data: Any = values.reshape(-1).view(np.uint8)  # its buffer is untyped in some versions
@@ -110,19 +119,19 @@ def _read(
         yield [region], [values]
 
 
-def _starts(regions: Sequence[Region]) -> list[int]:
+def _starts(regions: Sequence[LeafRegion]) -> list[int]:
     """First byte of each region in the file, and the file's size."""
     return [0, *itertools.accumulate(region.nbytes for region in regions)]
 
 
-def _blocks(lease: Lease, leaf: Leaf, most_bytes: int) -> list[Box]:
+def _blocks(lease: ReadableArrays, leaf: TargetLeaf, most_bytes: int) -> list[Box]:
     """Boxes that cover a leaf, cut along the axes that cost the fewest bytes."""
     axes = [axis for axis, extent in enumerate(leaf.shape) if extent > 1]
     orders = itertools.islice(itertools.permutations(axes), _MOST_ORDERS)
     found = [list(cut(leaf.shape, leaf.dtype.itemsize, most_bytes, order)) for order in orders]
 
     def cost(boxes: list[Box]) -> tuple[float, int]:
-        read = bytes_to_read(lease, [Region(leaf, boxes[0])])
+        read = bytes_to_read(lease, [LeafRegion(leaf, boxes[0])])
         return read / math.prod(boxes[0].shape), len(boxes)
 
     return min(found, key=cost)

@@ -11,14 +11,19 @@ import jax
 import numpy as np
 
 from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.conversion.leaves import Leaf, Lease, Region, read_regions
+from orbax_safetensors_layout.conversion.leaves import (
+    LeafRegion,
+    ReadableArrays,
+    TargetLeaf,
+    read_regions,
+)
 from orbax_safetensors_layout.errors import MissingTensorError
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.format.manifest import Manifest, TensorLeaf, ValueLeaf
 from orbax_safetensors_layout.format.tree import TensorKind
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.pytree.treedef import rebuild
+from orbax_safetensors_layout.pytree.treedef import decode_treedef
 from orbax_safetensors_layout.writing.assemble_files import row_blocks
 
 
@@ -48,9 +53,9 @@ class SourceArray:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
-    def leaf(self) -> Leaf:
+    def leaf(self) -> TargetLeaf:
         """The array as it is, as a leaf of a target."""
-        return Leaf(self.name, self.shape, self.dtype, self.name)
+        return TargetLeaf(self.name, self.shape, self.dtype, self.name)
 
 
 def rerooted(tree: Any, subtree: str | None) -> Any:
@@ -99,7 +104,7 @@ def values_of(tree: Any) -> dict[str, Any]:
     return {dotted_name(path): leaf for path, leaf in paths if not isinstance(leaf, SourceArray)}
 
 
-class Source(Protocol):
+class CheckpointReader(Protocol):
     """A checkpoint that is read.
 
     Attributes:
@@ -122,7 +127,7 @@ class Source(Protocol):
         """A digest of all that tells this checkpoint from another that stood at the same path."""
         ...
 
-    def lease(self, arrays: Sequence[SourceArray]) -> Lease | None:
+    def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
         """Arrays of which regions can be read as they stand; None where whole chunks are read."""
         ...
 
@@ -147,7 +152,7 @@ class Source(Protocol):
         ...
 
 
-class SafetensorsSource:
+class SafetensorsReader:
     """A safetensors checkpoint of either layout.
 
     Args:
@@ -174,7 +179,7 @@ class SafetensorsSource:
     def _tree(self, manifest: Manifest | None) -> Any:
         if manifest is None or manifest.tree is None:
             return {name: self._array(TensorLeaf(name, "numpy")) for name in self._entries}
-        return rebuild(
+        return decode_treedef(
             manifest.tree,
             lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf),
         )
@@ -193,10 +198,10 @@ class SafetensorsSource:
             digest.update(repr((file, storage.size(file), storage.modified_seconds(file))).encode())
         return digest.hexdigest()
 
-    def lease(self, arrays: Sequence[SourceArray]) -> Lease:
+    def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays:
         """The files themselves."""
         entries = {array.name: self._entries[array.stored] for array in arrays}
-        return Lease(entries, self._catalog.storage, self._catalog.pieces)
+        return ReadableArrays(entries, self._catalog.storage, self._catalog.pieces)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         """Rows, which stand in the file one after the other."""
@@ -206,7 +211,7 @@ class SafetensorsSource:
     def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
         """Some of the blocks."""
         lease = self.lease([array for array, _ in wanted])
-        regions = [Region(array.leaf, box) for array, box in wanted]
+        regions = [LeafRegion(array.leaf, box) for array, box in wanted]
         return read_regions(lease, regions, memory_budget_bytes=self._budget)
 
     def chunk(self, array: SourceArray) -> None:

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.format.manifest import (
 from orbax_safetensors_layout.format.pieces import StoredPieces
 from orbax_safetensors_layout.options import WriteOptions, given_or_default
 from orbax_safetensors_layout.plan.writes import plan_consolidation
-from orbax_safetensors_layout.runtime.process_group import Group
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 from orbax_safetensors_layout.storage.local import LocalStorage
@@ -105,7 +105,7 @@ def consolidate(
             prepared.publish(target, group=group, overwrite=overwrite, documents=documents)
 
 
-def _was_interrupted(catalog: Catalog, group: Group) -> bool:
+def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:
     """Whether an earlier call was killed after it had replaced the pieces; removes what it left."""
     found = ""
     with group.together("removing what an interrupted call has left"):

@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.conversion.assembly import assembled
-from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray, arrays_of
-from orbax_safetensors_layout.conversion.groups import Group, shares
+from orbax_safetensors_layout.conversion.checkpoint_reader import (
+    CheckpointReader,
+    SourceArray,
+    arrays_of,
+)
+from orbax_safetensors_layout.conversion.groups import LeafGroup, shares
 from orbax_safetensors_layout.conversion.journal import Journal
 from orbax_safetensors_layout.conversion.leaves import (
-    Leaf,
-    Lease,
-    Region,
+    LeafRegion,
+    ReadableArrays,
+    TargetLeaf,
     batches,
     read_regions,
 )
@@ -27,13 +31,13 @@ from orbax_safetensors_layout.conversion.spool import staged
 from orbax_safetensors_layout.conversion.target import Target, TargetWriter
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.runtime.process_group import Group as Processes
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup as Processes
 
 CONVERTING, VERIFYING = "converting", "verifying what was written"
 _IN_FLIGHT = 2  # blocks that are written while the next one is read
 
 
-class Limits(NamedTuple):
+class ConversionLimits(NamedTuple):
     """How a memory budget is spent.
 
     Attributes:
@@ -46,12 +50,12 @@ class Limits(NamedTuple):
     staged_bytes: int
 
     @classmethod
-    def of(cls, memory_budget_bytes: int) -> Limits:
+    def of(cls, memory_budget_bytes: int) -> ConversionLimits:
         """Shares of a budget."""
         return cls(max(1, memory_budget_bytes // 16), memory_budget_bytes // 2)
 
 
-class Report:
+class ProgressReport:
     """Tells of progress over several passes.
 
     Args:
@@ -72,15 +76,15 @@ class Report:
 
 
 def convert_groups(
-    source: Source,
+    source: CheckpointReader,
     arrays: Mapping[str, SourceArray],
     target: Target,
-    groups: Sequence[Group],
+    groups: Sequence[LeafGroup],
     folder: str,
     journal: Journal,
     processes: Processes,
-    limits: Limits,
-    report: Report,
+    limits: ConversionLimits,
+    report: ProgressReport,
 ) -> None:
     """Converts this process's share of the groups.
 
@@ -115,14 +119,14 @@ def convert_groups(
         writer.close()
 
 
-Blocks = Iterator[tuple[list[Region], list[np.ndarray]]]
+Blocks = Iterator[tuple[list[LeafRegion], list[np.ndarray]]]
 """Regions and their values, what is in memory at once."""
 
 
-def _convert(blocks: Blocks, writer: TargetWriter, report: Report) -> list[str]:
+def _convert(blocks: Blocks, writer: TargetWriter, report: ProgressReport) -> list[str]:
     digests: list[str] = []
 
-    def take(regions: Sequence[Region], values: Sequence[np.ndarray]) -> list[str]:
+    def take(regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> list[str]:
         writer.write(regions, values)
         return [digest(value) for value in values]
 
@@ -136,11 +140,11 @@ def _convert(blocks: Blocks, writer: TargetWriter, report: Report) -> list[str]:
 
 @contextlib.contextmanager
 def _blocks(
-    source: Source,
+    source: CheckpointReader,
     arrays: Mapping[str, SourceArray],
-    group: Group,
+    group: LeafGroup,
     spool: str,
-    limits: Limits,
+    limits: ConversionLimits,
 ) -> Iterator[Blocks]:
     """The regions of a group, read so that no byte of the source is read twice."""
     block_bytes, most_bytes = limits
@@ -166,7 +170,7 @@ def _blocks(
         yield blocks
 
 
-def _read(lease: Lease, group: Group, block_bytes: int) -> Blocks:
+def _read(lease: ReadableArrays, group: LeafGroup, block_bytes: int) -> Blocks:
     for regions in batches(group.regions, block_bytes):
         yield regions, read_regions(lease, regions, memory_budget_bytes=block_bytes)
 
@@ -177,13 +181,13 @@ def digest(values: np.ndarray) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-Take = Callable[[Sequence[Region], Sequence[np.ndarray]], list[str]]
+TakeBlocks = Callable[[Sequence[LeafRegion], Sequence[np.ndarray]], list[str]]
 
 
 class _Pipeline:
     """Takes a block while the next one is read; gives back digests in their order."""
 
-    def __init__(self, take: Take) -> None:
+    def __init__(self, take: TakeBlocks) -> None:
         self._take = take
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, "convert-write")
         self._running: deque[Future[list[str]]] = deque()
@@ -194,7 +198,7 @@ class _Pipeline:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def put(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> list[str]:
+    def put(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> list[str]:
         """Takes the next block; gives the digests of an earlier one, if it had to wait for it."""
         found = self._running.popleft().result() if len(self._running) >= _IN_FLIGHT else []
         self._running.append(self._pool.submit(self._take, regions, values))
@@ -206,12 +210,12 @@ class _Pipeline:
 
 
 def verify_groups(
-    finished: Source,
-    groups: Sequence[Group],
+    finished: CheckpointReader,
+    groups: Sequence[LeafGroup],
     done: Mapping[int, Sequence[str]],
     processes: Processes,
-    limits: Limits,
-    report: Report,
+    limits: ConversionLimits,
+    report: ProgressReport,
 ) -> None:
     """Reads this process's share of what was written, and compares every bit.
 
@@ -253,20 +257,20 @@ def verify_groups(
 
 
 def _read_back(
-    finished: Source,
+    finished: CheckpointReader,
     arrays: Mapping[str, SourceArray],
-    regions: Sequence[Region],
-    limits: Limits,
+    regions: Sequence[LeafRegion],
+    limits: ConversionLimits,
 ) -> list[np.ndarray]:
     names = dict.fromkeys(region.leaf.name for region in regions)
     lease = finished.lease([arrays[name] for name in names])
     if lease is None:
         return finished.read([(arrays[leaf.name], box) for leaf, box in regions])
-    stored = [Region(_stored(arrays[leaf.name], lease), box) for leaf, box in regions]
+    stored = [LeafRegion(_stored(arrays[leaf.name], lease), box) for leaf, box in regions]
     return read_regions(lease, stored, memory_budget_bytes=limits.block_bytes)
 
 
-def _stored(array: SourceArray, lease: Lease) -> Leaf:
+def _stored(array: SourceArray, lease: ReadableArrays) -> TargetLeaf:
     """An array with the dtype that it has in the file."""
     stored = lease.entries[array.name].dtype.numpy
-    return Leaf(array.name, array.shape, stored, array.name)
+    return TargetLeaf(array.name, array.shape, stored, array.name)

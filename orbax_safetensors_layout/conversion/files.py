@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.leaves import Leaf, Region
+from orbax_safetensors_layout.conversion.leaves import LeafRegion, TargetLeaf
 from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.format.dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType
 from orbax_safetensors_layout.format.index import MAIN_INDEX
@@ -66,7 +66,7 @@ class FilesTarget:
 
     def __init__(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[TargetLeaf],
         tensors: Sequence[NewTensor],
         options: WriteOptions,
         *,
@@ -121,14 +121,14 @@ class FilesTarget:
                 self._places[name].setdefault(whole, []).append(_Place(file, entry.start))
         return dataclasses.replace(manifest, layout="sharded", pieces=stored)
 
-    def regions(self, leaf: Leaf, most_bytes: int) -> list[Region]:
+    def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
         """Rows of each box."""
         dtype = self._dtypes[leaf.name]
         group = 8 if dtype.packed else 1
         regions = []
         for outer in self._places[leaf.name]:
             for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
-                regions.append(Region(leaf, within(rows, outer.start)))
+                regions.append(LeafRegion(leaf, within(rows, outer.start)))
                 self._outer[leaf.name, regions[-1].box] = outer
         return regions
 
@@ -144,7 +144,7 @@ class FilesTarget:
             os.makedirs(finished, exist_ok=True)
         return FilesWriter(finished, self)
 
-    def places(self, region: Region) -> list[_Place]:
+    def places(self, region: LeafRegion) -> list[_Place]:
         """Where the first byte of a region, one of `regions`, goes."""
         leaf, box = region
         outer = self._outer[leaf.name, box]
@@ -159,7 +159,7 @@ class FilesTarget:
         """How a file is laid out."""
         return self._layouts[file]
 
-    def encoded(self, region: Region, values: np.ndarray) -> np.ndarray:
+    def encoded(self, region: LeafRegion, values: np.ndarray) -> np.ndarray:
         """Values as they stand in the file."""
         return _encoded(values, self._dtypes[region.leaf.name])
 
@@ -197,7 +197,7 @@ class FilesWriter:
         self._written: set[str] = set()
         self._lock = threading.Lock()
 
-    def write(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> None:
+    def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         """Writes regions, each to all of its places."""
         for region, value in zip(regions, values, strict=True):
             data = self._target.encoded(region, value)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray
-from orbax_safetensors_layout.conversion.leaves import Leaf, Region, bytes_to_read
+from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
+from orbax_safetensors_layout.conversion.leaves import LeafRegion, TargetLeaf, bytes_to_read
 
 _MOST_OVER_READ = 1.05  # bytes read for a byte needed, before arrays are rather read as a whole
 
 
-class Group(NamedTuple):
+class LeafGroup(NamedTuple):
     """Regions of leaves, together all or some of what is made of some arrays.
 
     Attributes:
@@ -22,7 +22,7 @@ class Group(NamedTuple):
     """
 
     number: int
-    regions: tuple[Region, ...]
+    regions: tuple[LeafRegion, ...]
     staged: tuple[SourceArray, ...]
     is_assembled: bool
 
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 class _Part(NamedTuple):
     """Regions that belong together, and what is staged for them."""
 
-    regions: list[Region]
+    regions: list[LeafRegion]
     staged: list[SourceArray]
     is_assembled: bool = False
 
@@ -52,12 +52,12 @@ class _Part(NamedTuple):
 
 
 def make_groups(
-    source: Source,
+    source: CheckpointReader,
     arrays: Mapping[str, SourceArray],
-    leaves: Sequence[Leaf],
-    regions: Sequence[Sequence[Region]],
+    leaves: Sequence[TargetLeaf],
+    regions: Sequence[Sequence[LeafRegion]],
     most_bytes: int,
-) -> list[Group]:
+) -> list[LeafGroup]:
     """Groups such that every byte of the source is read once.
 
     Args:
@@ -67,7 +67,7 @@ def make_groups(
         regions: Of each leaf its regions; no larger than `most_bytes` where that is possible.
         most_bytes: Bytes up to which small ones are grouped.
     """
-    groups: list[Group] = []
+    groups: list[LeafGroup] = []
     parts: list[_Part] = []
     held = 0
 
@@ -75,7 +75,7 @@ def make_groups(
         if parts:
             found = tuple(region for part in parts for region in part.regions)
             staged = tuple(array for part in parts for array in part.staged)
-            groups.append(Group(len(groups), found, staged, parts[0].is_assembled))
+            groups.append(LeafGroup(len(groups), found, staged, parts[0].is_assembled))
             parts.clear()
 
     for part in _parts(source, arrays, leaves, regions):
@@ -90,10 +90,10 @@ def make_groups(
 
 
 def _parts(
-    source: Source,
+    source: CheckpointReader,
     arrays: Mapping[str, SourceArray],
-    leaves: Sequence[Leaf],
-    regions: Sequence[Sequence[Region]],
+    leaves: Sequence[TargetLeaf],
+    regions: Sequence[Sequence[LeafRegion]],
 ) -> Iterator[_Part]:
     over_read: dict[object, bool] = {}  # leaves that are alike are read alike
     for members in _components(leaves):
@@ -112,7 +112,10 @@ def _parts(
 
 
 def _is_staged(
-    source: Source, arrays: Sequence[SourceArray], regions: Sequence[Region], leaves: int
+    source: CheckpointReader,
+    arrays: Sequence[SourceArray],
+    regions: Sequence[LeafRegion],
+    leaves: int,
 ) -> bool:
     """Whether arrays have to be read as a whole: in chunks, for several leaves, or from pieces."""
     lease = source.lease(arrays)
@@ -122,9 +125,9 @@ def _is_staged(
 
 
 def _is_over_read(
-    source: Source,
+    source: CheckpointReader,
     arrays: Sequence[SourceArray],
-    regions: Sequence[Region],
+    regions: Sequence[LeafRegion],
     known: dict[object, bool],
 ) -> bool:
     lease = source.lease(arrays)
@@ -140,7 +143,7 @@ def _is_over_read(
     return known[key]
 
 
-def _components(leaves: Sequence[Leaf]) -> list[list[int]]:
+def _components(leaves: Sequence[TargetLeaf]) -> list[list[int]]:
     """Leaves that share arrays, together, in the order of the first of each."""
     parent = list(range(len(leaves)))
 
@@ -161,10 +164,10 @@ def _components(leaves: Sequence[Leaf]) -> list[list[int]]:
     return list(members.values())
 
 
-def shares(groups: Sequence[Group], processes: int) -> list[list[Group]]:
+def shares(groups: Sequence[LeafGroup], processes: int) -> list[list[LeafGroup]]:
     """Deals groups out to processes, each to the one that has least, the same on all of them."""
     load = [0] * processes
-    dealt: list[list[Group]] = [[] for _ in range(processes)]
+    dealt: list[list[LeafGroup]] = [[] for _ in range(processes)]
     for group in groups:
         process = load.index(min(load))
         load[process] += group.nbytes

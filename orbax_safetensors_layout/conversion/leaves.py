@@ -10,20 +10,20 @@ import numpy as np
 from orbax_safetensors_layout.catalog.pieces import PieceCatalog
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.options import PROFILES
-from orbax_safetensors_layout.plan.array_source import Mapped, Origin, Plain
+from orbax_safetensors_layout.plan.array_source import ArraySource, MappedSource, StoredSource
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
-from orbax_safetensors_layout.pytree.abstract import Want
-from orbax_safetensors_layout.reading.materialize import Filling
+from orbax_safetensors_layout.pytree.abstract import AbstractLeaf
+from orbax_safetensors_layout.reading.materialize import Materializer
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, WantedLeaf
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, ResolvedLeaf
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 from orbax_safetensors_layout.storage.base import RangeReader
 
 
-class Leaf(NamedTuple):
+class TargetLeaf(NamedTuple):
     """One array of a target.
 
     Attributes:
@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    made_of: str | Bound
+    made_of: str | BoundExpr
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
         return (self.made_of,) if isinstance(self.made_of, str) else self.made_of.sources()
 
 
-class Region(NamedTuple):
+class LeafRegion(NamedTuple):
     """A box of a leaf.
 
     Attributes:
@@ -52,7 +52,7 @@ class Region(NamedTuple):
         box: The box.
     """
 
-    leaf: Leaf
+    leaf: TargetLeaf
     box: Box
 
     @property
@@ -61,9 +61,9 @@ class Region(NamedTuple):
         return self.box.size * self.leaf.dtype.itemsize
 
 
-def batches(regions: Sequence[Region], most_bytes: int) -> Iterator[list[Region]]:
+def batches(regions: Sequence[LeafRegion], most_bytes: int) -> Iterator[list[LeafRegion]]:
     """Regions that are read together, up to so many bytes, or one."""
-    batch: list[Region] = []
+    batch: list[LeafRegion] = []
     held = 0
     for region in regions:
         if batch and held + region.nbytes > most_bytes:
@@ -75,7 +75,7 @@ def batches(regions: Sequence[Region], most_bytes: int) -> Iterator[list[Region]
         yield batch
 
 
-class Lease(NamedTuple):
+class ReadableArrays(NamedTuple):
     """Arrays of a source of which any region can be read.
 
     Attributes:
@@ -90,7 +90,7 @@ class Lease(NamedTuple):
 
 
 def read_regions(
-    lease: Lease, regions: Sequence[Region], *, memory_budget_bytes: int
+    lease: ReadableArrays, regions: Sequence[LeafRegion], *, memory_budget_bytes: int
 ) -> list[np.ndarray]:
     """Values of some regions, in their order, each contiguous.
 
@@ -104,10 +104,10 @@ def read_regions(
     """
     values: dict[int, np.ndarray] = {}
 
-    def take(leaf: WantedLeaf, _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+    def take(leaf: ResolvedLeaf, _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
         (values[leaf.number],) = parts
 
-    filling = Filling(_planned(lease, regions), take)
+    filling = Materializer(_planned(lease, regions), take)
     filling.begin()
     read_leaves(
         _plan(lease, filling, memory_budget_bytes),
@@ -121,15 +121,17 @@ def read_regions(
     ]
 
 
-def bytes_to_read(lease: Lease, regions: Sequence[Region]) -> int:
+def bytes_to_read(lease: ReadableArrays, regions: Sequence[LeafRegion]) -> int:
     """Bytes that reading each of some regions by itself takes."""
     return sum(
-        _plan(lease, Filling(_planned(lease, [region]), _nowhere), region.nbytes).cost().read_bytes
+        _plan(lease, Materializer(_planned(lease, [region]), _nowhere), region.nbytes)
+        .cost()
+        .read_bytes
         for region in regions
     )
 
 
-def _plan(lease: Lease, filling: Filling, memory_budget_bytes: int) -> ReadPlan:
+def _plan(lease: ReadableArrays, filling: Materializer, memory_budget_bytes: int) -> ReadPlan:
     return plan_reads(
         filling.reads,
         profile=PROFILES[lease.storage.kind],
@@ -138,27 +140,27 @@ def _plan(lease: Lease, filling: Filling, memory_budget_bytes: int) -> ReadPlan:
     )
 
 
-def _nowhere(leaf: WantedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+def _nowhere(leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
     """Of a plan that is not carried out."""
 
 
-def _planned(lease: Lease, regions: Sequence[Region]) -> list[PlannedLeaf]:
+def _planned(lease: ReadableArrays, regions: Sequence[LeafRegion]) -> list[PlannedLeaf]:
     return [_planned_leaf(lease, number, *region) for number, region in enumerate(regions)]
 
 
-def _planned_leaf(lease: Lease, number: int, leaf: Leaf, box: Box) -> PlannedLeaf:
-    local = LocalBoxes((box,), (False,))
-    want = Want(leaf.name, None, leaf.shape, leaf.dtype, None, None)
-    origin: Origin
+def _planned_leaf(lease: ReadableArrays, number: int, leaf: TargetLeaf, box: Box) -> PlannedLeaf:
+    local = AddressableShards((box,), (False,))
+    want = AbstractLeaf(leaf.name, None, leaf.shape, leaf.dtype, None, None)
+    origin: ArraySource
     if isinstance(leaf.made_of, str):
         entry = lease.entries[leaf.made_of]
-        origin = Plain(entry)
+        origin = StoredSource(entry)
         plan = origin.plan(leaf.name, local, leaf.dtype)
         if lease.pieces is not None and plan.read is not None:
             found = lease.pieces.find({entry.name: (box,)})[entry.name]
             plan = plan._replace(read=plan.read._replace(sources=sources_of(found)))
     else:
-        origin = Mapped(leaf.made_of, lease.entries)
+        origin = MappedSource(leaf.made_of, lease.entries)
         plan = origin.plan(leaf.name, local, leaf.dtype)
-    wanted = WantedLeaf(number, want, leaf.name, origin, leaf.dtype, Fidelity.ROUND, local)
+    wanted = ResolvedLeaf(number, want, leaf.name, origin, leaf.dtype, Fidelity.ROUND, local)
     return PlannedLeaf(wanted, plan)

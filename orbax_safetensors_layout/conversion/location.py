@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Location(NamedTuple):
+class CheckpointRef(NamedTuple):
     """A checkpoint's tree.
 
     Attributes:

@@ -7,20 +7,20 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray
+from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
 from orbax_safetensors_layout.conversion.execute import (
-    Limits,
-    Report,
+    ConversionLimits,
+    ProgressReport,
     convert_groups,
     verify_groups,
 )
-from orbax_safetensors_layout.conversion.groups import Group, make_groups, shares
+from orbax_safetensors_layout.conversion.groups import LeafGroup, make_groups, shares
 from orbax_safetensors_layout.conversion.journal import Journal
 from orbax_safetensors_layout.conversion.target import FINISHED, Target
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.runtime.process_group import Agreement
-from orbax_safetensors_layout.runtime.process_group import Group as Processes
+from orbax_safetensors_layout.runtime.process_group import Fingerprint
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup as Processes
 from orbax_safetensors_layout.runtime.progress import progress_callback
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.storage.local_commit import Claim, check_replaceable, claimed
@@ -31,7 +31,7 @@ _LARGER_BLOCKS = 2  # a continued run may take blocks so many times as large as 
 _UNFINISHED, _PUBLISHED = "unfinished", "published"
 
 
-def conversion_limits(folder: str, memory_budget_bytes: int, *, restart: bool) -> Limits:
+def conversion_limits(folder: str, memory_budget_bytes: int, *, restart: bool) -> ConversionLimits:
     """Returns limits with the blocks of the run that is continued, which its journal counts in.
 
     Args:
@@ -42,7 +42,7 @@ def conversion_limits(folder: str, memory_budget_bytes: int, *, restart: bool) -
     Raises:
         SafetensorsLayoutError: Its blocks are too large for the memory budget.
     """
-    limits = Limits.of(memory_budget_bytes)
+    limits = ConversionLimits.of(memory_budget_bytes)
     workspace = partial_folder(folder, "convert")
     begun = None if restart else Journal.block_bytes(workspace)
     if begun is None:
@@ -85,16 +85,16 @@ class Conversion:
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointReader,
         arrays: Mapping[str, SourceArray],
         target: Target,
         folder: str,
         options: ConvertOptions,
-        limits: Limits,
+        limits: ConversionLimits,
         *,
         restart: bool,
         arguments: object,
-        reopen: Callable[[str], Source],
+        reopen: Callable[[str], CheckpointReader],
         is_replaced: Callable[[str], bool],
     ) -> None:
         self._source = source
@@ -151,7 +151,7 @@ class Conversion:
             Bytes that an interrupted run had written.
         """
         with contextlib.ExitStack() as stack:
-            agreed = Agreement(
+            agreed = Fingerprint(
                 f"{self._journal.digest} {self._options.verify} {self._restart}",
                 f"{len(self.groups)} groups",
                 "All processes must convert the same checkpoint with the same arguments.",
@@ -192,7 +192,7 @@ class Conversion:
             storage.make_folder(self._workspace)
         self._journal.read()
 
-    def _convert(self, left: list[Group], processes: Processes) -> None:
+    def _convert(self, left: list[LeafGroup], processes: Processes) -> None:
         with self._report("converting", left, processes) as report:
             convert_groups(
                 self._source,
@@ -207,10 +207,12 @@ class Conversion:
             )
 
     @contextlib.contextmanager
-    def _report(self, label: str, groups: list[Group], processes: Processes) -> Iterator[Report]:
+    def _report(
+        self, label: str, groups: list[LeafGroup], processes: Processes
+    ) -> Iterator[ProgressReport]:
         mine = shares(groups, processes.process_count)[processes.process_index]
         with progress_callback(self._options.progress, label) as tell:
-            yield Report(tell, sum(one.nbytes for one in mine))
+            yield ProgressReport(tell, sum(one.nbytes for one in mine))
 
     def _commit(self) -> None:
         self._target.commit(self._workspace)

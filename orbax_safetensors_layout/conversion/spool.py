@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray
-from orbax_safetensors_layout.conversion.leaves import Lease, Region, batches
+from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
+from orbax_safetensors_layout.conversion.leaves import LeafRegion, ReadableArrays, batches
 from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView
@@ -24,13 +24,13 @@ from orbax_safetensors_layout.storage.local import LocalStorage
 
 @contextlib.contextmanager
 def staged(
-    source: Source,
+    source: CheckpointReader,
     arrays: Sequence[SourceArray],
     spool: str,
     *,
     most_bytes: int,
     block_bytes: int,
-) -> Iterator[Lease]:
+) -> Iterator[ReadableArrays]:
     """Reads arrays as a whole.
 
     Args:
@@ -49,21 +49,21 @@ def staged(
             bits = f"u{array.dtype.itemsize}"  # numpy knows no fast copy of bfloat16 and its like
             memory[array.name].view(bits).reshape(array.shape)[box.slices] = values.view(bits)
         entries = {array.name: _entry(array, array.name, 0) for array in arrays}
-        yield Lease(entries, _Memory(memory))
+        yield ReadableArrays(entries, _Memory(memory))
         return
     with LocalStorage() as storage:
         try:
-            yield Lease(_spooled(source, arrays, spool, storage, block_bytes), storage)
+            yield ReadableArrays(_spooled(source, arrays, spool, storage, block_bytes), storage)
         finally:
             storage.remove(spool)
 
 
 def _blocks(
-    source: Source, arrays: Sequence[SourceArray], most_bytes: int
+    source: CheckpointReader, arrays: Sequence[SourceArray], most_bytes: int
 ) -> Iterator[tuple[SourceArray, Box, np.ndarray]]:
     """All of some arrays, as many blocks at once as fit."""
     blocks = [
-        Region(array.leaf, box) for array in arrays for box in source.blocks(array, most_bytes)
+        LeafRegion(array.leaf, box) for array in arrays for box in source.blocks(array, most_bytes)
     ]
     by_name = {array.name: array for array in arrays}
     for batch in batches(blocks, most_bytes):
@@ -104,7 +104,7 @@ def _entry(array: SourceArray, file: str, start: int) -> TensorEntry:
 
 
 def _spooled(
-    source: Source,
+    source: CheckpointReader,
     arrays: Sequence[SourceArray],
     spool: str,
     storage: LocalStorage,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.leaves import Leaf, Region
+from orbax_safetensors_layout.conversion.leaves import LeafRegion, TargetLeaf
 
 FINISHED = "finished"
 """The folder, in the conversion's own, that becomes the checkpoint."""
@@ -20,9 +20,9 @@ class Target(Protocol):
         leaves: Its arrays.
     """
 
-    leaves: Sequence[Leaf]
+    leaves: Sequence[TargetLeaf]
 
-    def regions(self, leaf: Leaf, most_bytes: int) -> list[Region]:
+    def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
         """What is written of a leaf at once; together all of it."""
         ...
 
@@ -51,7 +51,7 @@ class Target(Protocol):
 class TargetWriter(Protocol):
     """Writes regions. Safe to use from several threads."""
 
-    def write(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> None:
+    def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         """Writes the values of some regions."""
         ...
 

@@ -11,9 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray, arrays_of
+from orbax_safetensors_layout.conversion.checkpoint_reader import (
+    CheckpointReader,
+    SourceArray,
+    arrays_of,
+)
 from orbax_safetensors_layout.conversion.files import FilesTarget, values_dtype
-from orbax_safetensors_layout.conversion.leaves import Leaf
+from orbax_safetensors_layout.conversion.leaves import TargetLeaf
 from orbax_safetensors_layout.errors import (
     MappingError,
     MismatchError,
@@ -22,16 +26,16 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format.manifest import Manifest
 from orbax_safetensors_layout.format.pieces import NO_SAVE_ID
 from orbax_safetensors_layout.format.tree import TensorKind
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.sharding.grid import DeviceGrid, Spec
+from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
 from orbax_safetensors_layout.sharding.rules import Misfit, ShardingRule, ShardingRules
 from orbax_safetensors_layout.sharding.shards import ProcessShards
-from orbax_safetensors_layout.writing.prepare_tree import SavedTree
+from orbax_safetensors_layout.writing.prepare_tree import PreparedTree
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
@@ -53,12 +57,12 @@ class TargetArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     kind: TensorKind
-    made_of: str | Bound
+    made_of: str | BoundExpr
     key_impl: str | None = None
 
-    def leaf(self, dtype: np.dtype) -> Leaf:
+    def leaf(self, dtype: np.dtype) -> TargetLeaf:
         """The array as a leaf whose values have some dtype."""
-        return Leaf(self.name, self.shape, dtype, self.made_of)
+        return TargetLeaf(self.name, self.shape, dtype, self.made_of)
 
     def stand_in(self, sharding: Any) -> Any:
         """An array without values, for what looks at shapes, dtypes and shardings alone."""
@@ -109,7 +113,7 @@ def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, 
             f"a mapping makes arrays of arrays; these leaves are none: {values[:10]}",
             hint="Say which part of the tree is the parameters with subtree= (--subtree).",
         )
-    facts = {name: Fact(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
+    facts = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
     bound = mapping.inverse().bind(facts) if inverse else mapping.bind(facts)
     made = {
         name: TargetArray(name, found.shape, found.dtype, "jax", found)
@@ -137,7 +141,7 @@ class Topology:
         rules: How arrays are sharded; what none matches is replicated.
     """
 
-    def __init__(self, grid: DeviceGrid, rules: Sequence[ShardingRule] = ()) -> None:
+    def __init__(self, grid: MeshShape, rules: Sequence[ShardingRule] = ()) -> None:
         self.grid = grid
         self._rules = ShardingRules(rules, grid)
         self._mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
@@ -207,7 +211,7 @@ def arrays_in(tree: Any) -> list[TargetArray]:
 
 def files_target(
     tree: Any,
-    source: Source,
+    source: CheckpointReader,
     options: WriteOptions,
     topology: Topology | None,
     *,
@@ -237,7 +241,7 @@ def files_target(
             return leaf
         return leaf.stand_in(None if cut is None else cut.sharding(leaf))
 
-    parsed = SavedTree.parse(
+    parsed = PreparedTree.parse(
         jax.tree.map(stand_in, tree), options=options, shards=ProcessShards(0, processes)
     )
     if cut is not None:

@@ -11,7 +11,7 @@ _INT64_MAX = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Checks:
+class Schema:
     """What is expected of raw values of one file.
 
     Raw values are as `strict_json.members` yields them: objects are tuples of pairs.
@@ -46,10 +46,10 @@ class Checks:
             InvalidManifestError: It is no object, or repeats a key.
         """
         if type(value) is not tuple:
-            self.refuse(f"malformed {what}", expected="an object", found=brief(value))
+            self.refuse(f"malformed {what}", expected="an object", found=short_repr(value))
         fields: dict[str, object] = dict(value)
         if len(fields) != len(value):
-            self.refuse(f"malformed {what}", expected="each key once", found=brief(value))
+            self.refuse(f"malformed {what}", expected="each key once", found=short_repr(value))
         return fields
 
     def items(self, value: object, what: str) -> list[object]:
@@ -59,7 +59,7 @@ class Checks:
             InvalidManifestError: It is no array.
         """
         if type(value) is not list:
-            self.refuse(f"malformed {what}", expected="an array", found=brief(value))
+            self.refuse(f"malformed {what}", expected="an array", found=short_repr(value))
         return value
 
     def text(self, value: object, what: str) -> str:
@@ -69,7 +69,7 @@ class Checks:
             InvalidManifestError: It is none.
         """
         if type(value) is not str:
-            self.refuse(f"malformed {what}", expected="a string", found=brief(value))
+            self.refuse(f"malformed {what}", expected="a string", found=short_repr(value))
         return value
 
     def size(self, value: object, what: str, *, below: int = _INT64_MAX + 1) -> int:
@@ -80,7 +80,9 @@ class Checks:
         """
         if type(value) is not int or not 0 <= value < below:
             self.refuse(
-                f"malformed {what}", expected=f"an integer in 0..{below - 1}", found=brief(value)
+                f"malformed {what}",
+                expected=f"an integer in 0..{below - 1}",
+                found=short_repr(value),
             )
         return value
 
@@ -101,7 +103,7 @@ class Checks:
         return tuple(self.size(item, what) for item in self.items(value, what))
 
 
-def brief(value: object, limit: int = 80) -> str:
+def short_repr(value: object, limit: int = 80) -> str:
     """`repr`, cut: values of a hostile file may be of any length."""
     if isinstance(value, list | tuple | str) and len(value) > limit:
         value = value[:limit]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import strict_json
-from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.checks import Schema, short_repr
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
 MAX_DIGESTS_BYTES = 100_000_000
@@ -98,7 +98,7 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     Raises:
         InvalidManifestError: It is malformed, or of another version or algorithm.
     """
-    checks = Checks(file)
+    checks = Schema(file)
     document: dict[str, object] = {}
     digests: dict[str, str] = {}
     try:
@@ -107,7 +107,7 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
             if key in (document if outer is None else digests):
                 raise strict_json.JsonError(f"key {key!r} is repeated")
             if outer is not None:
-                digests[key] = value if isinstance(value, str) else brief(value)
+                digests[key] = value if isinstance(value, str) else short_repr(value)
             else:
                 document[key] = value if key in _MEMBERS else None
     except (UnicodeDecodeError, strict_json.JsonError, RecursionError) as error:
@@ -117,12 +117,16 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     said = (document.get(_VERSION_KEY), document.get("algorithm"))
     if said != (_VERSION, _ALGORITHM):
         checks.refuse(
-            "digests of another version", expected=f"{(_VERSION, _ALGORITHM)}", found=brief(said)
+            "digests of another version",
+            expected=f"{(_VERSION, _ALGORITHM)}",
+            found=short_repr(said),
         )
     checks.members(document.get("files"), "files")
     found = {}
     for name, digest in digests.items():
         if not _HEX.fullmatch(digest):
-            checks.refuse("malformed digest", expected="8 hexadecimal digits", found=brief(digest))
+            checks.refuse(
+                "malformed digest", expected="8 hexadecimal digits", found=short_repr(digest)
+            )
         found[name] = int(digest, 16)
     return found

@@ -13,7 +13,7 @@ from typing import Literal
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import strict_json
-from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.checks import Schema, short_repr
 from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE, DType
 from orbax_safetensors_layout.format.pieces import (
     StoredBox,
@@ -175,7 +175,7 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
         >>> parse_manifest(data, file=MANIFEST).tree
         Container(kind='list', children=(), keys=(), type=None)
     """
-    checks = Checks(file)
+    checks = Schema(file)
     try:
         return _parse(_document(data.decode(), checks), checks)
     except UnicodeDecodeError as error:
@@ -198,7 +198,7 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
         ) from error
 
 
-def _document(text: str, checks: Checks) -> dict[str, object]:
+def _document(text: str, checks: Schema) -> dict[str, object]:
     """The members, raw, of a version that this package reads."""
     document: dict[str, object] = {}
     look_closely = strict_json.has_surrogate_escape(text)
@@ -213,7 +213,7 @@ def _document(text: str, checks: Checks) -> dict[str, object]:
         checks.refuse(
             f"malformed version {_VERSION_KEY!r}",
             expected="a positive integer",
-            found=brief(version),
+            found=short_repr(version),
         )
     if version > VERSION:
         raise InvalidManifestError(
@@ -226,10 +226,10 @@ def _document(text: str, checks: Checks) -> dict[str, object]:
     return document
 
 
-def _parse(document: dict[str, object], checks: Checks) -> Manifest:
+def _parse(document: dict[str, object], checks: Schema) -> Manifest:
     layout = document.get("layout")
     if layout not in ("hf", "sharded"):
-        checks.refuse("unknown layout", expected="'hf' or 'sharded'", found=brief(layout))
+        checks.refuse("unknown layout", expected="'hf' or 'sharded'", found=short_repr(layout))
     shardings = tuple(
         parse_sharding(raw, checks)
         for raw in checks.items(document.get("shardings", []), "shardings")
@@ -258,7 +258,7 @@ def _parse(document: dict[str, object], checks: Checks) -> Manifest:
     )
 
 
-def _check_stored(tree: Node, pieces: StoredPieces, checks: Checks) -> None:
+def _check_stored(tree: Node, pieces: StoredPieces, checks: Schema) -> None:
     found = [leaf for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)]
     missing = [leaf.tensor for leaf in found if leaf.tensor not in pieces.tensors]
     if missing:
@@ -266,7 +266,7 @@ def _check_stored(tree: Node, pieces: StoredPieces, checks: Checks) -> None:
             "the tree names tensors that have no pieces",
             tensor=missing[0],
             expected="pieces of every tensor of the tree",
-            found=f"none of {len(missing)}: {brief(missing)}",
+            found=f"none of {len(missing)}: {short_repr(missing)}",
         )
     for leaf in found:
         code = pieces.tensors[leaf.tensor].dtype
@@ -294,7 +294,7 @@ def _raw(custom: object) -> object:
     return value
 
 
-def _parse_custom(document: dict[str, object], checks: Checks) -> object:
+def _parse_custom(document: dict[str, object], checks: Schema) -> object:
     if "custom_text" not in document:
         return strict_json.plain(document.get("custom"))
     text = checks.text(document["custom_text"], "custom_text")

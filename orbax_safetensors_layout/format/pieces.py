@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.errors import InvalidIndexError
-from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.checks import Schema, short_repr
 from orbax_safetensors_layout.format.dtypes import dtype_from_code
 from orbax_safetensors_layout.format.index import check_file_name
 from orbax_safetensors_layout.geometry.box import Box
@@ -124,7 +124,7 @@ def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
     return document if pieces.save_id is None else {"save": pieces.save_id, **document}
 
 
-def parse_pieces(raw: object, checks: Checks) -> StoredPieces:
+def parse_pieces(raw: object, checks: Schema) -> StoredPieces:
     """Parses and validates the pieces.
 
     Args:
@@ -162,13 +162,13 @@ def parse_pieces(raw: object, checks: Checks) -> StoredPieces:
     return StoredPieces(files, classes, tensors, save_id)
 
 
-def _tensor(name: str, item: object, classes: int, checks: Checks) -> StoredTensor:
+def _tensor(name: str, item: object, classes: int, checks: Schema) -> StoredTensor:
     if type(item) is not list or len(item) != 3:
         checks.refuse(
             "malformed tensor of pieces",
             tensor=name,
             expected="an array of a dtype code, a shape and a class number",
-            found=brief(item),
+            found=short_repr(item),
         )
     code = checks.text(item[0], "dtype of a tensor of pieces")
     dtype_from_code(code, file=checks.file, tensor=name)
@@ -176,27 +176,27 @@ def _tensor(name: str, item: object, classes: int, checks: Checks) -> StoredTens
     return StoredTensor(code, shape, checks.size(item[2], "class of pieces", below=classes))
 
 
-def _boxes(raw: object, files: int, checks: Checks) -> tuple[StoredBox, ...]:
+def _boxes(raw: object, files: int, checks: Schema) -> tuple[StoredBox, ...]:
     boxes = []
     for item in checks.items(raw, "class of pieces"):
         if type(item) is not list or len(item) != 3:
             checks.refuse(
-                "malformed box", expected="an array of start, stop and file", found=brief(item)
+                "malformed box", expected="an array of start, stop and file", found=short_repr(item)
             )
         start, stop = (
             checks.sizes(item[0], "start of a box"),
             checks.sizes(item[1], "stop of a box"),
         )
         if len(start) != len(stop) or any(a > b for a, b in zip(start, stop, strict=True)):
-            checks.refuse("malformed box", expected="start <= stop", found=brief(item))
+            checks.refuse("malformed box", expected="start <= stop", found=short_repr(item))
         boxes.append(StoredBox(start, stop, checks.size(item[2], "file of a box", below=files)))
     if len(set(boxes)) != len(boxes):
-        checks.refuse("a box is given twice in the same file", found=brief(boxes))
+        checks.refuse("a box is given twice in the same file", found=short_repr(boxes))
     return tuple(boxes)
 
 
 def _check_cover(
-    name: str, shape: tuple[int, ...], stored: tuple[StoredBox, ...], checks: Checks
+    name: str, shape: tuple[int, ...], stored: tuple[StoredBox, ...], checks: Schema
 ) -> None:
     """Refuses boxes that leave a part of the tensor out, or overlap, or reach beyond it."""
     boxes = list(dict.fromkeys(box.box for box in stored))
@@ -207,7 +207,10 @@ def _check_cover(
     else:
         return
     checks.refuse(
-        problem, tensor=name, expected=f"boxes that tile the shape {shape}", found=brief(boxes, 300)
+        problem,
+        tensor=name,
+        expected=f"boxes that tile the shape {shape}",
+        found=short_repr(boxes, 300),
     )
 
 

@@ -7,7 +7,7 @@ import enum
 import math
 from typing import TypeAlias
 
-from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.checks import Schema, short_repr
 
 
 class Unconstrained(enum.Enum):
@@ -84,7 +84,7 @@ def dump_sharding(record: ShardingRecord) -> dict[str, object]:
     }
 
 
-def parse_sharding(raw: object, checks: Checks) -> ShardingRecord:
+def parse_sharding(raw: object, checks: Schema) -> ShardingRecord:
     """Parses and validates a sharding.
 
     Args:
@@ -106,13 +106,13 @@ def parse_sharding(raw: object, checks: Checks) -> ShardingRecord:
     if not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
         checks.refuse(
             "malformed spec",
-            expected=f"each of the mesh axes {brief(mesh.axis_names)} at most once",
-            found=brief(spec),
+            expected=f"each of the mesh axes {short_repr(mesh.axis_names)} at most once",
+            found=short_repr(spec),
         )
     return NamedRecord(mesh, spec, memory_kind)
 
 
-def _mesh(fields: dict[str, object], checks: Checks) -> MeshRecord:
+def _mesh(fields: dict[str, object], checks: Schema) -> MeshRecord:
     axes = checks.members(fields.get("mesh"), "mesh")
     sizes = tuple(checks.size(size, "size of a mesh axis") for size in axes.values())
     types = checks.texts(fields.get("axis_types"), "axis types")
@@ -122,12 +122,12 @@ def _mesh(fields: dict[str, object], checks: Checks) -> MeshRecord:
         checks.refuse(
             "malformed mesh",
             expected="a type for each axis, and distinct devices, as many as the sizes multiply to",
-            found=f"axes {brief(axes)}, {len(types)} types, {len(devices)} devices",
+            found=f"axes {short_repr(axes)}, {len(types)} types, {len(devices)} devices",
         )
     return MeshRecord(tuple(axes), sizes, types, devices)
 
 
-def _part(raw: object, checks: Checks) -> SpecPart:
+def _part(raw: object, checks: Schema) -> SpecPart:
     if raw is None:
         return None
     if isinstance(raw, list):

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
-from orbax_safetensors_layout.format.checks import Checks, brief
+from orbax_safetensors_layout.format.checks import Schema, short_repr
 from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE
 from orbax_safetensors_layout.format.tree import (
     MAX_DEPTH,
@@ -114,7 +114,7 @@ class _Open:
         return Container(self.kind, tuple(self.children), self.keys, self.type)
 
 
-def parse_tree(raw: object, checks: Checks, *, shardings: int) -> Node:
+def parse_tree(raw: object, checks: Schema, *, shardings: int) -> Node:
     """Parses and validates a tree.
 
     Args:
@@ -151,7 +151,7 @@ def parse_tree(raw: object, checks: Checks, *, shardings: int) -> Node:
     )
 
 
-def _only(root: Node, number: int, items: list[object], checks: Checks) -> Node:
+def _only(root: Node, number: int, items: list[object], checks: Schema) -> Node:
     if number + 1 != len(items):
         checks.refuse(
             "the tree goes on after its last node",
@@ -164,7 +164,7 @@ def _only(root: Node, number: int, items: list[object], checks: Checks) -> Node:
 class _TreeParser:
     """Turns single raw nodes into leaves or containers that wait for their children."""
 
-    def __init__(self, checks: Checks, shardings: int) -> None:
+    def __init__(self, checks: Schema, shardings: int) -> None:
         self._checks = checks
         self._shardings = shardings
         self._types: dict[str, str] = {}  # one string object per type, not one per node
@@ -192,7 +192,7 @@ class _TreeParser:
         self._checks.refuse(
             "unknown kind of node in the tree",
             expected=f"one of {', '.join(self._parsers)}",
-            found=brief(list(fields)),
+            found=short_repr(list(fields)),
         )
 
     def _tensor(self, fields: dict[str, object]) -> TensorLeaf:
@@ -205,7 +205,7 @@ class _TreeParser:
                 "malformed tensor leaf",
                 tensor=tensor,
                 expected=f"the keys {', '.join(TensorLeaf._fields)}",
-                found=brief(list(fields)),
+                found=short_repr(list(fields)),
             )
         kind = fields.get("kind", "jax")
         if kind not in _TENSOR_KINDS:
@@ -213,7 +213,7 @@ class _TreeParser:
                 "unknown kind of tensor leaf",
                 tensor=tensor,
                 expected=f"one of {', '.join(_TENSOR_KINDS)}",
-                found=brief(kind),
+                found=short_repr(kind),
             )
         sharding, dtype, key_impl = map(fields.get, ("sharding", "dtype", "key_impl"))
         return TensorLeaf(
@@ -232,7 +232,7 @@ class _TreeParser:
                 "unknown dtype of a tensor leaf",
                 tensor=tensor,
                 expected=f"one of {', '.join(ONE_A_BYTE)}",
-                found=brief(name),
+                found=short_repr(name),
             )
         return name
 
@@ -279,7 +279,7 @@ class _TreeParser:
     def _refuse_repeated(self, keys: tuple[Key, ...]) -> None:
         if len(set(keys)) != len(keys):
             self._checks.refuse(
-                "a key of a node is repeated", expected="each key once", found=brief(keys)
+                "a key of a node is repeated", expected="each key once", found=short_repr(keys)
             )
 
     def _scalar(self, raw: object, depth: int = 0) -> Key:
@@ -307,5 +307,5 @@ class _TreeParser:
         self._checks.refuse(
             "malformed key or value in the tree",
             expected="a bool, a number, a string, or for keys null",
-            found=brief(raw),
+            found=short_repr(raw),
         )

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
-def abstract_tree(facts: Mapping[str, Fact]) -> dict[str, Any]:
+def abstract_tree(facts: Mapping[str, TensorSpec]) -> dict[str, Any]:
     """Leaves by dotted name as nested dicts of `jax.ShapeDtypeStruct`.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.format.checks import short_repr
 
 _INT64_MAX = (1 << 63) - 1
 
@@ -37,9 +37,9 @@ def integers(items: Iterable[Any], what: str) -> tuple[int, ...]:
     try:
         found = tuple(map(operator.index, items))
     except TypeError as error:
-        raise MappingError(f"{what} takes integers", found=brief(items)) from error
+        raise MappingError(f"{what} takes integers", found=short_repr(items)) from error
     if found and max(map(abs, found)) > _INT64_MAX:
-        raise MappingError(f"{what} takes integers of 64 bits", found=brief(found))
+        raise MappingError(f"{what} takes integers of 64 bits", found=short_repr(found))
     return found
 
 
@@ -63,7 +63,7 @@ def number(value: Any, what: str) -> float:
             return float(value)
         except (OverflowError, TypeError, ValueError):
             pass
-    raise MappingError(f"{what} takes a real number", found=brief(value))
+    raise MappingError(f"{what} takes a real number", found=short_repr(value))
 
 
 def text(value: Any, what: str) -> str:
@@ -73,7 +73,7 @@ def text(value: Any, what: str) -> str:
         MappingError: It is none.
     """
     if not isinstance(value, str):
-        raise MappingError(f"{what} takes a string", found=brief(value))
+        raise MappingError(f"{what} takes a string", found=short_repr(value))
     return value
 
 
@@ -88,4 +88,4 @@ def several(items: Any, what: str) -> tuple[Any, ...]:
             return tuple(items)
     except TypeError:
         pass
-    raise MappingError(f"{what} takes a list", found=brief(items))
+    raise MappingError(f"{what} takes a list", found=short_repr(items))

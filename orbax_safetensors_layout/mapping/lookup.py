@@ -11,7 +11,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any, cast
 
-from orbax_safetensors_layout.catalog.nearest import nearest_names
+from orbax_safetensors_layout.catalog.nearest import suggest_names
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import families
 from orbax_safetensors_layout.mapping.families.config import Config
@@ -128,5 +128,5 @@ def _attribute(module: ModuleType, where: str, attribute: str, config: Config | 
 
 
 def _did_you_mean(name: str, names: Collection[str]) -> str | None:
-    close = nearest_names(name, names, 1)
+    close = suggest_names(name, names, 1)
     return f"Did you mean {close[0]!r}?" if close else None

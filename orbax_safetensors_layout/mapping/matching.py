@@ -11,7 +11,7 @@ from orbax_safetensors_layout.errors import pattern_of
 from orbax_safetensors_layout.mapping.expr.expression import Expr
 from orbax_safetensors_layout.mapping.names import NameTree, natural_key, substitute, wildcards
 from orbax_safetensors_layout.mapping.problems import Problem
-from orbax_safetensors_layout.mapping.shapes import Facts
+from orbax_safetensors_layout.mapping.shapes import TensorSpecs
 
 LeafShapes = Mapping[str, tuple[int, ...] | None]
 """Leaf name to shape; None where the leaf takes what the checkpoint gives."""
@@ -42,7 +42,7 @@ class Rule:
         return f"rule({self.target!r}, {self.expr!r}{tied}{optional})"
 
 
-class Target(NamedTuple):
+class RuleTarget(NamedTuple):
     """A leaf and the rule that makes it."""
 
     leaf: str
@@ -59,12 +59,12 @@ class Matches(NamedTuple):
         problems: What is wrong.
     """
 
-    targets: list[Target]
-    ambiguous: list[Target]
+    targets: list[RuleTarget]
+    ambiguous: list[RuleTarget]
     problems: list[Problem]
 
 
-def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) -> Matches:
+def match_rules(rules: Sequence[Rule], facts: TensorSpecs, leaves: LeafShapes | None) -> Matches:
     """Finds the rule of each leaf.
 
     Where several rules could make a leaf, those make it that the checkpoint has tensors for, so
@@ -84,7 +84,7 @@ def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) 
         tree = NameTree(leaves)
         for rule in rules:
             for leaf, captures in tree.match(rule.target):
-                found[leaf].append(Target(leaf, rule, captures))
+                found[leaf].append(RuleTarget(leaf, rule, captures))
         if any(len(matches) > 1 for matches in found.values()):
             given = _given(rules, facts, [])
             for leaf, matches in found.items():
@@ -100,7 +100,7 @@ def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) 
         listed = " and ".join(targets)
         text = f"{len(matches)} rules make leaf {matches[0].leaf!r}: those for {listed}"
         problems.append(Problem(text, f"the rules for {listed}"))
-    for first, others in alike([leaf for leaf, matches in found.items() if not matches]):
+    for first, others in group_by_pattern([leaf for leaf, matches in found.items() if not matches]):
         problems.append(Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule"))
     single = [match for matches in found.values() if len(matches) == 1 for match in matches]
     return Matches(
@@ -110,17 +110,19 @@ def match_rules(rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) 
     )
 
 
-def _given(rules: Sequence[Rule], facts: Facts, problems: list[Problem]) -> dict[str, list[Target]]:
+def _given(
+    rules: Sequence[Rule], facts: TensorSpecs, problems: list[Problem]
+) -> dict[str, list[RuleTarget]]:
     """The leaves that the checkpoint has tensors for, each with all rules that make it."""
-    found: dict[str, list[Target]] = {}
+    found: dict[str, list[RuleTarget]] = {}
     for rule in sorted(rules, key=lambda rule: rule.expr is None):
         for captures in _captures(rule, facts, found, problems):
             leaf = substitute(rule.target, captures)
-            found.setdefault(leaf, []).append(Target(leaf, rule, captures))
+            found.setdefault(leaf, []).append(RuleTarget(leaf, rule, captures))
     return found
 
 
-def _untied(target: Target, rules: Sequence[Rule], leaves: Container[str]) -> Target:
+def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -> RuleTarget:
     """A tied leaf without an expression, alone: it is made as the other leaf would be."""
     leaf, rule, captures = target
     if rule.expr is not None or rule.tied_to is None:
@@ -130,7 +132,7 @@ def _untied(target: Target, rules: Sequence[Rule], leaves: Container[str]) -> Ta
         return target
     tree = NameTree([other])
     made = [
-        Target(leaf, one, found)
+        RuleTarget(leaf, one, found)
         for one in rules
         if one.expr is not None
         for _, found in tree.match(one.target)
@@ -138,7 +140,7 @@ def _untied(target: Target, rules: Sequence[Rule], leaves: Container[str]) -> Ta
     return made[0] if len(made) == 1 else target
 
 
-def alike(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def group_by_pattern(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The first of names that differ in numbers only, and how many more there are, as text."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -149,7 +151,7 @@ def alike(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _captures(
-    rule: Rule, facts: Facts, found: Iterable[str], problems: list[Problem]
+    rule: Rule, facts: TensorSpecs, found: Iterable[str], problems: list[Problem]
 ) -> Iterator[dict[str, str]]:
     """What a target's wildcards stand for, from the tensors that a checkpoint has."""
     names = wildcards(rule.target)
@@ -178,7 +180,7 @@ def _captures(
 
 
 def _add_required(
-    rules: Sequence[Rule], found: dict[str, list[Target]], problems: list[Problem]
+    rules: Sequence[Rule], found: dict[str, list[RuleTarget]], problems: list[Problem]
 ) -> None:
     """Adds the leaves that there must be, though the checkpoint has no tensor for them."""
     used = {id(target.rule) for matches in found.values() for target in matches}
@@ -188,7 +190,7 @@ def _add_required(
         patterns = [*rule.expr.patterns()]
         if not wildcards(rule.target):
             if rule.target not in found:
-                found[rule.target] = [Target(rule.target, rule, {})]
+                found[rule.target] = [RuleTarget(rule.target, rule, {})]
         elif patterns:
             text = f"there is no tensor {patterns[0]!r}, and so no leaf {rule.target!r}"
             hint = "If there need not be any, say so: rule(..., optional=True)."

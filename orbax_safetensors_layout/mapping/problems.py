@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from orbax_safetensors_layout.catalog.nearest import nearest_names
+from orbax_safetensors_layout.catalog.nearest import suggest_names
 from orbax_safetensors_layout.errors import MOST_LINES, MappingError
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def mapping_error(
         line = f"  - {problem.text}."
         if problem.seek is not None and sought < _MAX_NEAREST:
             sought += 1
-            nearest = nearest_names(problem.seek, names.get(problem.among, ()))
+            nearest = suggest_names(problem.seek, names.get(problem.among, ()))
             if nearest:
                 line += f" {_NEAREST[problem.among]} {', '.join(map(repr, nearest))}."
         lines.append(f"{line} {problem.hint}" if problem.hint else line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.computed import Computed
 from orbax_safetensors_layout.mapping.expr.functions import Whole
 
@@ -12,7 +12,7 @@ _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
 
 def table(
-    expressions: Mapping[str, Bound], ties: Mapping[str, str], notes: Mapping[str, str]
+    expressions: Mapping[str, BoundExpr], ties: Mapping[str, str], notes: Mapping[str, str]
 ) -> str:
     """Names, shapes, expressions and sources, one a line.
 

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.mapping.affine.binding import Binder, BoundMapping
 from orbax_safetensors_layout.mapping.arguments import several
 from orbax_safetensors_layout.mapping.expr.expression import Apply, Expr, as_expr
 from orbax_safetensors_layout.mapping.expr.functions import Compute
-from orbax_safetensors_layout.mapping.expr.ops import Value
+from orbax_safetensors_layout.mapping.expr.ops import ValueOperation
 from orbax_safetensors_layout.mapping.expr.values import Scale
 from orbax_safetensors_layout.mapping.inverse.extents import known
 from orbax_safetensors_layout.mapping.inverse.inference import Inference
@@ -25,12 +25,12 @@ from orbax_safetensors_layout.mapping.inverse.invert import invert
 from orbax_safetensors_layout.mapping.matching import (
     LeafShapes,
     Rule,
-    Target,
+    RuleTarget,
     match_rules,
 )
 from orbax_safetensors_layout.mapping.names import Captures, substitute, wildcards
 from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
-from orbax_safetensors_layout.mapping.shapes import Fact, Facts, Shapes
+from orbax_safetensors_layout.mapping.shapes import Shapes, TensorSpec, TensorSpecs
 
 Checkpoint = Shapes | str | os.PathLike[str]
 """A checkpoint's path, or the names, shapes and dtypes of its tensors."""
@@ -131,7 +131,7 @@ class Mapping:
             raise MappingError(
                 "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(odd[0])
             )
-        self.files: Facts | None = None
+        self.files: TensorSpecs | None = None
         self.ignore = (ignore,) if isinstance(ignore, str) else several(ignore, "ignore=")
         self.strict = strict
         self._unsaved = tuple(unsaved)
@@ -175,7 +175,7 @@ class Mapping:
             names: All tensors of a checkpoint.
             leaves: The wanted leaves; None for all.
         """
-        facts = Facts({}, names)
+        facts = TensorSpecs({}, names)
         shapes = None if leaves is None else dict.fromkeys(leaves)
         found = {
             name: None
@@ -191,7 +191,7 @@ class Mapping:
         Args:
             names: All tensors of the checkpoint.
         """
-        facts = Facts({}, names)
+        facts = TensorSpecs({}, names)
         matches = match_rules(self.rules, facts, None)
         return [
             target.leaf
@@ -199,15 +199,15 @@ class Mapping:
             if _is_given(target, facts)
         ]
 
-    def _facts(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> Facts:
+    def _facts(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> TensorSpecs:
         if not isinstance(checkpoint, str | os.PathLike):
-            return Facts.of(checkpoint)
+            return TensorSpecs.of(checkpoint)
         with Catalog.open(checkpoint) as catalog:
             entries = catalog.entries(self.needs(catalog.names, leaves)).values()
             shapes = {entry.name: (entry.shape, entry.dtype.numpy) for entry in entries}
-            return Facts(shapes, catalog.names)
+            return TensorSpecs(shapes, catalog.names)
 
-    def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, Fact]:
+    def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         """Shape and dtype of the leaves that a checkpoint gives, by dotted name.
 
         Raises:
@@ -271,7 +271,7 @@ class Mapping:
         self._check_left_out(made.files, leave_out)
         return made
 
-    def _check_left_out(self, files: Facts, leave_out: str | Iterable[str]) -> None:
+    def _check_left_out(self, files: TensorSpecs, leave_out: str | Iterable[str]) -> None:
         patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out), *self._spare]
         taken = set(self.needs(files))
         lost = [
@@ -343,7 +343,7 @@ class InverseMapping:
             MappingError: The mapping does not fit, or something does not invert; tells everything
                 that is wrong.
         """
-        own = Facts(leaves)
+        own = TensorSpecs(leaves)
         shapes = {name: fact.shape for name, fact in own.items()}
         if checkpoint is None:
             checkpoint = self._completed(own, shapes)
@@ -363,7 +363,7 @@ class InverseMapping:
         """A table: each tensor, its shape, the leaves that it takes; see `bind`."""
         return self.bind(leaves, checkpoint).explain()
 
-    def _completed(self, leaves: Facts, shapes: LeafShapes) -> Facts:
+    def _completed(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
         """The tensors that are to result: those of `Mapping.like`, and what a leaf has beside.
 
         Of a leaf that could be tied, but need not be, no value may be lost.
@@ -371,13 +371,13 @@ class InverseMapping:
         files = self.mapping.files
         more = self._inferred(leaves, shapes)
         if files is None:
-            return Facts(more)
-        return Facts({**more, **dict(files.known())}, [*files, *more], files.pieces)
+            return TensorSpecs(more)
+        return TensorSpecs({**more, **dict(files.known())}, [*files, *more], files.pieces)
 
-    def _inferred(self, leaves: Facts, shapes: LeafShapes) -> dict[str, Fact]:
+    def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> dict[str, TensorSpec]:
         """The tensors' shapes, from those of the leaves; beside known files those of ties alone."""
         inference, files = Inference(), self.mapping.files
-        found, _, problems = match_rules(self.mapping.rules, files or Facts({}), shapes)
+        found, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
         taken = {
             leaf: {substitute(pattern, captures) for pattern in rule.expr.patterns()}
             for leaf, rule, captures in found
@@ -420,7 +420,7 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
     if isinstance(expr, Compute):
         yield Problem(f"{expr!r} does not invert")
         return
-    op = expr.op.op if isinstance(expr, Apply) and isinstance(expr.op, Value) else None
+    op = expr.op.op if isinstance(expr, Apply) and isinstance(expr.op, ValueOperation) else None
     if isinstance(op, Scale):
         try:
             op.inverse(np.dtype(np.float32))
@@ -430,13 +430,13 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
         yield from _irreversible(operand)
 
 
-def _names_taken(expr: Expr, captures: Captures, facts: Facts) -> Iterator[str]:
+def _names_taken(expr: Expr, captures: Captures, facts: TensorSpecs) -> Iterator[str]:
     """The tensors of a checkpoint that an expression takes."""
     for pattern in expr.patterns():
         yield from (name for name, _ in facts.tree.match(substitute(pattern, captures)))
 
 
-def _is_given(target: Target, facts: Facts) -> bool:
+def _is_given(target: RuleTarget, facts: TensorSpecs) -> bool:
     """Whether a checkpoint has a tensor of a leaf, or the leaf takes none."""
     expr = target.rule.expr
     if expr is None or next(expr.patterns(), None) is None:

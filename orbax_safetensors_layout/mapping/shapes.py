@@ -12,7 +12,7 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.names import NameTree
 
 
-class Fact(NamedTuple):
+class TensorSpec(NamedTuple):
     """What is known of a tensor.
 
     Attributes:
@@ -28,7 +28,7 @@ Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Name to shape and dtype."""
 
 
-class Facts(Mapping[str, Fact]):
+class TensorSpecs(Mapping[str, TensorSpec]):
     """Shapes and dtypes by name, and the names so that patterns find them fast.
 
     Args:
@@ -45,16 +45,17 @@ class Facts(Mapping[str, Fact]):
     ) -> None:
         self.pieces = pieces or {}
         self._facts = {
-            name: Fact(tuple(shape), np.dtype(dtype)) for name, (shape, dtype) in shapes.items()
+            name: TensorSpec(tuple(shape), np.dtype(dtype))
+            for name, (shape, dtype) in shapes.items()
         }
         self._names = self._facts.keys() if names is None else dict.fromkeys(names).keys()
 
     @classmethod
-    def of(cls, shapes: Shapes) -> Facts:
+    def of(cls, shapes: Shapes) -> TensorSpecs:
         """The facts of names and shapes."""
-        return shapes if isinstance(shapes, Facts) else cls(shapes)
+        return shapes if isinstance(shapes, TensorSpecs) else cls(shapes)
 
-    def known(self) -> Iterable[tuple[str, Fact]]:
+    def known(self) -> Iterable[tuple[str, TensorSpec]]:
         """The names of which more than the name is known, and that."""
         return self._facts.items()
 
@@ -63,7 +64,7 @@ class Facts(Mapping[str, Fact]):
         """The names."""
         return NameTree(self._names)
 
-    def __getitem__(self, name: str) -> Fact:
+    def __getitem__(self, name: str) -> TensorSpec:
         return self._facts[name]
 
     def __iter__(self) -> Iterator[str]:

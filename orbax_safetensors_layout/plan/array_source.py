@@ -20,7 +20,7 @@ from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, Tile, tile
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.mapping.affine.binding import BoundMapping
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.computed import Computed
 from orbax_safetensors_layout.mapping.affine.pieces import (
     AffinePiece,
@@ -32,9 +32,9 @@ from orbax_safetensors_layout.mapping.affine.pieces import (
 from orbax_safetensors_layout.mapping.expr.functions import Whole
 from orbax_safetensors_layout.mapping.expr.values import ValueOp
 from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
-from orbax_safetensors_layout.mapping.shapes import Facts
-from orbax_safetensors_layout.plan.leaves import Fill, LeafRead, Source
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.mapping.shapes import TensorSpecs
+from orbax_safetensors_layout.plan.leaves import FillRegion, LeafRead, TensorPiece
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 
@@ -71,7 +71,7 @@ class LeafPlan(NamedTuple):
     blocks: tuple[ComposedBlock, ...] = ()
 
 
-class Plain(NamedTuple):
+class StoredSource(NamedTuple):
     """A tensor as it stands."""
 
     entry: TensorEntry
@@ -101,13 +101,13 @@ class Plain(NamedTuple):
         return _in_bytes(row_major_strides(self.shape), self.entry.dtype.bits)
 
     def plan(
-        self, name: str, local: LocalBoxes, dtype: np.dtype, block_bytes: int | None = None
+        self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int | None = None
     ) -> LeafPlan:
         """How the leaf `name` is read from it."""
         return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
 
-class Mapped(NamedTuple):
+class MappedSource(NamedTuple):
     """An expression over tensors.
 
     Attributes:
@@ -115,7 +115,7 @@ class Mapped(NamedTuple):
         entries: The tensors by name.
     """
 
-    bound: Bound
+    bound: BoundExpr
     entries: Dict[str, TensorEntry]
 
     @property
@@ -163,7 +163,7 @@ class Mapped(NamedTuple):
         return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
 
     def plan(
-        self, name: str, local: LocalBoxes, dtype: np.dtype, block_bytes: int | None = None
+        self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int | None = None
     ) -> LeafPlan:
         """How the leaf `name` is read from its tensors.
 
@@ -178,7 +178,7 @@ class Mapped(NamedTuple):
         """
         pieces = self._pieces([found.box for found in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
-        fills = [Fill(*piece) for piece in pieces if isinstance(piece, FillPiece)]
+        fills = [FillRegion(*piece) for piece in pieces if isinstance(piece, FillPiece)]
         kinds = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
         is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
         if is_whole and len(kinds) == 1 and (not fills or self._fillable(dtype, *kinds)):
@@ -252,11 +252,11 @@ class Mapped(NamedTuple):
         name: str,
         shape: tuple[int, ...],
         pieces: list[AffinePiece],
-        local: LocalBoxes,
+        local: AddressableShards,
         dtype: np.dtype,
     ) -> LeafRead:
         nested = [part for piece in pieces for part in _nested(piece)]
-        sources = tuple(Source(self.entries[p.source], p.box, p.view) for p in nested)
+        sources = tuple(TensorPiece(self.entries[p.source], p.box, p.view) for p in nested)
         stored = sources[0].entry.dtype
         if len(pieces) == 1 and pieces[0].view.shape == self.entries[pieces[0].source].shape:
             plain = LeafRead.plain(name, sources[0].entry, local, dtype)
@@ -272,7 +272,7 @@ class Mapped(NamedTuple):
             region = Box.whole(piece.view.shape)
             entry = self.entries[piece.source]
             moved = piece._replace(box=region)
-            local = LocalBoxes((region,), (False,))
+            local = AddressableShards((region,), (False,))
             inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
         return ComposedBlock(number, whole, box, pieces, tuple(inputs))
 
@@ -303,7 +303,7 @@ def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
         yield piece
 
 
-Origin = Plain | Mapped
+ArraySource = StoredSource | MappedSource
 
 
 def bind(
@@ -324,9 +324,9 @@ def bind(
     entries = catalog.entries(mapping.needs(catalog.names, leaves))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
     if catalog.pieces is None:
-        return mapping.bind(Facts(shapes, catalog.names), leaves), entries
+        return mapping.bind(TensorSpecs(shapes, catalog.names), leaves), entries
     stored = _StoredEntries(entries, catalog.pieces)
-    return mapping.bind(Facts(shapes, catalog.names, stored.pieces), leaves), stored
+    return mapping.bind(TensorSpecs(shapes, catalog.names, stored.pieces), leaves), stored
 
 
 class _StoredEntries(dict[str, TensorEntry]):

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.replica_exchange import rank_of
-from orbax_safetensors_layout.sharding.replicas import Grid, Replicas
+from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
 
 
 class Bands(NamedTuple):
     """The bands of an array.
 
     Attributes:
-        replicas: The bands, and the devices that hold a part of each; see `Grid.cuts`.
+        replicas: The bands, and the devices that hold a part of each; see `ReplicaGrid.cuts`.
         axes: The dimensions along which a band is made of several boxes.
     """
 
@@ -64,7 +64,7 @@ def bands_of(
     wide = sorted(bands)
     rows = [[row for _, row in sorted(bands[band])] for band in wide]
     old = replicas.grid
-    grid = Grid(
+    grid = ReplicaGrid(
         tuple(_in_turn([old.devices[row] for row in band]) for band in rows),
         tuple(_in_turn([old.processes[row] for row in band]) for band in rows),
         cuts,

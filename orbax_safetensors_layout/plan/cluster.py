@@ -18,19 +18,24 @@ import numpy as np
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.cluster_costs import FleetLeaf, Kind, Shape, Sums
-from orbax_safetensors_layout.plan.coalesce import Bound, fetches_of
+from orbax_safetensors_layout.plan.cluster_costs import (
+    ClusterTensor,
+    CostVectors,
+    ShardClass,
+    TensorClass,
+)
+from orbax_safetensors_layout.plan.coalesce import HeldBound, requests_of
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.reads import held_bytes, slab_bytes
-from orbax_safetensors_layout.plan.regions import Region
-from orbax_safetensors_layout.sharding.grid import DeviceGrid
-from orbax_safetensors_layout.sharding.holdings import Holding, Ints
+from orbax_safetensors_layout.plan.regions import ByteRegion
+from orbax_safetensors_layout.sharding.grid import MeshShape
+from orbax_safetensors_layout.sharding.holdings import Ints, Partition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fleet:
+class ClusterPlan:
     """The shares of all processes of one load.
 
     Attributes:
@@ -43,10 +48,10 @@ class Fleet:
         costs: The cost of each that differs.
     """
 
-    leaves: tuple[FleetLeaf, ...]
-    grid: DeviceGrid
+    leaves: tuple[ClusterTensor, ...]
+    grid: MeshShape
     profile: StorageProfile
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorClass, ...]
     kind_of: tuple[int, ...]
     distinct: Ints
     costs: tuple[Cost, ...]
@@ -55,18 +60,18 @@ class Fleet:
         """The cost of one process, as `ReadPlan.cost` has it."""
         return self.costs[int(self.distinct[process])]
 
-    def files(self) -> Iterator[tuple[str, list[tuple[TensorEntry, Kind]]]]:
+    def files(self) -> Iterator[tuple[str, list[tuple[TensorEntry, TensorClass]]]]:
         """Each file with its tensors, by offset, and their kinds."""
         yield from _files(self.leaves, self.kind_of, self.kinds)
 
 
-def plan_fleet(
-    leaves: Sequence[FleetLeaf],
-    grid: DeviceGrid,
+def plan_cluster(
+    leaves: Sequence[ClusterTensor],
+    grid: MeshShape,
     *,
     profile: StorageProfile,
     memory_budget_bytes: int,
-) -> Fleet:
+) -> ClusterPlan:
     """Plans the reads of all processes, for devices with memory of their own.
 
     Args:
@@ -80,7 +85,7 @@ def plan_fleet(
     """
     numbers: dict[tuple[object, ...], int] = {}
     counts: list[int] = []
-    firsts: list[FleetLeaf] = []
+    firsts: list[ClusterTensor] = []
     kind_of = []
     for leaf in leaves:
         key = (leaf.entry.shape, leaf.entry.dtype.code, leaf.spec)
@@ -95,7 +100,7 @@ def plan_fleet(
     slabs = slab_bytes(profile, memory_budget_bytes)
     planner = RegionPlanner(profile, memory_budget_bytes, slabs)
     kinds = tuple(
-        Kind(
+        TensorClass(
             count,
             leaf,
             tuple(_shapes(leaf, holding, chosen, planner, memory_budget_bytes)),
@@ -103,30 +108,30 @@ def plan_fleet(
         )
         for count, leaf, holding in zip(counts, firsts, holdings, strict=True)
     )
-    sums = Sums(len(chosen), profile)
+    sums = CostVectors(len(chosen), profile)
     for kind in kinds:
         sums.add_kind(kind)
     for _, tensors in _files(leaves, kind_of, kinds):
         sums.add_file(tensors)
     costs = sums.costs(memory_budget_bytes)
-    return Fleet(tuple(leaves), grid, profile, kinds, tuple(kind_of), distinct, costs)
+    return ClusterPlan(tuple(leaves), grid, profile, kinds, tuple(kind_of), distinct, costs)
 
 
 def _files(
-    leaves: Sequence[FleetLeaf], kind_of: Sequence[int], kinds: Sequence[Kind]
-) -> Iterator[tuple[str, list[tuple[TensorEntry, Kind]]]]:
-    by_file: dict[str, list[tuple[TensorEntry, Kind]]] = {}
+    leaves: Sequence[ClusterTensor], kind_of: Sequence[int], kinds: Sequence[TensorClass]
+) -> Iterator[tuple[str, list[tuple[TensorEntry, TensorClass]]]]:
+    by_file: dict[str, list[tuple[TensorEntry, TensorClass]]] = {}
     for leaf, number in zip(leaves, kind_of, strict=True):
         by_file.setdefault(leaf.entry.file, []).append((leaf.entry, kinds[number]))
     for file, tensors in sorted(by_file.items()):
         yield file, sorted(tensors, key=lambda item: item[0].start)
 
 
-def _holding(leaf: FleetLeaf, grid: DeviceGrid) -> Holding:
-    return Holding.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
+def _holding(leaf: ClusterTensor, grid: MeshShape) -> Partition:
+    return Partition.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
 
 
-def _distinct(holdings: Sequence[Holding], processes: int) -> tuple[Ints, Ints]:
+def _distinct(holdings: Sequence[Partition], processes: int) -> tuple[Ints, Ints]:
     """Processes of which no two are alike in all, and for each process the one it is like."""
     columns = [np.zeros((processes, 1), np.int64)]
     for holding in holdings:
@@ -138,8 +143,8 @@ def _distinct(holdings: Sequence[Holding], processes: int) -> tuple[Ints, Ints]:
 
 
 def _shapes(
-    leaf: FleetLeaf, holding: Holding, chosen: Ints, planner: RegionPlanner, most_held: int
-) -> Iterator[Shape]:
+    leaf: ClusterTensor, holding: Partition, chosen: Ints, planner: RegionPlanner, most_held: int
+) -> Iterator[ShardClass]:
     entry = leaf.entry
     if 0 in entry.shape:
         return
@@ -153,9 +158,9 @@ def _shapes(
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
         found = sorted(planner.regions(0, read), key=lambda region: region.start)
         moved = [region._replace(start=region.start - entry.start) for region in found]
-        fetches = tuple(fetches_of(moved, Bound(functools.partial(_held, read), most_held)))
+        fetches = tuple(requests_of(moved, HeldBound(functools.partial(_held, read), most_held)))
         shift = (holding.origin[chosen[processes]] - holding.origin[first]) * parts @ strides
-        yield Shape(
+        yield ShardClass(
             processes,
             fetches,
             shift * entry.dtype.bits // 8,
@@ -164,5 +169,5 @@ def _shapes(
         )
 
 
-def _held(read: LeafRead, region: Region) -> int:
+def _held(read: LeafRead, region: ByteRegion) -> int:
     return held_bytes(read, region.layout)

@@ -9,14 +9,14 @@ import numpy as np
 
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.coalesce import MAX_GROUP_BUFFERS, Fetch, SmallRequest
+from orbax_safetensors_layout.plan.coalesce import MAX_GROUP_BUFFERS, Request, SmallRequest
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.reads import staging_bytes
 from orbax_safetensors_layout.sharding.grid import Spec
 from orbax_safetensors_layout.sharding.holdings import Ints
 
 
-class FleetLeaf(NamedTuple):
+class ClusterTensor(NamedTuple):
     """One tensor that is loaded as it stands.
 
     Attributes:
@@ -28,7 +28,7 @@ class FleetLeaf(NamedTuple):
     spec: Spec
 
 
-class Shape(NamedTuple):
+class ShardClass(NamedTuple):
     """What some processes read of each tensor of a kind.
 
     Attributes:
@@ -40,13 +40,13 @@ class Shape(NamedTuple):
     """
 
     processes: Ints
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[Request, ...]
     shift: Ints
     held: tuple[int, ...]
     elements: int
 
 
-class Kind(NamedTuple):
+class TensorClass(NamedTuple):
     """Tensors of one shape, dtype and spec.
 
     Attributes:
@@ -57,8 +57,8 @@ class Kind(NamedTuple):
     """
 
     tensors: int
-    first: FleetLeaf
-    shapes: tuple[Shape, ...]
+    first: ClusterTensor
+    shapes: tuple[ShardClass, ...]
     shard_elements: int
 
 
@@ -76,7 +76,7 @@ class _Small(NamedTuple):
     alone_bytes: int
 
 
-class Sums:
+class CostVectors:
     """Costs of processes, as vectors.
 
     Args:
@@ -91,9 +91,9 @@ class Sums:
         self._files, self._held, self._most_held = zeros
         self._staged = np.zeros(processes, bool)
         self._padded = np.zeros(processes, bool)
-        self._small: dict[int, list[tuple[Shape, int, _Small]]] = {}
+        self._small: dict[int, list[tuple[ShardClass, int, _Small]]] = {}
 
-    def add_kind(self, kind: Kind) -> None:
+    def add_kind(self, kind: TensorClass) -> None:
         """Adds all that does not depend on the neighbours in the file."""
         small = self._small[id(kind)] = []
         for shape in kind.shapes:
@@ -114,7 +114,7 @@ class Sums:
                 self._requests[mine] += kind.tensors * requests
                 self._most_held[mine] = np.maximum(self._most_held[mine], held)
 
-    def add_file(self, tensors: Sequence[tuple[TensorEntry, Kind]]) -> None:
+    def add_file(self, tensors: Sequence[tuple[TensorEntry, TensorClass]]) -> None:
         """Adds the small fetches of a file, and the file."""
         opened = np.zeros(len(self._files), bool)
         for kind in {id(kind): kind for _, kind in tensors}.values():
@@ -158,7 +158,7 @@ class _Groups:
         self._more_requests, self._more_bytes = zeros
         self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
 
-    def add(self, base: int, shape: Shape, number: int, small: _Small) -> None:
+    def add(self, base: int, shape: ShardClass, number: int, small: _Small) -> None:
         """Adds a fetch of each of some processes.
 
         Args:

@@ -9,16 +9,16 @@ import numpy as np
 from orbax_safetensors_layout.format.layout import NewTensor, lay_out
 from orbax_safetensors_layout.format.pieces import piece_file_prefix
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.cluster_costs import FleetLeaf
+from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.writes import LeafWrite, WritePlan, plan_writes
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes
-from orbax_safetensors_layout.sharding.grid import DeviceGrid, Spec
-from orbax_safetensors_layout.sharding.holdings import Holding
+from orbax_safetensors_layout.sharding.boxes import GlobalShards
+from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
+from orbax_safetensors_layout.sharding.holdings import Partition
 
 
-def plan_fleet_writes(
-    leaves: Sequence[FleetLeaf], grid: DeviceGrid, options: WriteOptions
+def plan_cluster_writes(
+    leaves: Sequence[ClusterTensor], grid: MeshShape, options: WriteOptions
 ) -> tuple[Cost, ...]:
     """The cost of each process, as `WritePlan.cost` has it, but for the headers of pieces.
 
@@ -30,12 +30,12 @@ def plan_fleet_writes(
     Raises:
         ValueError: A spec does not fit its tensor.
     """
-    held: dict[tuple[tuple[int, ...], Spec], HeldBoxes] = {}
+    held: dict[tuple[tuple[int, ...], Spec], GlobalShards] = {}
     writes = []
     for entry, spec in leaves:
         key = (entry.shape, spec)
         if key not in held:
-            held[key] = Holding.of(entry.shape, spec, grid).held()
+            held[key] = Partition.of(entry.shape, spec, grid).held()
         tensor = NewTensor(entry.name, entry.dtype, entry.shape)
         writes.append(LeafWrite(tensor, entry.dtype.numpy, held[key]))
     plan = plan_writes(writes, options=options, process_count=grid.processes)

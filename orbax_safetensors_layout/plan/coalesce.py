@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.regions import Region, RegionRead
+from orbax_safetensors_layout.plan.regions import ByteRegion, RegionPlan
 
 SMALL_REGION_BYTES = 4 << 20
 """Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones
@@ -19,7 +19,7 @@ _MAX_UNPADDED_BYTES = 256 << 10
 """A larger region whose staging rows are padded is read by itself: in a group they are not."""
 
 
-class Fetch(NamedTuple):
+class Request(NamedTuple):
     """Regions that the same requests serve: one, or equal ones whose bytes interlace.
 
     Leaves that take every other column of one tensor are such: each would read all of it.
@@ -28,10 +28,10 @@ class Fetch(NamedTuple):
         regions: The regions, by offset.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[ByteRegion, ...]
 
     @property
-    def read(self) -> RegionRead:
+    def read(self) -> RegionPlan:
         """The geometry of each."""
         return self.regions[0].read
 
@@ -56,7 +56,7 @@ class Fetch(NamedTuple):
         return self.read.storage_bytes() + count * self.spread_bytes, count
 
 
-class Group(NamedTuple):
+class RequestGroup(NamedTuple):
     """What is fetched of one file together.
 
     Attributes:
@@ -65,10 +65,10 @@ class Group(NamedTuple):
     """
 
     file: str
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[Request, ...]
 
     @property
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> tuple[ByteRegion, ...]:
         """All regions, by offset."""
         return tuple(region for fetch in self.fetches for region in fetch.regions)
 
@@ -90,7 +90,7 @@ class Group(NamedTuple):
             yield start, start + runs.run_bytes + fetch.spread_bytes
 
 
-class Bound(NamedTuple):
+class HeldBound(NamedTuple):
     """A bound on what is held together.
 
     Attributes:
@@ -98,18 +98,18 @@ class Bound(NamedTuple):
         most_bytes: Most of them, where more than one region is held.
     """
 
-    held_bytes: Callable[[Region], int]
+    held_bytes: Callable[[ByteRegion], int]
     most_bytes: int
 
 
-def fetches_of(regions: Sequence[Region], bound: Bound) -> Iterator[Fetch]:
+def requests_of(regions: Sequence[ByteRegion], bound: HeldBound) -> Iterator[Request]:
     """Joins regions that the same requests can serve.
 
     Args:
         regions: Regions of a file, by offset.
         bound: Bounds what a fetch holds.
     """
-    pending: list[Region] = []
+    pending: list[ByteRegion] = []
     for region in regions:
         if pending:
             first = pending[0]
@@ -119,15 +119,15 @@ def fetches_of(regions: Sequence[Region], bound: Bound) -> Iterator[Fetch]:
                 if held <= bound.most_bytes:
                     pending.append(region)
                     continue
-            yield Fetch(tuple(pending))
+            yield Request(tuple(pending))
         pending = [region]
     if pending:
-        yield Fetch(tuple(pending))
+        yield Request(tuple(pending))
 
 
-def grouped(
-    file: str, regions: Sequence[Region], profile: StorageProfile, bound: Bound
-) -> Iterator[Group]:
+def coalesced(
+    file: str, regions: Sequence[ByteRegion], profile: StorageProfile, bound: HeldBound
+) -> Iterator[RequestGroup]:
     """Joins neighbouring small fetches whose gap is cheaper to read than to skip.
 
     Args:
@@ -136,18 +136,18 @@ def grouped(
         profile: The cost model.
         bound: Bounds what regions that are fetched at once hold.
     """
-    pending: list[Fetch] = []
+    pending: list[Request] = []
     first = end = limit = buffers = 0
     # By the RegionRead, which tensors of one shape share.
     known: dict[tuple[int, int], SmallRequest | None] = {}
-    for fetch in fetches_of(regions, bound):
+    for fetch in requests_of(regions, bound):
         key = id(fetch.read), fetch.spread_bytes
         try:
             request = known[key]
         except KeyError:
             request = known[key] = SmallRequest.of(fetch, profile)
         if request is None:
-            yield Group(file, (fetch,))
+            yield RequestGroup(file, (fetch,))
             continue
         start = fetch.start
         stop = start + request.length
@@ -163,12 +163,12 @@ def grouped(
             buffers += request.buffers
         else:
             if pending:
-                yield Group(file, tuple(pending))
+                yield RequestGroup(file, tuple(pending))
             pending, first, limit = [fetch], start, request.limit
             buffers = request.buffers
         end = stop
     if pending:
-        yield Group(file, tuple(pending))
+        yield RequestGroup(file, tuple(pending))
 
 
 class SmallRequest(NamedTuple):
@@ -185,7 +185,7 @@ class SmallRequest(NamedTuple):
     buffers: int
 
     @classmethod
-    def of(cls, fetch: Fetch, profile: StorageProfile) -> SmallRequest | None:
+    def of(cls, fetch: Request, profile: StorageProfile) -> SmallRequest | None:
         """None where it is read by itself."""
         read = fetch.read
         length = read.requests.run_bytes + fetch.spread_bytes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.plan.cluster import Fleet
+from orbax_safetensors_layout.plan.cluster import ClusterPlan
 
 
 class Coverage(NamedTuple):
@@ -30,7 +30,9 @@ class Coverage(NamedTuple):
     total_bytes: int
 
 
-def coverage(fleet: Fleet, processes: Sequence[int], bins: int, *, files: str = "*") -> Coverage:
+def coverage(
+    fleet: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
+) -> Coverage:
     """What some processes read of a fleet's tensors.
 
     A region that is read in several runs is spread evenly over its span.

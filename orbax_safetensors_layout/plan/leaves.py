@@ -22,10 +22,10 @@ from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, cover
 from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 
 
-class Source(NamedTuple):
+class TensorPiece(NamedTuple):
     """One piece of a leaf.
 
     Attributes:
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     view: AffineView
 
 
-class Fill(NamedTuple):
+class FillRegion(NamedTuple):
     """A region of a leaf that holds one value; nothing is read for it.
 
     Attributes:
@@ -78,11 +78,11 @@ class LeafRead(NamedTuple):
     name: str
     shape: tuple[int, ...]
     stored: DType
-    sources: tuple[Source, ...]
-    local: LocalBoxes
+    sources: tuple[TensorPiece, ...]
+    local: AddressableShards
     dtype: np.dtype
     is_computed: bool = False
-    fills: tuple[Fill, ...] = ()
+    fills: tuple[FillRegion, ...] = ()
     unit: int | None = None
 
     @property
@@ -107,9 +107,11 @@ class LeafRead(NamedTuple):
         return self.local.elements * self.stored.bits // 8
 
     @classmethod
-    def plain(cls, name: str, entry: TensorEntry, local: LocalBoxes, dtype: np.dtype) -> LeafRead:
+    def plain(
+        cls, name: str, entry: TensorEntry, local: AddressableShards, dtype: np.dtype
+    ) -> LeafRead:
         """A leaf that is one tensor as it stands in the file."""
-        source = Source(entry, *_whole(entry.shape))
+        source = TensorPiece(entry, *_whole(entry.shape))
         return cls(name, entry.shape, entry.dtype, (source,), local, dtype)
 
     @property
@@ -171,7 +173,7 @@ class LeafRead(NamedTuple):
                 hint="Load the tensor by itself and rearrange the array.",
             )
 
-    def _check_source(self, source: Source) -> None:
+    def _check_source(self, source: TensorPiece) -> None:
         entry, box, view = source
         problem = None
         if view.shape != box.shape or len(view.strides) != len(view.shape):

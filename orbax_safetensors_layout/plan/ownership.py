@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry.box import Tile, tile
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+from orbax_safetensors_layout.sharding.boxes import GlobalShards
 
 _SLACK = 1.1  # a process may own this much more than its even share to own what it holds already
 
@@ -23,7 +23,7 @@ class StoredTile(NamedTuple):
 
     Attributes:
         process: The process.
-        tile: The boxes, by their numbers in `HeldBoxes.boxes`.
+        tile: The boxes, by their numbers in `GlobalShards.boxes`.
     """
 
     process: int
@@ -42,10 +42,10 @@ class PieceWriters:
         self.load: npt.NDArray[np.int64] = np.zeros(processes, np.int64)
         self._replicate_below_bytes = replicate_below_bytes
         # The values hold `held`, so that its id stays its own.
-        self._choices: dict[int, tuple[HeldBoxes, _Choices]] = {}
+        self._choices: dict[int, tuple[GlobalShards, _Choices]] = {}
         self._tiles: dict[tuple[int, int], tuple[StoredTile, ...]] = {}
 
-    def choose(self, held: HeldBoxes, itemsize: int) -> tuple[StoredTile, ...]:
+    def choose(self, held: GlobalShards, itemsize: int) -> tuple[StoredTile, ...]:
         """The pieces of the next array; the same object for arrays that are written alike.
 
         Args:
@@ -90,7 +90,7 @@ class _Choices(NamedTuple):
         return int((load + self.elements * itemsize).max(1).argmin())
 
     @classmethod
-    def of(cls, held: HeldBoxes, processes: int) -> _Choices:
+    def of(cls, held: GlobalShards, processes: int) -> _Choices:
         ways = max(map(len, held.holders), default=1)
         sizes = np.array([box.size for box in held.boxes], np.int64)
         writers = np.array(
@@ -106,7 +106,7 @@ class _Choices(NamedTuple):
         return cls(writers, elements, int(sizes.sum()))
 
 
-def _stored_tiles(held: HeldBoxes, choices: _Choices, number: int) -> tuple[StoredTile, ...]:
+def _stored_tiles(held: GlobalShards, choices: _Choices, number: int) -> tuple[StoredTile, ...]:
     of_process: dict[int, list[int]] = {}
     for box, holders in enumerate(held.holders):
         writers = holders if number == _EVERYONE else (int(choices.writers[number, box]),)

@@ -10,10 +10,10 @@ from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, Tile, tile
 from orbax_safetensors_layout.geometry.packing import packed_box
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.leaves import LeafRead, Source
-from orbax_safetensors_layout.plan.regions import Region, RegionRead
+from orbax_safetensors_layout.plan.leaves import LeafRead, TensorPiece
+from orbax_safetensors_layout.plan.regions import ByteRegion, RegionPlan
 from orbax_safetensors_layout.plan.tiles import TileLayout
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 
 
 class RegionPlanner:
@@ -32,12 +32,12 @@ class RegionPlanner:
         self._profile = profile
         self._most_bytes = most_bytes
         self._slab_bytes = slab_bytes
-        self._reads: dict[tuple[object, ...], RegionRead] = {}
-        # The values hold the `LocalBoxes`, so that an id stays its own.
-        self._layouts: dict[tuple[object, ...], tuple[LocalBoxes, list[TileLayout]]] = {}
-        self._single: dict[tuple[object, ...], tuple[LocalBoxes, list[Region]]] = {}
+        self._reads: dict[tuple[object, ...], RegionPlan] = {}
+        # The values hold the `AddressableShards`, so that an id stays its own.
+        self._layouts: dict[tuple[object, ...], tuple[AddressableShards, list[TileLayout]]] = {}
+        self._single: dict[tuple[object, ...], tuple[AddressableShards, list[ByteRegion]]] = {}
 
-    def regions(self, number: int, leaf: LeafRead) -> list[Region]:
+    def regions(self, number: int, leaf: LeafRead) -> list[ByteRegion]:
         """The regions of a leaf, tile by tile.
 
         Args:
@@ -70,11 +70,11 @@ class RegionPlanner:
             found = self._single[key] = (leaf.local, regions)
         shift = entry.start
         return [
-            Region(number, 0, start + shift, at, read, layout, parts)
+            ByteRegion(number, 0, start + shift, at, read, layout, parts)
             for _, _, start, at, read, layout, parts in found[1]
         ]
 
-    def _several(self, number: int, leaf: LeafRead) -> Iterator[Region]:
+    def _several(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
         starts = np.array([source.box.start for source in leaf.sources])
         stops = np.array([source.box.stop for source in leaf.sources])
         for layout in self._layouts_of(leaf):
@@ -84,9 +84,9 @@ class RegionPlanner:
             for index in touched:
                 source = leaf.sources[index]
                 start, at, read = self._overlap(source, layout)
-                yield Region(number, index, start, at, read, layout, len(touched))
+                yield ByteRegion(number, index, start, at, read, layout, len(touched))
 
-    def _overlap(self, source: Source, layout: TileLayout) -> tuple[int, int, RegionRead]:
+    def _overlap(self, source: TensorPiece, layout: TileLayout) -> tuple[int, int, RegionPlan]:
         """The region of a piece and a tile that meet: its first byte, its place, its geometry."""
         entry, piece, view = source
         box = layout.tile.box
@@ -111,7 +111,7 @@ class RegionPlanner:
         key = (*alike, *extents, *strides, *phases)
         read = self._reads.get(key)
         if read is None:
-            read = RegionRead.plan(layout, extents, strides, phases, self._profile)
+            read = RegionPlan.plan(layout, extents, strides, phases, self._profile)
             self._reads[key] = read
         return entry.start + first * layout.itemsize, at, read
 
@@ -138,7 +138,7 @@ class RegionPlanner:
         for slab in tile.permuted(axes).slabs(max(1, self._slab_bytes // itemsize)):
             yield slab.permuted(back)
 
-    def _tiled(self, local: LocalBoxes, itemsize: int) -> Iterator[tuple[Tile, bool]]:
+    def _tiled(self, local: AddressableShards, itemsize: int) -> Iterator[tuple[Tile, bool]]:
         # Shared and private boxes are tiled apart: they are read differently.
         for shared in (False, True):
             numbers = [i for i, s in enumerate(local.shared) if s is shared]
@@ -157,7 +157,7 @@ class RegionPlanner:
             for number in found.members:
                 yield Tile(boxes[number], (1,) * len(found.grid), (number,))
 
-    def _packed(self, number: int, leaf: LeafRead) -> Iterator[Region]:
+    def _packed(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
         """Elements that share bytes: each box by itself, as whole bytes."""
         ((entry, _, _),) = leaf.sources
         local = leaf.local
@@ -166,11 +166,11 @@ class RegionPlanner:
             alone = Tile(packed.box, (1,) * len(packed.shape), (index,))
             layout = TileLayout.of(alone, 1, shared=shared, staged=True, regions=[box])
             view = AffineView.row_major(packed.shape)
-            source = Source(entry, Box.whole(packed.shape), view)
+            source = TensorPiece(entry, Box.whole(packed.shape), view)
             start, at, read = self._overlap(source, layout)
-            yield Region(number, 0, start, at, read, layout, 1)
+            yield ByteRegion(number, 0, start, at, read, layout, 1)
 
-    def _packed_slabs(self, local: LocalBoxes, bits: int) -> Iterator[tuple[int, Box, bool]]:
+    def _packed_slabs(self, local: AddressableShards, bits: int) -> Iterator[tuple[int, Box, bool]]:
         """The boxes, or rows of them, by number."""
         for index, (box, shared) in enumerate(zip(local.boxes, local.shared, strict=True)):
             whole = Tile(box, (1,) * len(box.start), (index,))

@@ -14,14 +14,14 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.options import KIB, StorageProfile
-from orbax_safetensors_layout.plan.coalesce import Bound, Group, grouped
+from orbax_safetensors_layout.plan.coalesce import HeldBound, RequestGroup, coalesced
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
-from orbax_safetensors_layout.plan.regions import Region, TileKey
+from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
 from orbax_safetensors_layout.plan.tiles import TileLayout
 
-Batch = tuple[str, tuple[Region, ...]]
+Batch = tuple[str, tuple[ByteRegion, ...]]
 """A file, and regions of it by offset."""
 
 _BUNDLES_IN_BUDGET = 4  # while one is on its way to the devices, others are read
@@ -47,11 +47,11 @@ class ReadPlan:
     memory_budget_bytes: int
     adopt: bool
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[RequestGroup]:
         """What is fetched together, in the order in which it is, lazily."""
-        bound = Bound(lambda r: self.held_bytes(r.leaf, r.layout), self.memory_budget_bytes)
+        bound = HeldBound(lambda r: self.held_bytes(r.leaf, r.layout), self.memory_budget_bytes)
         for file, regions in self.batches:
-            yield from grouped(file, regions, self.profile, bound)
+            yield from coalesced(file, regions, self.profile, bound)
 
     def held_bytes(self, number: int, layout: TileLayout) -> int:
         """Host bytes that a tile holds until its arrays are on their devices.
@@ -177,8 +177,8 @@ def plan_reads(
         slab_bytes(profile, memory_budget_bytes),
     )
     units = collections.Counter(leaf.unit for leaf in leaves)
-    whole: list[Region] = []
-    parts: list[Region] = []
+    whole: list[ByteRegion] = []
+    parts: list[ByteRegion] = []
     for number, leaf in enumerate(leaves):
         if leaf.local.boxes and 0 not in leaf.shape:
             regions = planner.regions(number, leaf)
@@ -223,8 +223,8 @@ def read_bytes(leaf: LeafRead, layout: TileLayout) -> int:
     return layout.memory_bytes + unpacked
 
 
-def _by_file(leaves: Sequence[LeafRead], regions: Sequence[Region]) -> Iterator[Batch]:
-    by_file: dict[str, list[Region]] = {}
+def _by_file(leaves: Sequence[LeafRead], regions: Sequence[ByteRegion]) -> Iterator[Batch]:
+    by_file: dict[str, list[ByteRegion]] = {}
     for region in regions:
         file = leaves[region.leaf].sources[region.source].entry.file
         by_file.setdefault(file, []).append(region)
@@ -233,14 +233,14 @@ def _by_file(leaves: Sequence[LeafRead], regions: Sequence[Region]) -> Iterator[
 
 
 def _bundles(
-    leaves: Sequence[LeafRead], regions: Sequence[Region], budget: int
-) -> Iterator[list[Region]]:
+    leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int
+) -> Iterator[list[ByteRegion]]:
     """Tiles that are open together: some in a part of the budget, or those that read the same.
 
     A tile that comes from many files holds its memory from its first region to its last. In the
     order of the files all tiles would be open at once.
     """
-    bundle: list[Region] = []
+    bundle: list[ByteRegion] = []
     held = 0
     for more, tiles in _partners(leaves, regions, budget):
         if bundle and held + more > budget // _BUNDLES_IN_BUDGET:
@@ -253,10 +253,10 @@ def _bundles(
 
 
 def _partners(
-    leaves: Sequence[LeafRead], regions: Sequence[Region], budget: int
-) -> list[tuple[int, list[Region]]]:
+    leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int
+) -> list[tuple[int, list[ByteRegion]]]:
     """Tiles with the bytes that they hold; together where the same requests serve them."""
-    found: list[tuple[int, list[Region]]] = []
+    found: list[tuple[int, list[ByteRegion]]] = []
     starts: dict[tuple[str, int], list[tuple[int, int]]] = {}  # by file and geometry
     for _, some in itertools.groupby(regions, key=lambda region: region.tile):
         tile = list(some)

@@ -26,7 +26,7 @@ costs less time than copying it from a staging buffer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RegionRead:
+class RegionPlan:
     """How a region is read, wherever in the file and in memory it is.
 
     Attributes:
@@ -56,7 +56,7 @@ class RegionRead:
         strides: Sequence[int],
         phases: Sequence[int],
         profile: StorageProfile,
-    ) -> RegionRead:
+    ) -> RegionPlan:
         """The read of a region.
 
         Args:
@@ -116,7 +116,7 @@ class RegionRead:
         return self.blocking.read_bytes(self.axes, self.itemsize)
 
 
-class Region(NamedTuple):
+class ByteRegion(NamedTuple):
     """A region at its place.
 
     Attributes:
@@ -133,7 +133,7 @@ class Region(NamedTuple):
     source: int
     start: int
     at: int
-    read: RegionRead
+    read: RegionPlan
     layout: TileLayout
     parts: int
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT
-from orbax_safetensors_layout.sharding.replicas import Grid, Replicas
+from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
 
 _BYTE = np.dtype(np.uint8)
 _SMALL_BYTES = 1 << 20  # smaller boxes are packed together: one round takes many of them
@@ -120,7 +120,7 @@ class Round(NamedTuple):
         cut_axes: Dimensions along which each device keeps its own part of what is gathered.
     """
 
-    grid: Grid
+    grid: ReplicaGrid
     lanes: tuple[tuple[Item, ...], ...]
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -173,7 +173,7 @@ Stage = tuple[Round, ...]
 """Rounds whose pieces are read before the first of them is held."""
 
 
-class Limits(NamedTuple):
+class ExchangeLimits(NamedTuple):
     """What bounds a plan; the same on all processes.
 
     Attributes:
@@ -187,7 +187,7 @@ class Limits(NamedTuple):
     gap_bytes: int
 
 
-def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
+def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[Stage]:
     """Who reads what of leaves that several processes hold, in stages; the same on all processes.
 
     Args:
@@ -198,7 +198,7 @@ def plan_spread(leaves: Iterable[SharedLeaf], limits: Limits) -> list[Stage]:
     small: dict[int, list[SharedLeaf]] = {}
     alike: dict[tuple[object, ...], list[SharedLeaf]] = {}
     numbers: dict[int, int] = {}  # a grid of many devices is hashed once
-    grids: dict[Grid, int] = {}
+    grids: dict[ReplicaGrid, int] = {}
     for leaf in leaves:
         if leaf.tied:
             tied[leaf.number] = leaf.tied
@@ -237,7 +237,7 @@ def _repeated(one: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
     return tuple(rounds)
 
 
-def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
+def _whole(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Round]:
     """Rounds of leaves of one shape; at most two kinds of them.
 
     Each lane takes leaves that are neighbours in the files.
@@ -257,7 +257,7 @@ def _whole(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
         yield _round([[leaf]], limits)
 
 
-def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: Limits) -> Round:
+def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: ExchangeLimits) -> Round:
     first = lanes[0][0]
     grid = first.replicas.grid
     items = tuple(tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in lanes)
@@ -267,7 +267,7 @@ def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: Limits) -> Round:
     )
 
 
-def _split_axis(leaf: SharedLeaf, parts: int, limits: Limits) -> int:
+def _split_axis(leaf: SharedLeaf, parts: int, limits: ExchangeLimits) -> int:
     """The dimension that is split: evenly, and so that nobody reads what another does.
 
     Parts along the dimension that is outermost in the file are contiguous. Along others there are
@@ -299,7 +299,7 @@ def rank_of(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
-def _packed(leaves: Sequence[SharedLeaf], limits: Limits) -> Iterator[Round]:
+def _packed(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Round]:
     """Rounds of small leaves; each column has the leaves of a stretch of the files."""
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     grid = leaves[0].replicas.grid._replace(cuts=())

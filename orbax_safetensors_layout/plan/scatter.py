@@ -25,7 +25,7 @@ from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece
 from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, is_number, undone
 from orbax_safetensors_layout.mapping.integers import is_whole
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 from orbax_safetensors_layout.plan.writes import LeafWrite
 
 
@@ -74,7 +74,7 @@ def plan_scatter(
         MappingError: It does not invert, or does not fit the leaves; tells everything.
         UnsupportedDtypeError: A tensor has a dtype that files have no code for.
     """
-    facts = {leaf.tensor.name: Fact(leaf.tensor.shape, leaf.values) for leaf in leaves}
+    facts = {leaf.tensor.name: TensorSpec(leaf.tensor.shape, leaf.values) for leaf in leaves}
     tensors = mapping.inverse().bind(facts).facts()
     shapes = {name: fact.shape for name, fact in facts.items()}
     forward = mapping.bind(tensors, shapes)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.leaves import Source
+from orbax_safetensors_layout.plan.leaves import TensorPiece
 
 
-def sources_of(pieces: Sequence[tuple[Box, TensorEntry]]) -> tuple[Source, ...]:
+def sources_of(pieces: Sequence[tuple[Box, TensorEntry]]) -> tuple[TensorPiece, ...]:
     """Pieces as what a leaf is made of.
 
     Args:
         pieces: Regions of the leaf, each standing as a row-major tensor of its own.
     """
-    return tuple(Source(entry, box, AffineView.row_major(box.shape)) for box, entry in pieces)
+    return tuple(TensorPiece(entry, box, AffineView.row_major(box.shape)) for box, entry in pieces)

@@ -27,7 +27,7 @@ from orbax_safetensors_layout.geometry.box import Tile, tile
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.ownership import PieceWriters, StoredTile, file_owners
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes
+from orbax_safetensors_layout.sharding.boxes import GlobalShards
 
 PIECES_FOLDER = "orbax_safetensors_layout.pieces"
 """Where processes leave what the owners of files fetch; it is gone when a save is complete.
@@ -46,10 +46,10 @@ class LeafWrite(NamedTuple):
 
     tensor: NewTensor
     values: np.dtype
-    held: HeldBoxes
+    held: GlobalShards
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A contiguous range of a file that comes from shards of this process.
 
     Attributes:
@@ -79,7 +79,7 @@ class FileWrite(NamedTuple):
 
     name: str
     layout: FileLayout
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     gathered: tuple[int, ...]
 
     @property
@@ -202,7 +202,7 @@ def plan_consolidation(
         process_index: The process.
         process_count: How many there are; the files are shared out among them.
     """
-    nobody = HeldBoxes((), ())
+    nobody = GlobalShards((), ())
     leaves = [LeafWrite(tensor, tensor.dtype.numpy, nobody) for tensor in tensors]
     return _Planner(leaves, options, process_index, process_count).hf(stored)
 
@@ -337,7 +337,7 @@ class _Planner:
         pieced: set[int],
         whole: _WholeTiles,
     ) -> FileWrite:
-        parts: list[Part] = []
+        parts: list[FilePart] = []
         gathered: list[int] = []
         for entry in layout.tensors:
             number = numbers[entry.name]
@@ -346,7 +346,7 @@ class _Planner:
             elif entry.nbytes:
                 found = whole.at(self._leaves[number].held, self._index)
                 assert found is not None
-                parts.append(Part(number, found, entry.dtype, entry.start, entry.stop))
+                parts.append(FilePart(number, found, entry.dtype, entry.start, entry.stop))
         return FileWrite(name, layout, tuple(parts), tuple(gathered))
 
     def pieces(self, numbers: Sequence[int], folder: str) -> tuple[StoredPieces, FileWrite | None]:
@@ -397,7 +397,7 @@ class _Planner:
         for entry in layout.tensors:
             if entry.nbytes:
                 _, number, found_tile = mine[entry.name]
-                parts.append(Part(number, found_tile, entry.dtype, entry.start, entry.stop))
+                parts.append(FilePart(number, found_tile, entry.dtype, entry.start, entry.stop))
         return stored, FileWrite(names[self._index], layout, tuple(parts), ())
 
 
@@ -405,9 +405,9 @@ class _WholeTiles:
     """Arrays that a process holds completely, as one tile; computed once for each kind."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], tuple[HeldBoxes, Tile | None]] = {}
+        self._found: dict[tuple[int, int], tuple[GlobalShards, Tile | None]] = {}
 
-    def at(self, held: HeldBoxes, process: int) -> Tile | None:
+    def at(self, held: GlobalShards, process: int) -> Tile | None:
         key = (id(held), process)
         found = self._found.get(key)
         if found is None:

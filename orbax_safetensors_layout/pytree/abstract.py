@@ -1,4 +1,4 @@
-"""What the caller wants of each leaf: the abstract tree, parsed once into `Want`s."""
+"""What the caller wants of each leaf: the abstract tree, parsed once into `AbstractLeaf`s."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACEHOLDER = ...
 _SCALARS = (bool, int, float, str)
 
 
-class Want(NamedTuple):
+class AbstractLeaf(NamedTuple):
     """What is wanted of one leaf.
 
     Attributes:
@@ -82,7 +82,7 @@ class SavedLeaf:
     sharding: Sharding | None = None
 
 
-class WantedTree(NamedTuple):
+class AbstractTree(NamedTuple):
     """An abstract tree and its leaves.
 
     Attributes:
@@ -94,12 +94,12 @@ class WantedTree(NamedTuple):
     """
 
     leaves: list[Any]
-    wants: list[Want | None]
+    wants: list[AbstractLeaf | None]
     skipped: set[str]
     build: Callable[[Sequence[Any]], Any]
 
     @classmethod
-    def parse(cls, abstract: Any) -> WantedTree:
+    def parse(cls, abstract: Any) -> AbstractTree:
         """Reads an abstract tree.
 
         Args:
@@ -128,12 +128,12 @@ def replicated_everywhere() -> NamedSharding:
     return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), spec)
 
 
-def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
+def _parse_leaf(path: Sequence[Any], leaf: Any) -> AbstractLeaf:
     name, unboxed = dotted_name(path), unboxed_name(path)
     if isinstance(leaf, type) and issubclass(leaf, _SCALARS) and not issubclass(leaf, np.generic):
-        return Want(name, unboxed, (), None, None, leaf)
+        return AbstractLeaf(name, unboxed, (), None, None, leaf)
     if isinstance(leaf, _SCALARS) and not isinstance(leaf, np.generic):
-        return Want(name, unboxed, (), None, None, type(leaf))
+        return AbstractLeaf(name, unboxed, (), None, None, type(leaf))
     if hasattr(leaf, "restore_type"):
         return _parse_restore_args(name, unboxed, leaf)
     if isinstance(leaf, np.ndarray | np.generic) or not hasattr(leaf, "sharding"):
@@ -143,7 +143,9 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
                 "jax.ShapeDtypeStruct, an array, a Python scalar or its type, or `...`."
             )
         scalar = np.generic if isinstance(leaf, np.generic) else None
-        return Want(name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, scalar)
+        return AbstractLeaf(
+            name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, scalar
+        )
     placement = _placement(leaf)
     as_saved = isinstance(leaf, SavedLeaf)
     is_placed = placement is not None and not as_saved
@@ -152,10 +154,12 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> Want:
     shape = None if data.shape is None else tuple(data.shape)
     dtype = _dtype(name, data.dtype)
     placement = placement or replicated_everywhere()
-    return Want(name, unboxed, shape, dtype, placement, None, is_placed, impl, as_saved, as_saved)
+    return AbstractLeaf(
+        name, unboxed, shape, dtype, placement, None, is_placed, impl, as_saved, as_saved
+    )
 
 
-def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
+def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> AbstractLeaf:
     """Orbax's `RestoreArgs` and `ArrayRestoreArgs`, read by attribute."""
     impl = prng.implementation(args) if prng.is_key(args) else None
     dtype = None if impl is not None else _dtype(name, args.dtype)
@@ -164,8 +168,8 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
         scalar = args.restore_type if args.restore_type in _SCALARS else None
         shape = () if scalar else None
         if args.restore_type is not None:
-            return Want(name, unboxed, shape, dtype, None, scalar)
-        return Want(
+            return AbstractLeaf(name, unboxed, shape, dtype, None, scalar)
+        return AbstractLeaf(
             name, unboxed, None, dtype, None, None, is_placed=False, takes_keys=True, as_saved=True
         )
     placement = getattr(args, "sharding", None)
@@ -177,7 +181,9 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> Want:
     shape = None if shape is None else tuple(shape)
     is_placed = placement is not None
     placement = placement or replicated_everywhere()
-    return Want(name, unboxed, shape, dtype, placement, None, is_placed, impl, takes_keys=True)
+    return AbstractLeaf(
+        name, unboxed, shape, dtype, placement, None, is_placed, impl, takes_keys=True
+    )
 
 
 def _placement(leaf: Any) -> Placement | None:

@@ -19,7 +19,7 @@ KeyPath = tuple[Any, ...]
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
-def describe(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
+def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
     """The structure of any pytree.
 
     Args:
@@ -171,8 +171,8 @@ def _type_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def rebuild(node: Node, value: Callable[[Leaf], Any]) -> Any:
-    """A tree with the structure that `describe` found.
+def decode_treedef(node: Node, value: Callable[[Leaf], Any]) -> Any:
+    """A tree with the structure that `encode_treedef` found.
 
     Dicts, lists, tuples, `OrderedDict` and None come back as they were. A named tuple is of its
     own class if this process has imported it already (nothing that a file names is ever imported),
@@ -187,7 +187,7 @@ def rebuild(node: Node, value: Callable[[Leaf], Any]) -> Any:
         return value(node)
     parts = []
     for child in node.children:  # no comprehension: it would take a second frame for each level
-        parts.append(rebuild(child, value))
+        parts.append(decode_treedef(child, value))
     return _assemble(node, parts)
 
 

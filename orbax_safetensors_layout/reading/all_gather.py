@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.plan.replica_exchange import Round
 from orbax_safetensors_layout.runtime.memory import allocate
-from orbax_safetensors_layout.sharding.replicas import Grid
+from orbax_safetensors_layout.sharding.replicas import ReplicaGrid
 
 _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 
@@ -33,7 +33,7 @@ def stays_on_devices(dtype: np.dtype) -> bool:
     return is_plain or name == "bfloat16" or name.startswith("float8")
 
 
-class Slots:
+class SendBuffer:
     """What the devices of this process contribute to a round.
 
     Args:
@@ -145,7 +145,7 @@ class Gathered:
 
 
 @functools.lru_cache(256)
-def _mesh(grid: Grid, lanes: int) -> Mesh:
+def _mesh(grid: ReplicaGrid, lanes: int) -> Mesh:
     devices = np.empty((len(grid.devices), grid.columns), object)
     for row, of_row in enumerate(grid.devices):
         devices[row] = of_row

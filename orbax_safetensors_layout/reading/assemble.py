@@ -12,7 +12,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.reading._jax import batched_device_put
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 from orbax_safetensors_layout.sharding.shards import Index, Placement, box_of, sharding_of
 
 
@@ -44,7 +44,7 @@ class Assembler:
         shape: tuple[int, ...],
         dtype: np.dtype,
         placement: Placement,
-        local: LocalBoxes,
+        local: AddressableShards,
         values: Sequence[np.ndarray],
     ) -> jax.Array:
         """A global array of which this process holds `values`.
@@ -80,7 +80,7 @@ class Assembler:
         shape: tuple[int, ...],
         dtype: np.dtype,
         placement: Placement,
-        local: LocalBoxes,
+        local: AddressableShards,
         values: Sequence[np.ndarray],
     ) -> jax.Array:
         numbers = self._index_numbers(sharding_of(placement), shape, local)
@@ -92,7 +92,7 @@ class Assembler:
         self,
         shape: tuple[int, ...],
         placement: Placement,
-        local: LocalBoxes,
+        local: AddressableShards,
         values: Mapping[int, np.ndarray],
     ) -> dict[Any, jax.Array]:
         """Some of an array's shards, by device: for `join`, once all are there.
@@ -129,7 +129,7 @@ class Assembler:
         return jax.make_array_from_single_device_arrays(shape, sharding, in_order, dtype=dtype)
 
     def _index_numbers(
-        self, sharding: Sharding, shape: tuple[int, ...], local: LocalBoxes
+        self, sharding: Sharding, shape: tuple[int, ...], local: AddressableShards
     ) -> _IndexNumbers:
         numbers = self._numbers.get((sharding, shape))
         if numbers is None:
@@ -158,7 +158,9 @@ class _IndexNumbers:
     them at once; an index that is equal but not identical is found by its value.
     """
 
-    def __init__(self, sharding: Sharding, shape: tuple[int, ...], local: LocalBoxes) -> None:
+    def __init__(
+        self, sharding: Sharding, shape: tuple[int, ...], local: AddressableShards
+    ) -> None:
         self._shape = shape
         self._by_box = {box: number for number, box in enumerate(local.boxes)}
         indices = sharding.addressable_devices_indices_map(shape).values()

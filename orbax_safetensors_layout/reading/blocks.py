@@ -13,9 +13,9 @@ import numpy as np
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.plan.axes import Axis
-from orbax_safetensors_layout.plan.coalesce import Fetch
-from orbax_safetensors_layout.plan.regions import RegionRead
-from orbax_safetensors_layout.reading.destinations import Destination
+from orbax_safetensors_layout.plan.coalesce import Request
+from orbax_safetensors_layout.plan.regions import RegionPlan
+from orbax_safetensors_layout.reading.destinations import BufferSlice
 from orbax_safetensors_layout.runtime.memory import Bytes, allocate
 from orbax_safetensors_layout.storage.base import Buffer
 
@@ -32,7 +32,7 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._memory: Bytes | None = None
-        self._rows: tuple[Rows | None, list[Buffer]] = (None, [])
+        self._rows: tuple[StagedRows | None, list[Buffer]] = (None, [])
 
     def take(self, nbytes: int) -> Bytes:
         """At least `nbytes` of aligned memory; the same each time, so use it up before asking."""
@@ -41,7 +41,7 @@ class Scratch(threading.local):
             self._rows = (None, [])
         return self._memory
 
-    def rows(self, rows: Rows) -> list[Buffer]:
+    def rows(self, rows: StagedRows) -> list[Buffer]:
         """Rows from the begin of the memory that was taken last; made once for equal blocks."""
         if self._rows[0] != rows:
             assert self._memory is not None
@@ -49,7 +49,7 @@ class Scratch(threading.local):
         return self._rows[1]
 
 
-class Rows(NamedTuple):
+class StagedRows(NamedTuple):
     """How one request lies in a staging buffer.
 
     Attributes:
@@ -106,12 +106,12 @@ class Cut(NamedTuple):
     """
 
     requests: StridedRuns
-    rows: Rows
+    rows: StagedRows
     copies: tuple[Copy, ...]
     staging_bytes: int
 
     @classmethod
-    def of(cls, read: RegionRead, ranges: Sequence[tuple[int, int]], spread: int) -> Cut:
+    def of(cls, read: RegionPlan, ranges: Sequence[tuple[int, int]], spread: int) -> Cut:
         """The cut of a block.
 
         Args:
@@ -125,7 +125,7 @@ class Cut(NamedTuple):
         reach = [(n - 1) * axis.source for n, axis in zip(counts, axes, strict=True)]
         last_bytes = sum(reach[row:]) + read.itemsize + spread
         row_bytes = axes[row - 1].source if row > first else last_bytes
-        rows = Rows(
+        rows = StagedRows(
             math.prod(counts[first:row]), row_bytes, last_bytes, row_bytes + blocking.pad_bytes
         )
         outer = [stride * rows.pitch for stride in row_major_strides(counts[:row])]
@@ -140,17 +140,17 @@ class Cut(NamedTuple):
         )
 
     @classmethod
-    def whole(cls, read: RegionRead, spread: int) -> Cut:
+    def whole(cls, read: RegionPlan, spread: int) -> Cut:
         """All of a region of one request, as it is in the file; `spread` as for `of`."""
         ranges = [(0, axis.extent) for axis in read.axes]
         copies = _copies(read, ranges, [axis.source for axis in read.axes])
         length = read.requests.run_bytes + spread
         return cls(
-            StridedRuns(0, length, ()), Rows(1, length, length, length), tuple(copies), length
+            StridedRuns(0, length, ()), StagedRows(1, length, length, length), tuple(copies), length
         )
 
 
-class Target(NamedTuple):
+class BlockTarget(NamedTuple):
     """Where a block goes.
 
     Attributes:
@@ -175,7 +175,7 @@ class Block(NamedTuple):
 
     cut: Cut
     start: int
-    targets: tuple[Target, ...]
+    targets: tuple[BlockTarget, ...]
 
     def buffers(self, staging: Bytes, scratch: Scratch) -> Iterator[tuple[int, list[Buffer]]]:
         """Each request: where it begins in the file, and where it goes in the staging buffer."""
@@ -199,7 +199,7 @@ class Block(NamedTuple):
                 target[...] = source
 
 
-def blocks_of(fetch: Fetch, destinations: Sequence[Destination]) -> Iterator[Block]:
+def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[Block]:
     """The blocks of regions that are staged, in the order of the file.
 
     Args:
@@ -224,11 +224,11 @@ def blocks_of(fetch: Fetch, destinations: Sequence[Destination]) -> Iterator[Blo
         yield Block(cut, start, tuple(t._replace(at=t.at + moved) for t in targets))
 
 
-def targets_of(destinations: Sequence[Destination]) -> tuple[Target, ...]:
+def targets_of(destinations: Sequence[BufferSlice]) -> tuple[BlockTarget, ...]:
     """Where regions go that are fetched as one block."""
     start = destinations[0].region.start
     return tuple(
-        Target(room.memory, room.begin + region.at, region.start - start)
+        BlockTarget(room.memory, room.begin + region.at, region.start - start)
         for region, room in destinations
     )
 
@@ -240,7 +240,7 @@ def _step(axis: Axis, low: int, high: int) -> tuple[tuple[int, int], int, int]:
 
 
 def _copies(
-    read: RegionRead, ranges: Sequence[tuple[int, int]], staged: Sequence[int]
+    read: RegionPlan, ranges: Sequence[tuple[int, int]], staged: Sequence[int]
 ) -> Iterator[Copy]:
     """The copies of a block: one, where no range begins or ends within a member.
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.format.dtypes import DType
-from orbax_safetensors_layout.plan.coalesce import SMALL_REGION_BYTES, Group
-from orbax_safetensors_layout.plan.regions import Region, TileKey
+from orbax_safetensors_layout.plan.coalesce import SMALL_REGION_BYTES, RequestGroup
+from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
 from orbax_safetensors_layout.plan.tiles import TileLayout
 from orbax_safetensors_layout.runtime.memory import Bytes, Staging, allocate
 from orbax_safetensors_layout.storage.base import Buffer
@@ -21,7 +21,7 @@ MAX_RANK = 64
 """Most dimensions of a numpy array."""
 
 
-class Room(NamedTuple):
+class TileBuffer(NamedTuple):
     """Memory of a tile.
 
     Attributes:
@@ -33,7 +33,7 @@ class Room(NamedTuple):
     begin: int
 
 
-class Destination(NamedTuple):
+class BufferSlice(NamedTuple):
     """A region, and the memory of the tile that it belongs to.
 
     Attributes:
@@ -41,8 +41,8 @@ class Destination(NamedTuple):
         room: The tile's memory.
     """
 
-    region: Region
-    room: Room
+    region: ByteRegion
+    room: TileBuffer
 
     def members(self, dtype: DType) -> list[np.ndarray]:
         """Each member as an array over the memory; packed ones as their bytes."""
@@ -78,9 +78,9 @@ class Destination(NamedTuple):
         return [view[low:high] for low, high in self.spans(start, stop)]
 
 
-def destinations_of(
-    group: Group, opened: Mapping[TileKey, Room], staging: Staging
-) -> list[Destination]:
+def buffer_slices(
+    group: RequestGroup, opened: Mapping[TileKey, TileBuffer], staging: Staging
+) -> list[BufferSlice]:
     """Makes room for the tiles of a group's regions.
 
     Small tiles share memory with their like: an array that is kept then does not keep much larger
@@ -99,9 +99,9 @@ def destinations_of(
             # The region goes to `at`; where it is aligned, it can be read past the page cache.
             offset = max(0, region.start - region.at)
             make = staging.take if region.layout.staged else allocate
-            room = Room(make(region.layout.memory_bytes, file_offset=offset), 0)
-        return [Destination(region, room)]
-    known: dict[TileKey, Room | None] = dict(opened)
+            room = TileBuffer(make(region.layout.memory_bytes, file_offset=offset), 0)
+        return [BufferSlice(region, room)]
+    known: dict[TileKey, TileBuffer | None] = dict(opened)
     fresh = []
     for region in regions:
         if region.parts > 1:
@@ -117,11 +117,11 @@ def destinations_of(
             room = next(rooms)
             if region.parts > 1:
                 known[region.tile] = room
-        destinations.append(Destination(region, room))
+        destinations.append(BufferSlice(region, room))
     return destinations
 
 
-def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[Room]:
+def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[TileBuffer]:
     """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other.
 
     That of values which are computed on is apart from what arrays keep.
@@ -140,6 +140,6 @@ def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[Room]:
     used = dict.fromkeys(arenas, 0)
     rooms = []
     for layout, kind in zip(layouts, kinds, strict=True):
-        rooms.append(Room(arenas[kind], used[kind]))
+        rooms.append(TileBuffer(arenas[kind], used[kind]))
         used[kind] += layout.memory_bytes
     return rooms

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.coalesce import Group
+from orbax_safetensors_layout.plan.coalesce import RequestGroup
 from orbax_safetensors_layout.reading.blocks import Block, Cut, Scratch, blocks_of, targets_of
-from orbax_safetensors_layout.reading.destinations import Destination
+from orbax_safetensors_layout.reading.destinations import BufferSlice
 from orbax_safetensors_layout.runtime.memory import Bytes, align
 from orbax_safetensors_layout.storage.base import Buffer, RangeReader
 
@@ -30,7 +30,7 @@ class Job(Protocol):
         ...
 
     @property
-    def destinations(self) -> Sequence[Destination]:
+    def destinations(self) -> Sequence[BufferSlice]:
         """What the job fills, wholly or in part."""
         ...
 
@@ -51,13 +51,13 @@ class RunsJob(NamedTuple):
     """
 
     file: str
-    destination: Destination
+    destination: BufferSlice
     first: int
     last: int
     piece: tuple[int, int]
 
     @property
-    def destinations(self) -> Sequence[Destination]:
+    def destinations(self) -> Sequence[BufferSlice]:
         return (self.destination,)
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class BlocksJob(NamedTuple):
     """
 
     file: str
-    destinations: Sequence[Destination]
+    destinations: Sequence[BufferSlice]
     blocks: Sequence[Block]
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
@@ -106,8 +106,8 @@ class GroupJob(NamedTuple):
     """
 
     file: str
-    destinations: Sequence[Destination]
-    parts: Sequence[Block | Destination]
+    destinations: Sequence[BufferSlice]
+    parts: Sequence[Block | BufferSlice]
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         start = self.destinations[0].region.start
@@ -139,7 +139,7 @@ class GroupJob(NamedTuple):
         return any(_span(a)[1] < _span(b)[0] for a, b in itertools.pairwise(self.parts))
 
 
-def _span(part: Block | Destination) -> tuple[int, int]:
+def _span(part: Block | BufferSlice) -> tuple[int, int]:
     """The bytes of a part in the file, half-open."""
     if isinstance(part, Block):
         return part.start, part.start + part.cut.requests.run_bytes
@@ -160,7 +160,7 @@ class _BufferList:
                 return
         self._spans.append((memory, start, stop))
 
-    def extend(self, destination: Destination, length: int) -> None:
+    def extend(self, destination: BufferSlice, length: int) -> None:
         """Adds a direct region of `length` bytes."""
         for start, stop in destination.spans(0, length):
             self.add(destination.room.memory, start, stop)
@@ -170,7 +170,7 @@ class _BufferList:
 
 
 def jobs_of(
-    group: Group, destinations: Sequence[Destination], profile: StorageProfile
+    group: RequestGroup, destinations: Sequence[BufferSlice], profile: StorageProfile
 ) -> Iterator[Job]:
     """The jobs that fill `destinations`, lazily."""
     if len(group.fetches) > 1:
@@ -184,9 +184,9 @@ def jobs_of(
             yield BlocksJob(group.file, destinations, some)
 
 
-def _group_job(group: Group, destinations: Sequence[Destination]) -> GroupJob:
+def _group_job(group: RequestGroup, destinations: Sequence[BufferSlice]) -> GroupJob:
     cuts: dict[tuple[int, int], Cut] = {}  # by the RegionRead, which tensors of one shape share
-    parts: list[Block | Destination] = []
+    parts: list[Block | BufferSlice] = []
     rest = iter(destinations)
     for fetch in group.fetches:
         mine = [*itertools.islice(rest, len(fetch.regions))]
@@ -201,7 +201,7 @@ def _group_job(group: Group, destinations: Sequence[Destination]) -> GroupJob:
     return GroupJob(group.file, destinations, parts)
 
 
-def _runs_jobs(file: str, destination: Destination, profile: StorageProfile) -> Iterator[RunsJob]:
+def _runs_jobs(file: str, destination: BufferSlice, profile: StorageProfile) -> Iterator[RunsJob]:
     requests = destination.region.read.requests
     run = requests.run_bytes
     if run > profile.request_bytes:

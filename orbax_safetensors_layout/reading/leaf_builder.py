@@ -12,27 +12,27 @@ from orbax_safetensors_layout.mapping.casting import python_scalar
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.reading.assemble import Assembler
 from orbax_safetensors_layout.reading.decoding import check_booleans
-from orbax_safetensors_layout.reading.resolve import WantedLeaf, subject_of
+from orbax_safetensors_layout.reading.resolve import ResolvedLeaf, subject_of
 from orbax_safetensors_layout.sharding.shards import sharding_of
 
 Wait = Callable[[], object]
 
 
-class LeafValues:
+class LeafBuilder:
     """What becomes of leaves whose boxes come in any order.
 
     Args:
         leaves: The leaves.
     """
 
-    def __init__(self, leaves: Sequence[WantedLeaf]) -> None:
+    def __init__(self, leaves: Sequence[ResolvedLeaf]) -> None:
         self._leaves = leaves
         self._values: list[Any] = [None] * len(leaves)
         self._assembler = Assembler()
         self._shards: dict[int, dict[Any, jax.Array]] = {}
 
     def take(
-        self, leaf: WantedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
+        self, leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
         """Takes the values of some of a leaf's boxes.
 
@@ -60,7 +60,7 @@ class LeafValues:
         self.put(leaf, some)
         return lambda: [shard.block_until_ready() for shard in some.values()]
 
-    def put(self, leaf: WantedLeaf, shards: Mapping[Any, jax.Array]) -> None:
+    def put(self, leaf: ResolvedLeaf, shards: Mapping[Any, jax.Array]) -> None:
         """Takes some of a leaf's shards that are on their devices.
 
         Args:
@@ -84,7 +84,7 @@ class LeafValues:
             yield value if key_impl is None else prng.wrap(value, key_impl)
 
 
-def _host_value(leaf: WantedLeaf, value: np.ndarray) -> Any:
+def _host_value(leaf: ResolvedLeaf, value: np.ndarray) -> Any:
     if leaf.want.scalar is None:
         return value
     if leaf.want.scalar is np.generic:

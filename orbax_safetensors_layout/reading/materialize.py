@@ -11,14 +11,14 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece, assemble_box
 from orbax_safetensors_layout.mapping.casting import cast_into
 from orbax_safetensors_layout.mapping.expr.values import ValueOp, apply_ops, in_chunks
-from orbax_safetensors_layout.plan.array_source import ComposedBlock, Plain
+from orbax_safetensors_layout.plan.array_source import ComposedBlock, StoredSource
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.reading.decoding import check_booleans
-from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, WantedLeaf, subject_of
+from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, ResolvedLeaf, subject_of
 from orbax_safetensors_layout.runtime.memory import allocate
 
 Wait = Callable[[], object]
-Take = Callable[[WantedLeaf, Sequence[int], Sequence[np.ndarray]], Wait | None]
+TakeBoxes = Callable[[ResolvedLeaf, Sequence[int], Sequence[np.ndarray]], Wait | None]
 """Takes a leaf, some boxes of its plan by number, and their values in the leaf's dtype."""
 
 
@@ -30,7 +30,7 @@ class _Input(NamedTuple):
     number: int = 0
 
 
-class Filling:
+class Materializer:
     """Finished boxes of leaves, from reads that are delivered in any order.
 
     Args:
@@ -38,7 +38,7 @@ class Filling:
         take: Takes the finished boxes.
     """
 
-    def __init__(self, leaves: Sequence[PlannedLeaf], take: Take) -> None:
+    def __init__(self, leaves: Sequence[PlannedLeaf], take: TakeBoxes) -> None:
         self._leaves = leaves
         self._take = take
         self._boxes: dict[int, dict[int, np.ndarray]] = {}
@@ -84,7 +84,7 @@ class Filling:
         self._check(leaf, values)
         _put(leaf, plan.ops, values, out)
 
-    def _check(self, leaf: WantedLeaf, values: np.ndarray) -> None:
+    def _check(self, leaf: ResolvedLeaf, values: np.ndarray) -> None:
         check_booleans([values], file=leaf.origin.file, name=leaf.name)
 
     def deliver(
@@ -159,21 +159,21 @@ def _likeness(planned: PlannedLeaf) -> object:
     Of leaves that are read once for all processes, one process may read other boxes of each.
     """
     leaf, plan = planned
-    if isinstance(leaf.origin, Plain):
+    if isinstance(leaf.origin, StoredSource):
         return leaf.number
     boxes = [block.box for block in plan.blocks] if plan.read is None else plan.read.local.boxes
-    return origin_of(leaf), leaf.local, tuple(boxes)
+    return source_of(leaf), leaf.local, tuple(boxes)
 
 
-def origin_of(leaf: WantedLeaf) -> object:
+def source_of(leaf: ResolvedLeaf) -> object:
     """What leaves have in common that have the same values; tied leaves have one expression."""
     origin = leaf.origin
-    if isinstance(origin, Plain):
+    if isinstance(origin, StoredSource):
         return leaf.number
     return id(origin.bound), leaf.dtype, leaf.cast
 
 
-def _put(leaf: WantedLeaf, ops: tuple[ValueOp, ...], values: np.ndarray, out: np.ndarray) -> None:
+def _put(leaf: ResolvedLeaf, ops: tuple[ValueOp, ...], values: np.ndarray, out: np.ndarray) -> None:
     """Puts values into the memory of a leaf, after some operations, in its dtype."""
     for part, place in in_chunks(values, out):
         found = apply_ops(part, ops)

@@ -17,12 +17,12 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.plan.coalesce import Group
+from orbax_safetensors_layout.plan.coalesce import RequestGroup
 from orbax_safetensors_layout.plan.reads import ReadPlan, read_bytes
-from orbax_safetensors_layout.plan.regions import Region, TileKey
+from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
 from orbax_safetensors_layout.reading.blocks import Scratch
 from orbax_safetensors_layout.reading.decoding import one_a_byte
-from orbax_safetensors_layout.reading.destinations import Destination, Room, destinations_of
+from orbax_safetensors_layout.reading.destinations import BufferSlice, TileBuffer, buffer_slices
 from orbax_safetensors_layout.reading.jobs import Job, jobs_of
 from orbax_safetensors_layout.runtime.budget import Budget
 from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT, Staging, allocate
@@ -92,7 +92,7 @@ class _OpenTile:
 
     __slots__ = ("bytes_read", "left", "room")
 
-    def __init__(self, room: Room, parts: int) -> None:
+    def __init__(self, room: TileBuffer, parts: int) -> None:
         self.room = room
         self.left = parts
         self.bytes_read = 0
@@ -193,7 +193,7 @@ class _Reader:
             fill.put(region, values, fill.value)
         return values
 
-    def _schedule(self, group: Group) -> None:
+    def _schedule(self, group: RequestGroup) -> None:
         destinations = self._destinations(group)
         outstanding = [1]  # the group itself, until all its jobs are submitted
 
@@ -210,13 +210,13 @@ class _Reader:
         done()
         self._workers.take_finished()
 
-    def _destinations(self, group: Group) -> list[Destination]:
+    def _destinations(self, group: RequestGroup) -> list[BufferSlice]:
         """The memory of a group's regions; waits until there is room for tiles that are new."""
         self._reserve(group.regions)
         tiles = {r.tile for r in group.regions if r.parts > 1}
         opened = {tile: self._tiles[tile].room for tile in tiles if tile in self._tiles}
         try:
-            destinations = destinations_of(group, opened, self._staging)
+            destinations = buffer_slices(group, opened, self._staging)
         except MemoryError as error:
             error.add_note(f"while making room for {self._names(group.regions)} of {group.file}")
             raise
@@ -225,7 +225,7 @@ class _Reader:
                 self._tiles[region.tile] = _OpenTile(room, region.parts)
         return destinations
 
-    def _reserve(self, regions: Sequence[Region]) -> None:
+    def _reserve(self, regions: Sequence[ByteRegion]) -> None:
         """Waits until there is room for what is not in the memory of arrays that adopt it."""
         fresh = {r.tile: r for r in regions if r.tile not in self._tiles}
         held = 0
@@ -239,7 +239,7 @@ class _Reader:
                     held += self._box_bytes(region.leaf, member)
         self._budget.reserve(held, self._workers.take)
 
-    def _read_bytes(self, region: Region) -> int:
+    def _read_bytes(self, region: ByteRegion) -> int:
         """Host bytes of a tile as it is read, where the budget counts them."""
         if self._plan.adopt and not region.layout.staged:
             return 0
@@ -266,7 +266,7 @@ class _Reader:
         self._submit(work, job.file, [d.region for d in job.destinations])
 
     def _submit(
-        self, work: Callable[[], Then], file: str | None, regions: Sequence[Region]
+        self, work: Callable[[], Then], file: str | None, regions: Sequence[ByteRegion]
     ) -> None:
         def explain(error: BaseException) -> None:
             if not isinstance(error, SafetensorsLayoutError):
@@ -276,14 +276,14 @@ class _Reader:
 
         self._workers.submit(work, explain)
 
-    def _names(self, regions: Sequence[Region]) -> str:
+    def _names(self, regions: Sequence[ByteRegion]) -> str:
         more = f" and {len(regions) - 1} more tensors" if len(regions) > 1 else ""
         return repr(self._tensor(regions[0])) + more
 
-    def _tensor(self, region: Region) -> str:
+    def _tensor(self, region: ByteRegion) -> str:
         return self._plan.leaves[region.leaf].sources[region.source].entry.name
 
-    def _adopt_mapped(self, group: Group) -> bool:
+    def _adopt_mapped(self, group: RequestGroup) -> bool:
         """Takes a group's bytes from mapped pages where every shard is aligned there."""
         if self._map is None or not all(map(_adoptable, group.regions)):
             return False
@@ -294,10 +294,10 @@ class _Reader:
         self._mapped_files.add(group.file)
         for region in group.regions:
             self._mapped_bytes += region.stop - region.start
-            self._region_done(Destination(region, Room(mapped, region.start)))
+            self._region_done(BufferSlice(region, TileBuffer(mapped, region.start)))
         return True
 
-    def _region_done(self, destination: Destination) -> None:
+    def _region_done(self, destination: BufferSlice) -> None:
         region = destination.region
         nbytes = region.read.runs.total_bytes
         if region.parts > 1:
@@ -356,7 +356,7 @@ class _Reader:
         for fill in leaf.fills:
             fill.put(box, out, fill.value)
 
-    def _computed(self, region: Region, nbytes: int) -> None:
+    def _computed(self, region: ByteRegion, nbytes: int) -> None:
         number = region.leaf
         self._budget.hold(None, self._read_bytes(region))
         whole, parts = [], []
@@ -382,7 +382,7 @@ class _Reader:
             nbytes = self._unit_bytes.pop(unit)
         self._budget.hold(wait, nbytes)
 
-    def _tell(self, region: Region, nbytes: int) -> None:
+    def _tell(self, region: ByteRegion, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self._progress is not None:
             name = self._plan.leaves[region.leaf].name
@@ -400,7 +400,7 @@ def _threads(plan: ReadPlan, storage: RangeReader) -> int:
     return profile.cached_concurrency if cached else profile.concurrency
 
 
-def _adoptable(region: Region) -> bool:
+def _adoptable(region: ByteRegion) -> bool:
     """Whether every member's bytes begin at an aligned place of the file, and fill it."""
     read, layout = region.read, region.layout
     return (

@@ -21,21 +21,21 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.bands import Bands, bands_of
 from orbax_safetensors_layout.plan.replica_exchange import (
+    ExchangeLimits,
     Fragment,
     Item,
-    Limits,
     Round,
     SharedLeaf,
     Stage,
-    plan_spread,
+    plan_exchange,
 )
 from orbax_safetensors_layout.reading._jax import DistributedStore
-from orbax_safetensors_layout.reading.all_gather import Gathered, Slots, stays_on_devices
-from orbax_safetensors_layout.reading.leaf_builder import LeafValues
-from orbax_safetensors_layout.reading.materialize import Take, Wait, origin_of
-from orbax_safetensors_layout.reading.resolve import PlannedLeaf, WantedLeaf, planned_leaves
-from orbax_safetensors_layout.runtime.process_group import Agreement, Group
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.reading.all_gather import Gathered, SendBuffer, stays_on_devices
+from orbax_safetensors_layout.reading.leaf_builder import LeafBuilder
+from orbax_safetensors_layout.reading.materialize import TakeBoxes, Wait, source_of
+from orbax_safetensors_layout.reading.resolve import PlannedLeaf, ResolvedLeaf, plan_leaves
+from orbax_safetensors_layout.runtime.process_group import Fingerprint, ProcessGroup
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 from orbax_safetensors_layout.sharding.replicas import Replicas
 from orbax_safetensors_layout.sharding.shards import ProcessShards, is_abstract, sharding_of
 
@@ -46,11 +46,11 @@ _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devi
 _PAUSE_SECONDS = 0.001
 
 
-def load_group(path: str | os.PathLike[str], options: ReadOptions) -> Group:
+def load_group(path: str | os.PathLike[str], options: ReadOptions) -> ProcessGroup:
     """The processes that load together; this one alone, where each reads what it needs."""
     if options.replicated == "each" or jax.process_count() == 1:
-        return Group.alone()
-    return Group(
+        return ProcessGroup.alone()
+    return ProcessGroup(
         redact_urls(os.fsdecode(path)),
         jax.process_index(),
         jax.process_count(),
@@ -60,7 +60,7 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> Group:
     )
 
 
-class Step(NamedTuple):
+class ExchangeStep(NamedTuple):
     """What a process reads before something is spread.
 
     Attributes:
@@ -73,8 +73,8 @@ class Step(NamedTuple):
 
 
 def steps_of(
-    catalog: Catalog, leaves: Sequence[WantedLeaf], shards: ProcessShards, options: ReadOptions
-) -> list[Step]:
+    catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
+) -> list[ExchangeStep]:
     """What a process reads, in order; what no other process needs comes last.
 
     Args:
@@ -85,14 +85,14 @@ def steps_of(
     """
     stages: list[Stage] = []
     if options.replicated == "read_once":
-        limits = Limits(
+        limits = ExchangeLimits(
             round_bytes=-(-options.memory_budget_bytes // _ROUNDS_IN_BUDGET),
             stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
             gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
         )
         # Pieces are read by those that hold them, each from files of its own.
         sharing = _Sharing(shards, limits, has_bands=catalog.pieces is None)
-        stages = plan_spread(filter(None, map(sharing.leaf, _tied(leaves))), limits)
+        stages = plan_exchange(filter(None, map(sharing.leaf, _tied(leaves))), limits)
     index, budget = shards.process_index, options.memory_budget_bytes
     local_boxes = functools.lru_cache(None)(_local_boxes)
     steps = []
@@ -102,27 +102,27 @@ def steps_of(
             for fragment in one.fragments(index):
                 boxes.setdefault(fragment.leaf, []).append(fragment.box)
         portions = [(leaves[n], local_boxes(tuple(found))) for n, found in boxes.items()]
-        steps.append(Step(planned_leaves(catalog, portions, budget), stage))
+        steps.append(ExchangeStep(plan_leaves(catalog, portions, budget), stage))
     spread = {item.leaf for stage in stages for item in _items(stage)}
     private = [
         (leaf, leaf.local) for leaf in leaves if leaf.number not in spread or not leaf.local.boxes
     ]
-    return [*steps, Step(planned_leaves(catalog, private, budget), ())]
+    return [*steps, ExchangeStep(plan_leaves(catalog, private, budget), ())]
 
 
-def _local_boxes(boxes: tuple[Box, ...]) -> LocalBoxes:
-    return LocalBoxes(boxes, (False,) * len(boxes))
+def _local_boxes(boxes: tuple[Box, ...]) -> AddressableShards:
+    return AddressableShards(boxes, (False,) * len(boxes))
 
 
 def _items(stage: Stage) -> Iterator[Item]:
     return (item for one in stage for lane in one.lanes for item in lane)
 
 
-def _tied(leaves: Iterable[WantedLeaf]) -> list[list[WantedLeaf]]:
+def _tied(leaves: Iterable[ResolvedLeaf]) -> list[list[ResolvedLeaf]]:
     """Leaves with those that have the same values in the same places."""
-    found: dict[object, list[WantedLeaf]] = {}
+    found: dict[object, list[ResolvedLeaf]] = {}
     for leaf in leaves:
-        found.setdefault((origin_of(leaf), leaf.want.placement), []).append(leaf)
+        found.setdefault((source_of(leaf), leaf.want.placement), []).append(leaf)
     return [*found.values()]
 
 
@@ -135,14 +135,14 @@ class _Sharing:
         has_bands: Whether boxes that lie side by side in a file are read together.
     """
 
-    def __init__(self, shards: ProcessShards, limits: Limits, *, has_bands: bool) -> None:
+    def __init__(self, shards: ProcessShards, limits: ExchangeLimits, *, has_bands: bool) -> None:
         self._shards = shards
         self._limits = limits
         self._has_bands = has_bands
         # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
         self._bands: dict[tuple[object, ...], Bands | None] = {}
 
-    def leaf(self, tied: Sequence[WantedLeaf]) -> SharedLeaf | None:
+    def leaf(self, tied: Sequence[ResolvedLeaf]) -> SharedLeaf | None:
         """The first of some tied leaves; None where each process reads what it needs."""
         leaf, *others = tied
         placement, origin = leaf.want.placement, leaf.origin
@@ -193,7 +193,7 @@ def _is_default_memory(sharding: Sharding) -> bool:
     return bool(sharding.memory_kind == device.default_memory().kind)
 
 
-def agreement(steps: Sequence[Step], leaves: Sequence[WantedLeaf]) -> Agreement:
+def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]) -> Fingerprint:
     """What all processes must have alike before anything is spread."""
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
@@ -215,14 +215,14 @@ def agreement(steps: Sequence[Step], leaves: Sequence[WantedLeaf]) -> Agreement:
             tell((number(one.grid), kind))
             for lane in one.lanes:
                 tell([(leaves[n].name, number(boxes), offset) for n, boxes, offset in lane])
-    return Agreement(
+    return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
         "All processes must load the same tree from the same checkpoint, with the same options.",
     )
 
 
-class Exchange:
+class ReplicaExchange:
     """Values of replicas on their way from the process that read them to all that need them.
 
     Gathers run on the calling thread, in the order of the plan.
@@ -233,31 +233,33 @@ class Exchange:
         group: The processes.
     """
 
-    def __init__(self, leaves: Sequence[WantedLeaf], values: LeafValues, group: Group) -> None:
+    def __init__(
+        self, leaves: Sequence[ResolvedLeaf], values: LeafBuilder, group: ProcessGroup
+    ) -> None:
         self._leaves = leaves
         self._values = values
         self._group = group
         self._process = group.process_index
         # Of each step; there is none before the first.
-        self._stages: deque[list[tuple[Round, Slots]]] = deque([[]])
+        self._stages: deque[list[tuple[Round, SendBuffer]]] = deque([[]])
         self._in_flight: deque[tuple[Round, Gathered]] = deque()
 
-    def taker(self, step: Step) -> Take:
+    def taker(self, step: ExchangeStep) -> TakeBoxes:
         """What takes the values that this process reads in a step; asked for in their order."""
         mine = [one for one in step.stage if one.grid.slots(self._process)]
-        rounds = [(one, Slots(one)) for one in mine]
+        rounds = [(one, SendBuffer(one)) for one in mine]
         self._stages.append(rounds)
-        fragments: dict[int, tuple[Slots, list[Fragment]]] = {}
+        fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}
         for one, slots in rounds:
             for fragment in one.fragments(self._process):
                 fragments.setdefault(fragment.leaf, (slots, []))[1].append(fragment)
 
         def keep(
-            leaf: WantedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
+            leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
         ) -> Wait | None:
             return self._values.take(leaf, boxes, parts)
 
-        def give(leaf: WantedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        def give(leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
             slots, of_leaf = fragments[leaf.number]
             for box, values in zip(boxes, parts, strict=True):
                 _, _, row, column, offset = of_leaf[box]

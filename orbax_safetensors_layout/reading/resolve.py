@@ -23,12 +23,18 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.casting import Subject, check_castable
 from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.options import KIB, MIB
-from orbax_safetensors_layout.plan.array_source import LeafPlan, Mapped, Origin, Plain, bind
+from orbax_safetensors_layout.plan.array_source import (
+    ArraySource,
+    LeafPlan,
+    MappedSource,
+    StoredSource,
+    bind,
+)
 from orbax_safetensors_layout.plan.leaves import LeafRead
 from orbax_safetensors_layout.plan.sources import sources_of
-from orbax_safetensors_layout.pytree.abstract import Want, WantedTree, in_host_memory
+from orbax_safetensors_layout.pytree.abstract import AbstractLeaf, AbstractTree, in_host_memory
 from orbax_safetensors_layout.reading.assemble import jax_holds
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 from orbax_safetensors_layout.sharding.shards import (
     Placement,
     ProcessShards,
@@ -60,10 +66,10 @@ class _Fit(NamedTuple):
 
     dtype: np.dtype
     cast: Fidelity
-    local: LocalBoxes
+    local: AddressableShards
 
 
-class WantedLeaf(NamedTuple):
+class ResolvedLeaf(NamedTuple):
     """A wanted leaf and what it is made of.
 
     Attributes:
@@ -77,12 +83,12 @@ class WantedLeaf(NamedTuple):
     """
 
     number: int
-    want: Want
+    want: AbstractLeaf
     name: str
-    origin: Origin
+    origin: ArraySource
     dtype: np.dtype
     cast: Fidelity
-    local: LocalBoxes
+    local: AddressableShards
 
 
 class PlannedLeaf(NamedTuple):
@@ -93,11 +99,11 @@ class PlannedLeaf(NamedTuple):
         plan: The read of some of its boxes.
     """
 
-    leaf: WantedLeaf
+    leaf: ResolvedLeaf
     plan: LeafPlan
 
 
-def subject_of(leaf: WantedLeaf) -> Subject:
+def subject_of(leaf: ResolvedLeaf) -> Subject:
     """What is cast, for errors."""
     return Subject(leaf.name, leaf.origin.file, leaf.origin.dtype)
 
@@ -112,7 +118,7 @@ def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[Leaf
             problem.file, problem.tensor = entry.file, entry.name
             raise
     leaves = [
-        LeafRead.plain(name, entry, LocalBoxes.whole(entry.shape), entry.dtype.numpy)
+        LeafRead.plain(name, entry, AddressableShards.whole(entry.shape), entry.dtype.numpy)
         for name, entry in entries.items()
     ]
     return _from_pieces(catalog, leaves)
@@ -130,7 +136,7 @@ def _from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
     return [leaf._replace(sources=sources_of(found[leaf.name])) for leaf in leaves]
 
 
-def adopts(wants: Iterable[Want | None]) -> bool:
+def adopts(wants: Iterable[AbstractLeaf | None]) -> bool:
     """Whether all arrays keep the buffers they are made of, as on the CPU backend."""
     placements = {want.placement for want in wants if want is not None}
     return all(_on_cpu(placement) for placement in placements if placement is not None)
@@ -144,15 +150,15 @@ def _on_cpu(placement: Placement) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def wanted_leaves(
+def resolve_leaves(
     catalog: Catalog,
-    tree: WantedTree,
+    tree: AbstractTree,
     shards: ProcessShards,
     *,
     mapping: Mapping | None,
     strict: bool,
     devices: bool,
-) -> list[WantedLeaf]:
+) -> list[ResolvedLeaf]:
     """The leaves of a wanted tree, matched to what the checkpoint has.
 
     Args:
@@ -173,7 +179,7 @@ def wanted_leaves(
     else:
         names, origins = _mapped_origins(catalog, mapping, tree)
     problems: list[MismatchError] = []
-    leaves: list[WantedLeaf] = []
+    leaves: list[ResolvedLeaf] = []
     fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
     for want, name, origin in zip(wants, names, origins, strict=True):
         shape, stored = origin.shape, origin.dtype
@@ -192,15 +198,15 @@ def wanted_leaves(
                 problem.file, problem.tensor = origin.file, want.name
                 problems.append(problem)
                 continue
-        leaves.append(WantedLeaf(len(leaves), want, name, origin, *fit))
+        leaves.append(ResolvedLeaf(len(leaves), want, name, origin, *fit))
     if problems:
         raise_all(problems)
     return leaves
 
 
-def planned_leaves(
+def plan_leaves(
     catalog: Catalog,
-    portions: Sequence[tuple[WantedLeaf, LocalBoxes]],
+    portions: Sequence[tuple[ResolvedLeaf, AddressableShards]],
     memory_budget_bytes: int,
 ) -> list[PlannedLeaf]:
     """How boxes of leaves are read.
@@ -215,13 +221,15 @@ def planned_leaves(
         at_once = memory_budget_bytes // (_BLOCKS_IN_BUDGET * max(1, len(boxes.boxes)))
         block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_once))
         plans.append(leaf.origin.plan(leaf.name, boxes, leaf.dtype, block_bytes))
-    if all(isinstance(leaf.origin, Plain) for leaf, _ in portions):
+    if all(isinstance(leaf.origin, StoredSource) for leaf, _ in portions):
         found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
         plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
     return [PlannedLeaf(leaf, plan) for (leaf, _), plan in zip(portions, plans, strict=True)]
 
 
-def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], list[Origin]]:
+def _plain_origins(
+    catalog: Catalog, wants: Sequence[AbstractLeaf]
+) -> tuple[list[str], list[ArraySource]]:
     names = [_tensor_name(catalog, want) for want in wants]
     try:
         entries = catalog.entries(names)
@@ -229,28 +237,28 @@ def _plain_origins(catalog: Catalog, wants: Sequence[Want]) -> tuple[list[str], 
         if names == [""]:
             error.hint = "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
         raise
-    return names, [Plain(entries[name]) for name in names]
+    return names, [StoredSource(entries[name]) for name in names]
 
 
 def _mapped_origins(
-    catalog: Catalog, mapping: Mapping, tree: WantedTree
-) -> tuple[list[str], list[Origin]]:
+    catalog: Catalog, mapping: Mapping, tree: AbstractTree
+) -> tuple[list[str], list[ArraySource]]:
     wants = [want for want in tree.wants if want is not None]
     names = [want.unboxed or want.name for want in wants]
     shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}
     check_mapping(mapping)
     skipped = _skipped_leaves(mapping.leaf_names(catalog.names), tree) if tree.skipped else ()
     bound, entries = bind(catalog, mapping, {**dict.fromkeys(skipped), **shapes})
-    return names, [Mapped(bound.expressions[name], entries) for name in names]
+    return names, [MappedSource(bound.expressions[name], entries) for name in names]
 
 
-def _skipped_leaves(leaves: Iterable[str], tree: WantedTree) -> Iterator[str]:
+def _skipped_leaves(leaves: Iterable[str], tree: AbstractTree) -> Iterator[str]:
     """The leaves at and below the placeholders of a tree."""
     below = tuple(f"{name}." for name in tree.skipped)
     return (leaf for leaf in leaves if leaf in tree.skipped or leaf.startswith(below))
 
 
-def _check_shape(want: Want, origin: Origin) -> None:
+def _check_shape(want: AbstractLeaf, origin: ArraySource) -> None:
     shape = origin.shape
     if want.shape is not None and want.shape != shape:
         raise ShapeMismatchError(
@@ -276,7 +284,7 @@ def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
     return canonical
 
 
-def check_placeable(want: Want, devices: bool) -> None:
+def check_placeable(want: AbstractLeaf, devices: bool) -> None:
     """Refuses a sharding without devices, where there have to be some, and what JAX can not place.
 
     Raises:
@@ -319,19 +327,21 @@ def _check_holdable(shape: tuple[int, ...], dtype: np.dtype) -> None:
         ) from error
 
 
-def _local_boxes(want: Want, shape: tuple[int, ...], shards: ProcessShards) -> LocalBoxes:
+def _local_boxes(
+    want: AbstractLeaf, shape: tuple[int, ...], shards: ProcessShards
+) -> AddressableShards:
     if want.placement is None:
         return shards.whole(shape)
     return shards.boxes(sharding_of(want.placement), shape)
 
 
-def _tensor_name(catalog: Catalog, want: Want) -> str:
+def _tensor_name(catalog: Catalog, want: AbstractLeaf) -> str:
     if want.unboxed is not None and want.name not in catalog:
         return want.unboxed
     return want.name
 
 
-def _refuse_unexpected(catalog: Catalog, names: list[str], tree: WantedTree) -> None:
+def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -> None:
     unexpected = [
         name
         for name in sorted(set(catalog.names) - set(names))

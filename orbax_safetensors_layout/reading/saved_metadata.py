@@ -30,18 +30,18 @@ from orbax_safetensors_layout.format.manifest import (
 from orbax_safetensors_layout.mapping.casting import Subject, cast, check_castable
 from orbax_safetensors_layout.mapping.expr.values import rounded
 from orbax_safetensors_layout.mapping.integers import is_whole
-from orbax_safetensors_layout.pytree.abstract import Want, WantedTree
-from orbax_safetensors_layout.pytree.treedef import rebuild
+from orbax_safetensors_layout.pytree.abstract import AbstractLeaf, AbstractTree
+from orbax_safetensors_layout.pytree.treedef import decode_treedef
 from orbax_safetensors_layout.reading.resolve import check_placeable, jax_dtype, raise_all
 from orbax_safetensors_layout.sharding import serialize
 from orbax_safetensors_layout.sharding.shards import is_abstract, sharding_of
 
-Value = bool | int | float | str
+SavedValue = bool | int | float | str
 
 _HOST_KINDS = ("numpy", "numpy_scalar")
 
 
-class Recorded:
+class SavedMetadata:
     """The manifest of a checkpoint, read when something is asked of it.
 
     Args:
@@ -68,7 +68,7 @@ class Recorded:
                 found[leaf.tensor] = leaf
         return found
 
-    def tree(self) -> WantedTree | None:
+    def tree(self) -> AbstractTree | None:
         """The tree as it was saved, to be restored as it was; None where none is recorded."""
         if self.manifest is None or self.manifest.tree is None:
             return None
@@ -76,9 +76,9 @@ class Recorded:
         found = [*leaves(node)]
         wants = [self._want(leaf) if isinstance(leaf, TensorLeaf) else None for leaf in found]
         values = [leaf.value if isinstance(leaf, ValueLeaf) else None for leaf in found]
-        return WantedTree(values, wants, set(), functools.partial(_rebuild, node))
+        return AbstractTree(values, wants, set(), functools.partial(_rebuild, node))
 
-    def settle(self, tree: WantedTree, *, devices: bool) -> WantedTree:
+    def settle(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
         """A tree that the caller wants, with what the checkpoint recorded in place of defaults.
 
         Leaves whose value stands in the manifest become that value; arrays that the tree does not
@@ -114,7 +114,7 @@ class Recorded:
             raise_all(problems)
         return tree._replace(leaves=given, wants=wants)
 
-    def _settled(self, want: Want, leaf: TensorLeaf) -> Want:
+    def _settled(self, want: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:
         """A wanted array as it was saved, where the caller leaves that open.
 
         Raises:
@@ -136,22 +136,22 @@ class Recorded:
             )
         return want._replace(key_impl=leaf.key_impl, dtype=None) if want.takes_keys else want
 
-    def _name(self, want: Want) -> str | None:
+    def _name(self, want: AbstractLeaf) -> str | None:
         for name in (want.name, want.unboxed):
             if name is not None and name in self._catalog:
                 return name
         return None
 
-    def _want(self, leaf: TensorLeaf) -> Want:
+    def _want(self, leaf: TensorLeaf) -> AbstractLeaf:
         placement = None if leaf.kind in _HOST_KINDS else self._placement(leaf)
         scalar = np.generic if leaf.kind == "numpy_scalar" else None
-        return Want(leaf.tensor, None, None, None, placement, scalar, True, leaf.key_impl)
+        return AbstractLeaf(leaf.tensor, None, None, None, placement, scalar, True, leaf.key_impl)
 
     def _placement(self, leaf: TensorLeaf) -> Sharding | None:
         if leaf.sharding is None or self.manifest is None:
             return None
         if leaf.sharding not in self._placements:
-            found = serialize.restore(self.manifest.shardings[leaf.sharding])
+            found = serialize.decode_sharding(self.manifest.shardings[leaf.sharding])
             self._placements[leaf.sharding] = found
             if found is None:
                 logging.warning(
@@ -164,10 +164,10 @@ class Recorded:
 
 def _rebuild(node: Node, values: Sequence[Any]) -> Any:
     filled = iter(values)
-    return rebuild(node, lambda _: next(filled))
+    return decode_treedef(node, lambda _: next(filled))
 
 
-def _as_wanted(value: Value, want: Want) -> Any:
+def _as_wanted(value: SavedValue, want: AbstractLeaf) -> Any:
     """A recorded number or string in place of the leaf that is wanted.
 
     Raises:
@@ -203,14 +203,14 @@ def _as_wanted(value: Value, want: Want) -> Any:
     return jax.make_array_from_callback((), sharding_of(want.placement), lambda _: result)
 
 
-def _as_python(value: Value, kind: type) -> Value:
+def _as_python(value: SavedValue, kind: type) -> SavedValue:
     """A recorded value as a Python scalar of another type.
 
     Raises:
         DtypeMismatchError: The type can not hold it.
     """
     try:
-        made: Value = kind(value)
+        made: SavedValue = kind(value)
         kept = made == value or (kind is float and made != made and value != value)
     except (ValueError, OverflowError):  # NaN, infinite, too large
         kept = False
@@ -219,7 +219,7 @@ def _as_python(value: Value, kind: type) -> Value:
     return made
 
 
-def _as_array(value: Value, dtype: np.dtype | None) -> np.ndarray:
+def _as_array(value: SavedValue, dtype: np.dtype | None) -> np.ndarray:
     """A recorded number as an array that can be cast to a dtype.
 
     Raises:
@@ -237,7 +237,7 @@ def _as_array(value: Value, dtype: np.dtype | None) -> np.ndarray:
     raise _not_a(value, "an integer of 64 bits" if dtype is None else str(dtype))
 
 
-def _not_a(value: Value, wanted: str) -> DtypeMismatchError:
+def _not_a(value: SavedValue, wanted: str) -> DtypeMismatchError:
     return DtypeMismatchError(
         "the recorded value is not what is wanted",
         expected=wanted,

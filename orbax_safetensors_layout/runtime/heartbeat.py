@@ -16,7 +16,7 @@ SILENCE_SECONDS = 15.0
 """Longer than anything here keeps a thread of a live process from running."""
 
 
-class PulseStore(Protocol):
+class HeartbeatStore(Protocol):
     """What signs of life need of a key-value store."""
 
     def renew(self, key: str, value: str) -> None:
@@ -28,7 +28,7 @@ class PulseStore(Protocol):
         ...
 
 
-class Pulse:
+class Heartbeat:
     """A thread that says now and then that this process lives.
 
     Args:
@@ -37,7 +37,7 @@ class Pulse:
         process_index: This process.
     """
 
-    def __init__(self, store: PulseStore, prefix: str, process_index: int) -> None:
+    def __init__(self, store: HeartbeatStore, prefix: str, process_index: int) -> None:
         self._store = store
         self._prefix = prefix
         self._process_index = process_index

@@ -32,7 +32,7 @@ _finished: deque[str] = deque()
 _counts_lock = threading.Lock()
 
 
-class KeyValueStore(heartbeat.PulseStore, Protocol):
+class KeyValueStore(heartbeat.HeartbeatStore, Protocol):
     """What is needed of `jax.distributed`'s key-value store."""
 
     def set(self, key: str, value: str) -> None:
@@ -56,7 +56,7 @@ class KeyValueStore(heartbeat.PulseStore, Protocol):
         ...
 
 
-class Agreement(NamedTuple):
+class Fingerprint(NamedTuple):
     """What all processes must have alike.
 
     Attributes:
@@ -70,7 +70,7 @@ class Agreement(NamedTuple):
     demand: str
 
 
-class Group:
+class ProcessGroup:
     """The processes of one operation; all make it for the same `name` in the same order.
 
     Attributes:
@@ -111,9 +111,9 @@ class Group:
         self._failed = False
         self._announced = -1
         self._next_check_seconds = 0.0
-        self._pulse: heartbeat.Pulse | None = None
+        self._pulse: heartbeat.Heartbeat | None = None
         if store is not None and process_count > 1:
-            self._pulse = heartbeat.Pulse(store, f"{self._key}/pulse", process_index)
+            self._pulse = heartbeat.Heartbeat(store, f"{self._key}/pulse", process_index)
             weakref.finalize(self, self._pulse.end)  # of an operation that is given up
 
     @classmethod
@@ -158,7 +158,7 @@ class Group:
         doing: str,
         error: BaseException | None = None,
         *,
-        agree: Agreement | None = None,
+        agree: Fingerprint | None = None,
         tell: str = "",
     ) -> str:
         """Waits until all processes have come to this step.

@@ -10,7 +10,7 @@ from orbax_safetensors_layout.geometry.box import Box
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalBoxes:
+class AddressableShards:
     """The distinct regions of one array that the devices of one process hold.
 
     Attributes:
@@ -27,12 +27,12 @@ class LocalBoxes:
         return sum(box.size for box in self.boxes)
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> LocalBoxes:
+    def whole(cls, shape: tuple[int, ...]) -> AddressableShards:
         """All of an array, for one reader."""
         return cls((Box.whole(shape),), (False,))
 
 
-class HeldBoxes(NamedTuple):
+class GlobalShards(NamedTuple):
     """The distinct boxes of an array and the processes whose devices hold them.
 
     Attributes:

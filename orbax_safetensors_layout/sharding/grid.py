@@ -23,7 +23,7 @@ Spec: TypeAlias = tuple[tuple[str, ...], ...]
 _MOST_DEVICES = 1 << 20  # of which tables are made, by array shape
 
 
-class Cells(NamedTuple):
+class ShardIndices(NamedTuple):
     """Which part of an array each device holds.
 
     Attributes:
@@ -41,7 +41,7 @@ class Cells(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DeviceGrid:
+class MeshShape:
     """A mesh of devices.
 
     Attributes:
@@ -79,7 +79,7 @@ class DeviceGrid:
         """Into how many parts some axes split a dimension."""
         return math.prod(self.axes[name] for name in names)
 
-    def cells(self, spec: Spec, shape: Sequence[int]) -> Cells:
+    def cells(self, spec: Spec, shape: Sequence[int]) -> ShardIndices:
         """Which part of an array each device holds.
 
         Args:
@@ -102,4 +102,4 @@ class DeviceGrid:
             parts[axis] //= ways
             for name in names:
                 cells[:, axis] = cells[:, axis] * self.axes[name] + coordinate[name]
-        return Cells(cells, tuple(parts))
+        return ShardIndices(cells, tuple(parts))

@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes, LocalBoxes
-from orbax_safetensors_layout.sharding.grid import Cells, DeviceGrid, Spec
+from orbax_safetensors_layout.sharding.boxes import AddressableShards, GlobalShards
+from orbax_safetensors_layout.sharding.grid import MeshShape, ShardIndices, Spec
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-class Holding(NamedTuple):
+class Partition(NamedTuple):
     """What each process holds of an array.
 
     Attributes:
@@ -27,7 +27,7 @@ class Holding(NamedTuple):
         grid: Number of parts along each dimension.
     """
 
-    cells: Cells
+    cells: ShardIndices
     rows: Ints
     origin: Ints
     alike: Ints
@@ -41,8 +41,8 @@ class Holding(NamedTuple):
 
     @classmethod
     def of(
-        cls, shape: tuple[int, ...], spec: Spec, grid: DeviceGrid, *, packed: bool = False
-    ) -> Holding:
+        cls, shape: tuple[int, ...], spec: Spec, grid: MeshShape, *, packed: bool = False
+    ) -> Partition:
         """What the processes hold.
 
         Args:
@@ -68,27 +68,27 @@ class Holding(NamedTuple):
         alike = _row_numbers(np.concatenate([rows - moved, holders[rows] > 1], 1))
         return cls(cells, rows, origin, alike, holders, counts)
 
-    def local(self, process: int) -> LocalBoxes:
+    def local(self, process: int) -> AddressableShards:
         """The boxes of one process."""
         ids = np.unique(self.rows[process])
         shared = tuple((self.holders[ids] > 1).tolist())
         if not self.grid:
-            return LocalBoxes((self.cells.box(()),), shared)
+            return AddressableShards((self.cells.box(()),), shared)
         cells = np.stack(np.unravel_index(ids, self.grid), 1)
-        return LocalBoxes(tuple(self.cells.box(cell) for cell in cells.tolist()), shared)
+        return AddressableShards(tuple(self.cells.box(cell) for cell in cells.tolist()), shared)
 
-    def held(self) -> HeldBoxes:
+    def held(self) -> GlobalShards:
         """All boxes and who holds each; an array without elements is one box, of all."""
         if 0 in self.cells.parts:
             shape = [n * count for n, count in zip(self.cells.parts, self.grid, strict=True)]
-            return HeldBoxes((Box.whole(shape),), (tuple(range(len(self.rows))),))
+            return GlobalShards((Box.whole(shape),), (tuple(range(len(self.rows))),))
         of_part: dict[int, list[int]] = {}
         for number, row in enumerate(self.rows.tolist()):
             for part in dict.fromkeys(row):
                 of_part.setdefault(part, []).append(number)
         numbers = sorted(of_part)
         cells = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]
-        return HeldBoxes(
+        return GlobalShards(
             tuple(self.cells.box(cell) for cell in cells.tolist()),
             tuple(tuple(of_part[number]) for number in numbers),
         )

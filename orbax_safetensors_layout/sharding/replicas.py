@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from orbax_safetensors_layout.geometry.box import Box
 
 
-class Grid(NamedTuple):
+class ReplicaGrid(NamedTuple):
     """The devices that hold an array; equal for arrays whose boxes they hold alike.
 
     Attributes:
@@ -55,7 +55,7 @@ class Grid(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _slots(grid: Grid) -> dict[int, tuple[tuple[int, int], ...]]:
+def _slots(grid: ReplicaGrid) -> dict[int, tuple[tuple[int, int], ...]]:
     found: dict[int, list[tuple[int, int]]] = {}
     for row, processes in enumerate(grid.processes):
         for column, process in enumerate(processes):
@@ -72,4 +72,4 @@ class Replicas(NamedTuple):
     """
 
     boxes: tuple[Box, ...]
-    grid: Grid
+    grid: ReplicaGrid

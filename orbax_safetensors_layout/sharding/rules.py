@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.sharding.grid import DeviceGrid, Spec
+from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
 
 AUTO, REPLICATED = "auto", "replicated"
 _UNSPLIT = ("", "-", "none", "None")
@@ -126,7 +126,7 @@ class ShardingRules:
         ValueError: A rule names an axis that the mesh does not have, or one twice.
     """
 
-    def __init__(self, rules: Sequence[ShardingRule], grid: DeviceGrid) -> None:
+    def __init__(self, rules: Sequence[ShardingRule], grid: MeshShape) -> None:
         self.rules = tuple(rules)
         self._grid = grid
         for rule in rules:
@@ -168,7 +168,7 @@ class ShardingRules:
         return Placed(spec, number, Misfit(name, shape, wanted or (), reason))
 
 
-def auto_spec(shape: Sequence[int], grid: DeviceGrid) -> Spec:
+def auto_spec(shape: Sequence[int], grid: MeshShape) -> Spec:
     """Splits the outermost dimension that the most devices divide; nothing of a vector.
 
     What is split along its outermost dimension is read in one go.
@@ -191,7 +191,7 @@ def auto_spec(shape: Sequence[int], grid: DeviceGrid) -> Spec:
     return ()
 
 
-def _fit(spec: Spec, shape: Sequence[int], grid: DeviceGrid) -> tuple[Spec, str | None]:
+def _fit(spec: Spec, shape: Sequence[int], grid: MeshShape) -> tuple[Spec, str | None]:
     """What of a spec fits a shape, and why the rest does not."""
     reasons = []
     fitted = list(spec[: len(shape)])

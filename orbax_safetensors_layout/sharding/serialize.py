@@ -55,7 +55,7 @@ class ShardingTable:
         return number
 
 
-def record(sharding: Sharding, table: ShardingTable) -> int | None:
+def encode_sharding(sharding: Sharding, table: ShardingTable) -> int | None:
     """Records a sharding.
 
     Args:
@@ -77,7 +77,7 @@ def record(sharding: Sharding, table: ShardingTable) -> int | None:
     return table.number(sharding)
 
 
-def restore(record: ShardingRecord) -> Sharding | None:
+def decode_sharding(record: ShardingRecord) -> Sharding | None:
     """The sharding that was recorded, on devices of the same positions in `jax.devices()`.
 
     Returns:

@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.sharding.boxes import HeldBoxes, LocalBoxes
-from orbax_safetensors_layout.sharding.grid import Cells, DeviceGrid, Spec
-from orbax_safetensors_layout.sharding.replicas import Grid, Replicas
+from orbax_safetensors_layout.sharding.boxes import AddressableShards, GlobalShards
+from orbax_safetensors_layout.sharding.grid import MeshShape, ShardIndices, Spec
+from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format
@@ -77,8 +77,8 @@ class ProcessShards:
                 f"There is no process {self._process_index} of {self._process_count}; for an"
                 " abstract mesh say how many there are with process_count."
             )
-        self._cache: dict[tuple[Sharding, tuple[int, ...]], LocalBoxes] = {}
-        self._held: dict[tuple[Sharding | None, tuple[int, ...]], HeldBoxes] = {}
+        self._cache: dict[tuple[Sharding, tuple[int, ...]], AddressableShards] = {}
+        self._held: dict[tuple[Sharding | None, tuple[int, ...]], GlobalShards] = {}
         self._replicas: dict[tuple[Sharding, tuple[int, ...]], Replicas | None] = {}
 
     @property
@@ -91,11 +91,11 @@ class ProcessShards:
         """How many processes there are."""
         return self._process_count
 
-    def whole(self, shape: tuple[int, ...]) -> LocalBoxes:
+    def whole(self, shape: tuple[int, ...]) -> AddressableShards:
         """All of an array on the host; other processes may want it too."""
-        return LocalBoxes((Box.whole(shape),), (jax.process_count() > 1,))
+        return AddressableShards((Box.whole(shape),), (jax.process_count() > 1,))
 
-    def boxes(self, sharding: Sharding, shape: tuple[int, ...]) -> LocalBoxes:
+    def boxes(self, sharding: Sharding, shape: tuple[int, ...]) -> AddressableShards:
         """The distinct boxes of `shape` under `sharding` that the process's devices hold.
 
         Raises:
@@ -106,12 +106,12 @@ class ProcessShards:
         if found is None:
             owners = self._owners(sharding, shape, everyone=False)
             mine = [box for box, processes in owners.items() if self._process_index in processes]
-            found = self._cache[key] = LocalBoxes(
+            found = self._cache[key] = AddressableShards(
                 tuple(mine), tuple(len(owners[box]) > 1 for box in mine)
             )
         return found
 
-    def held(self, sharding: Sharding | None, shape: tuple[int, ...]) -> HeldBoxes:
+    def held(self, sharding: Sharding | None, shape: tuple[int, ...]) -> GlobalShards:
         """All distinct boxes of `shape` and the processes that hold each.
 
         Args:
@@ -132,7 +132,7 @@ class ProcessShards:
                 owners = {Box.whole(shape): set().union(*owners.values())}
             boxes = sorted(owners)
             holders = tuple(tuple(sorted(owners[box])) for box in boxes)
-            found = self._held[key] = HeldBoxes(tuple(boxes), holders)
+            found = self._held[key] = GlobalShards(tuple(boxes), holders)
         return found
 
     def replicas(self, sharding: Sharding, shape: tuple[int, ...]) -> Replicas | None:
@@ -194,10 +194,10 @@ class ProcessShards:
 
     def _abstract_cells(
         self, sharding: Sharding, shape: tuple[int, ...]
-    ) -> tuple[Cells, npt.NDArray[np.int64]]:
+    ) -> tuple[ShardIndices, npt.NDArray[np.int64]]:
         """Which part each device holds, and the process of each."""
         assert isinstance(sharding, NamedSharding)
-        mesh = DeviceGrid(dict(sharding.mesh.shape), self._process_count)
+        mesh = MeshShape(dict(sharding.mesh.shape), self._process_count)
         process = np.arange(mesh.devices) // mesh.devices_per_process
         return mesh.cells(spec_of(sharding), shape), process
 
@@ -242,7 +242,7 @@ def _replicas(holders: Mapping[Box, list[tuple[int, int, Any]]]) -> Replicas | N
         return None
     boxes = sorted(holders)
     rows = [sorted(holders[box], key=lambda place: place[:2]) for box in boxes]
-    grid = Grid(
+    grid = ReplicaGrid(
         tuple(tuple(device for _, _, device in row) for row in rows),
         tuple(tuple(process for process, _, _ in row) for row in rows),
     )

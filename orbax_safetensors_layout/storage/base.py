@@ -13,7 +13,7 @@ from orbax_safetensors_layout.options import KIB
 Buffer: TypeAlias = memoryview
 """A writable, contiguous memoryview of bytes."""
 
-Source: TypeAlias = "memoryview | npt.NDArray[np.uint8]"
+ByteBuffer: TypeAlias = "memoryview | npt.NDArray[np.uint8]"
 """Contiguous bytes to be written: what has the buffer protocol and `nbytes`."""
 
 
@@ -29,7 +29,7 @@ Rank: TypeAlias = "Callable[[str], int | None]"
 class FileWriter(Protocol):
     """A new file of known size that appears under its name only when it is complete."""
 
-    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         """Writes `buffers`, one after the other, from byte `offset` on.
 
         Ranges written by several calls, also from several threads, do not overlap and together

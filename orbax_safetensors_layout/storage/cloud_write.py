@@ -18,7 +18,7 @@ from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError, redact
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.storage.base import ByteBuffer
 from orbax_safetensors_layout.storage.cloud_client import classify
 from orbax_safetensors_layout.storage.local_write import storage_errors
 from orbax_safetensors_layout.storage.retry import RequestFailed
@@ -100,7 +100,7 @@ class CloudFileWriter:
         self._error: BaseException | None = None
         self._finished = False
 
-    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         sources = [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
         if not sources:
             return

@@ -46,7 +46,7 @@ def quoted(parts: urllib.parse.SplitResult) -> urllib.parse.SplitResult:
     )
 
 
-class Headers(Protocol):
+class HttpHeaders(Protocol):
     """Headers of an answer; names in any case."""
 
     def get(self, name: str, /) -> str | None:

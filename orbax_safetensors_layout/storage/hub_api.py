@@ -11,7 +11,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError, redact_urls
-from orbax_safetensors_layout.storage.http import Headers, Origin
+from orbax_safetensors_layout.storage.http import HttpHeaders, Origin
 from orbax_safetensors_layout.storage.hub_path import HubPath
 from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
 from orbax_safetensors_layout.storage.retry import (
@@ -133,7 +133,7 @@ class Repository:
         headers = build_hf_headers(library_name=_LIBRARY)
         return Place(url, headers, entry.size, entry.sha256, self.hint)
 
-    def hint(self, headers: Headers) -> str:
+    def hint(self, headers: HttpHeaders) -> str:
         """What to do when access is denied.
 
         Args:

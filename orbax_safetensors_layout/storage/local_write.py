@@ -15,7 +15,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.runtime.direct import DIRECT_CHUNK_BYTES, DirectScratch
-from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.storage.base import ByteBuffer
 
 PARTIAL_SUFFIX = ".partial"
 """What is appended to a file's name until it is complete."""
@@ -59,7 +59,7 @@ class LocalFileWriter:
             self.abort()
             raise
 
-    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         total = sum(buffer.nbytes for buffer in buffers)
         with storage_errors(f"writing bytes [{offset}, {offset + total}) failed", self.file):
             if self._direct_fd >= 0 and total >= _DIRECT_MIN_BYTES:
@@ -146,7 +146,7 @@ def _on_pages(parts: Sequence[memoryview], size: int) -> memoryview:
     return chunk
 
 
-def _flat(buffers: Sequence[Source]) -> list[memoryview]:
+def _flat(buffers: Sequence[ByteBuffer]) -> list[memoryview]:
     flat: Any = memoryview  # typed without arrays in some versions
     return [flat(buffer).cast("B") for buffer in buffers if buffer.nbytes]
 
@@ -168,7 +168,7 @@ def flush_folder(folder: str) -> None:
             os.close(fd)
 
 
-def write_fully(fd: int, offset: int, buffers: Sequence[Source], total: int) -> None:
+def write_fully(fd: int, offset: int, buffers: Sequence[ByteBuffer], total: int) -> None:
     """Writes buffers of `total` bytes, one after the other, however many calls it takes."""
     done = 0
     rest: list[Any] = list(buffers)

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageErro
 from orbax_safetensors_layout.options import KIB, MIB
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Buffer
 from orbax_safetensors_layout.storage.buffers import scatter, skip
-from orbax_safetensors_layout.storage.http import Answer, Connections, Headers, Origin, quoted
+from orbax_safetensors_layout.storage.http import Answer, Connections, HttpHeaders, Origin, quoted
 from orbax_safetensors_layout.storage.retry import (
     Failure,
     http_date,
@@ -85,7 +85,7 @@ class Place(NamedTuple):
     headers: Mapping[str, str]
     size: int | None = None
     digest: str | None = None
-    hint: Callable[[Headers], str | None] = lambda headers: None
+    hint: Callable[[HttpHeaders], str | None] = lambda headers: None
 
 
 class _Target(NamedTuple):
@@ -231,7 +231,7 @@ class RemoteFile:
         self._pin(target, headers, total)
         return length
 
-    def _pin(self, target: _Target, headers: Headers, total: int) -> None:
+    def _pin(self, target: _Target, headers: HttpHeaders, total: int) -> None:
         version = headers.get("ETag") or headers.get("Last-Modified") or "of unknown date"
         with self._pin_lock:
             expected = self._versions.setdefault(target.version_of, version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.storage.base import ByteBuffer
 from orbax_safetensors_layout.storage.local_write import (
     allocate_file,
     storage_errors,
@@ -36,7 +36,7 @@ class ResumableFile:
                 os.close(self._fd)
                 raise
 
-    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         """Writes `buffers`, one after the other, from byte `offset` on.
 
         Raises:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.http import Headers, Origin, basic_login, quoted
+from orbax_safetensors_layout.storage.http import HttpHeaders, Origin, basic_login, quoted
 from orbax_safetensors_layout.storage.remote import RemoteStorage
 from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
 
@@ -107,5 +107,5 @@ class WebStorage(RemoteStorage):
         return Place(url.geturl(), self._headers, hint=_hint)
 
 
-def _hint(headers: Headers) -> str:
+def _hint(headers: HttpHeaders) -> str:
     return "Check the path, and the credentials in it if it needs any."

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.headers import Headers
+from orbax_safetensors_layout.catalog.headers import HeaderCache
 from orbax_safetensors_layout.catalog.pieces import PieceCatalog
 from orbax_safetensors_layout.format.dtypes import DTYPES, DType
 from orbax_safetensors_layout.format.header import TensorEntry
@@ -22,7 +22,7 @@ from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.writing.completion import Completion
 from orbax_safetensors_layout.writing.open_files import FileSet, OpenFile
@@ -57,7 +57,7 @@ def gather(work: Completion) -> WriteStats:
     unfinished = files.unfinished()
     assert plan.stored is not None
     paths = [join(work.pieces_folder, name) for name in plan.stored.files]
-    headers = Headers(storage)
+    headers = HeaderCache(storage)
     pieces = PieceCatalog(plan.stored, paths, headers.fetch)
     leaves: list[LeafRead] = []
     blocks: list[_Block] = []
@@ -127,7 +127,7 @@ def _blocks(
 def _leaf(pieces: PieceCatalog, entry: TensorEntry, box: Box) -> LeafRead:
     stored = DTYPES[pieces.stored.tensors[entry.name].dtype]
     sources = sources_of(pieces.find({entry.name: (box,)})[entry.name])
-    local = LocalBoxes((box,), (False,))
+    local = AddressableShards((box,), (False,))
     return LeafRead(entry.name, entry.shape, stored, sources, local, stored.numpy)
 
 

@@ -11,7 +11,7 @@ from orbax_safetensors_layout.format.digests import DIGESTS
 from orbax_safetensors_layout.format.index import INDEX_SUFFIX, SUFFIX
 from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.plan.writes import PIECES_FOLDER
-from orbax_safetensors_layout.runtime.process_group import Group
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 from orbax_safetensors_layout.storage.base import Publication, Storage, join
 
 
@@ -56,7 +56,7 @@ def publish(
     publication: Publication,
     write: Callable[[str], object],
     *,
-    group: Group,
+    group: ProcessGroup,
     storage: Storage,
     overwrite: bool,
     documents: Mapping[str, bytes] | None = None,
@@ -93,7 +93,7 @@ def publish(
 def _publish(
     publication: Publication,
     write: Callable[[str], object],
-    group: Group,
+    group: ProcessGroup,
     storage: Storage,
     overwrite: bool,
     documents: Mapping[str, bytes],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from orbax_safetensors_layout.format.digests import join_crc32
-from orbax_safetensors_layout.storage.base import FileWriter, Source
+from orbax_safetensors_layout.storage.base import ByteBuffer, FileWriter
 
 
 class DigestingWriter:
@@ -27,7 +27,7 @@ class DigestingWriter:
         self._ranges: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
 
-    def write_at(self, offset: int, buffers: Sequence[Source]) -> None:
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         value = length = 0
         for buffer in buffers:
             value = zlib.crc32(cast(memoryview, buffer), value)  # releases the GIL

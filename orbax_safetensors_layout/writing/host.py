@@ -14,9 +14,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS
 from orbax_safetensors_layout.geometry.box import Box, Tile
 from orbax_safetensors_layout.options import KIB
-from orbax_safetensors_layout.plan.writes import LeafWrite, Part
+from orbax_safetensors_layout.plan.writes import FilePart, LeafWrite
 from orbax_safetensors_layout.sharding.shards import box_of
-from orbax_safetensors_layout.writing.parts import SUB_BYTE_FLOATS, Fetch
+from orbax_safetensors_layout.writing.parts import SUB_BYTE_FLOATS, FetchShards
 
 _SLABS = 4  # that fit the budget together: some are written while the next come
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
@@ -39,7 +39,7 @@ class HostValues:
         self._values = list(values)
         self._leaves = leaves
         self._shards = _ShardNumbers()
-        self._captured: dict[tuple[int, tuple[int, ...]], Fetch] = {}
+        self._captured: dict[tuple[int, tuple[int, ...]], FetchShards] = {}
         self._lock = threading.Lock()
         self._left = 0
         self._all_captured = threading.Event()
@@ -53,7 +53,7 @@ class HostValues:
             if isinstance(value, jax.Array) and value.is_fully_addressable
         ]
 
-    def cut(self, part: Part, budget_bytes: int | None) -> Iterable[Part]:
+    def cut(self, part: FilePart, budget_bytes: int | None) -> Iterable[FilePart]:
         nbytes = self.held_bytes(part)
         captured = (part.leaf, part.tile.members) in self._captured
         if budget_bytes is None or nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
@@ -61,14 +61,14 @@ class HostValues:
         slab_bytes = max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES)
         return self._slabs(part, part.tile.box.size * slab_bytes // nbytes)
 
-    def _slabs(self, part: Part, most: int) -> Iterator[Part]:
+    def _slabs(self, part: FilePart, most: int) -> Iterator[FilePart]:
         start = part.start
         for slab in part.tile.slabs(most, 8 if part.dtype.packed else 1):
             stop = start + slab.box.size * part.dtype.bits // 8
             yield part._replace(tile=slab, start=start, stop=stop)
             start = stop
 
-    def held_bytes(self, part: Part) -> int:
+    def held_bytes(self, part: FilePart) -> int:
         value = self._values[part.leaf]
         if isinstance(value, np.ndarray) and self._copies:
             return part.tile.box.size * int(value.dtype.itemsize)
@@ -77,20 +77,20 @@ class HostValues:
         # numpy makes a byte of each sub-byte element, beside the copy of the packed ones.
         return part.tile.box.size * (2 if _is_packed(value.dtype) else value.dtype.itemsize)
 
-    def in_order(self, part: Part) -> bool:
+    def in_order(self, part: FilePart) -> bool:
         value = self._values[part.leaf]
         if not isinstance(value, np.ndarray) or self._copies:
             return True
         boxes = self._leaves[part.leaf].held.boxes
         return all(value[boxes[n].slices].flags.c_contiguous for n in part.tile.members)
 
-    def begin(self, part: Part) -> Fetch:
+    def begin(self, part: FilePart) -> FetchShards:
         captured = self._captured.pop((part.leaf, part.tile.members), None)
         if captured is not None:
             return captured
         return functools.partial(self._counted, self._begin(part))
 
-    def _counted(self, fetch: Fetch) -> Sequence[np.ndarray]:
+    def _counted(self, fetch: FetchShards) -> Sequence[np.ndarray]:
         found = fetch()
         with self._lock:
             self._left -= 1
@@ -98,7 +98,7 @@ class HostValues:
                 self._all_captured.set()
         return found
 
-    def _begin(self, part: Part) -> Fetch:
+    def _begin(self, part: FilePart) -> FetchShards:
         value, held = self._values[part.leaf], self._leaves[part.leaf].held
         if not isinstance(value, jax.Array):  # of which each process has the whole
             found = value[part.tile.box.slices]
@@ -127,13 +127,13 @@ class HostValues:
         (found,) = captured()
         return found
 
-    def box_part(self, leaf: int, held: int) -> Part:
+    def box_part(self, leaf: int, held: int) -> FilePart:
         """A box of a leaf by itself, which is no part of any file."""
         box = self._leaves[leaf].held.boxes[held]
         alone = Tile(box, (1,) * len(box.start), (held,))
-        return Part(leaf, alone, self._leaves[leaf].tensor.dtype, 0, 0)
+        return FilePart(leaf, alone, self._leaves[leaf].tensor.dtype, 0, 0)
 
-    def capture(self, parts: Sequence[Part], budget_bytes: int | None) -> None:
+    def capture(self, parts: Sequence[FilePart], budget_bytes: int | None) -> None:
         """Brings the members of parts to the host now, in order, as far as a budget allows.
 
         After `wait_captured` the caller may overwrite, donate or delete the arrays.

@@ -19,9 +19,8 @@ import numpy as np
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.mapping.expr.values import assign
-from orbax_safetensors_layout.plan.writes import LeafWrite, Part
-from orbax_safetensors_layout.runtime.memory import Bytes
-from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.plan.writes import FilePart, LeafWrite
+from orbax_safetensors_layout.storage.base import ByteBuffer
 
 SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
 """Dtypes of which files hold fewer bits an element than numpy."""
@@ -31,10 +30,10 @@ STAGING_BYTES = 1 << 20
 
 _LONGEST_ROW_BYTES = 8 * STAGING_BYTES  # longer ones are cut, and copied element by element
 
-Fetch = Callable[[], Sequence[np.ndarray]]
+FetchShards = Callable[[], Sequence[np.ndarray]]
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """How a tile is cut into rows that can be staged: all dimensions up to `axis` are unrolled.
 
     Attributes:
@@ -48,7 +47,7 @@ class Rows(NamedTuple):
     block: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], row_bits: int, group: int) -> Rows:
+    def of(cls, shape: tuple[int, ...], row_bits: int, group: int) -> TileRows:
         """Rows of a tile.
 
         Args:
@@ -81,10 +80,12 @@ class PartBytes:
         in_order: Whether each member is contiguous.
     """
 
-    def __init__(self, part: Part, leaf: LeafWrite, fetch: Fetch, in_order: bool = True) -> None:
+    def __init__(
+        self, part: FilePart, leaf: LeafWrite, fetch: FetchShards, in_order: bool = True
+    ) -> None:
         self.part = part
         self._leaf = leaf
-        self._fetch: Fetch | None = fetch
+        self._fetch: FetchShards | None = fetch
         self._members: list[np.ndarray] = []
         self._lock = threading.Lock()
         # Sub-byte elements that another file than the final one holds are stored one a byte.
@@ -95,17 +96,17 @@ class PartBytes:
         self.staged = self._packed or self._cast is not None or not in_order
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> TileRows:
         """How the part is cut where it is staged."""
         group = 8 if self._packed else 1
-        return Rows.of(self.part.tile.box.shape, self.part.dtype.bits, group)
+        return TileRows.of(self.part.tile.box.shape, self.part.dtype.bits, group)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the largest staged block; of a direct part, no bound."""
         return self.rows.block * self.rows.elements * self.part.dtype.bits // 8
 
-    def buffers(self, start: int, stop: int, scratch: Bytes | None) -> list[Source]:
+    def buffers(self, start: int, stop: int, scratch: ByteBuffer | None) -> list[ByteBuffer]:
         """The part's bytes `start` to `stop`; of a staged part, whole blocks of rows.
 
         Args:
@@ -134,8 +135,8 @@ class PartBytes:
             return self._members
 
     def _stage(
-        self, members: Sequence[np.ndarray], start: int, stop: int, scratch: Bytes
-    ) -> Source:
+        self, members: Sequence[np.ndarray], start: int, stop: int, scratch: ByteBuffer
+    ) -> ByteBuffer:
         rows, bits = self.rows, self.part.dtype.bits
         first = start * 8 // (rows.elements * bits)
         last = -(-stop * 8 // (rows.elements * bits))
@@ -157,25 +158,25 @@ class PartBytes:
         return out
 
 
-def _members_in_order(part: Part) -> bool:
+def _members_in_order(part: FilePart) -> bool:
     """Whether the file's bytes are the members' bytes, one member after the other."""
     tile = part.tile
     split = [axis for axis, count in enumerate(tile.grid) if count > 1]
     return not split or all(extent == 1 for extent in tile.member_shape[: split[-1]])
 
 
-def _concatenated(members: Sequence[np.ndarray], start: int, stop: int) -> list[Source]:
+def _concatenated(members: Sequence[np.ndarray], start: int, stop: int) -> list[ByteBuffer]:
     size = members[0].nbytes
     if not start and stop == size * len(members) and members[0].ndim:
         return [member.view(np.uint8) for member in members]
-    found: list[Source] = []
+    found: list[ByteBuffer] = []
     for number in range(start // size, -(-stop // size)):
         low, high = max(start - number * size, 0), min(stop - number * size, size)
         found.append(members[number].reshape(-1).view(np.uint8)[low:high])
     return found
 
 
-def _width(members: Sequence[np.ndarray], part: Part) -> int:
+def _width(members: Sequence[np.ndarray], part: FilePart) -> int:
     """Bytes of the widest unsigned integer that rows can be copied as.
 
     Copying wide elements is faster, and numpy knows no fast copy of `bfloat16` and its like.
@@ -187,7 +188,12 @@ def _width(members: Sequence[np.ndarray], part: Part) -> int:
 
 
 def _copy_rows(
-    members: Sequence[np.ndarray], part: Part, rows: Rows, first: int, last: int, out: np.ndarray
+    members: Sequence[np.ndarray],
+    part: FilePart,
+    rows: TileRows,
+    first: int,
+    last: int,
+    out: np.ndarray,
 ) -> None:
     """Puts rows `first` to `last` of a tile together from its members.
 

@@ -49,14 +49,14 @@ from orbax_safetensors_layout.plan.writes import (
 )
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.pytree.treedef import describe
+from orbax_safetensors_layout.pytree.treedef import encode_treedef
 from orbax_safetensors_layout.sharding.serialize import ShardingTable
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 _RESERVED = "__metadata__"
 
 
-class SavedTree(NamedTuple):
+class PreparedTree(NamedTuple):
     """A tree that is to be saved.
 
     Attributes:
@@ -80,7 +80,7 @@ class SavedTree(NamedTuple):
         shards: ProcessShards,
         dtypes: Sequence[Any] | None = None,
         mapping: LeafMapping | None = None,
-    ) -> SavedTree:
+    ) -> PreparedTree:
         """Reads a tree.
 
         Args:
@@ -107,7 +107,7 @@ class SavedTree(NamedTuple):
                 )
             options = dataclasses.replace(options, dtype=None)
         parser = _Parser(options, shards, dtypes)
-        node = describe(tree, parser.leaf)
+        node = encode_treedef(tree, parser.leaf)
         parser.raise_problems()
         if isinstance(node, Container) and not node.children:
             raise ValueError("Found an empty tree; there is nothing to save.")
@@ -199,7 +199,7 @@ class _Parser:
 
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
         dtype = next(self._dtypes)
-        name = dotted_name(path)  # without flax boxes, which `describe` leaves out
+        name = dotted_name(path)  # without flax boxes, which `encode_treedef` leaves out
         is_value = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
         flaw = self._flaw(name, is_value)
         self._names.add(name)

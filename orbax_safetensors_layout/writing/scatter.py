@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.headers import Headers
+from orbax_safetensors_layout.catalog.headers import HeaderCache
 from orbax_safetensors_layout.catalog.pieces import PieceCatalog
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import TensorEntry
@@ -20,13 +20,13 @@ from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.mapping.affine.pieces import strided
 from orbax_safetensors_layout.mapping.expr.values import apply_ops
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan.leaves import LeafRead, Source
+from orbax_safetensors_layout.plan.leaves import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.scatter import Contribution
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.reading.read import read_leaves
 from orbax_safetensors_layout.runtime.memory import allocate
-from orbax_safetensors_layout.sharding.boxes import LocalBoxes
+from orbax_safetensors_layout.sharding.boxes import AddressableShards
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.writing.completion import Completion
 from orbax_safetensors_layout.writing.host import HostValues
@@ -161,7 +161,7 @@ def _stored(work: Completion) -> PieceCatalog:
     stored = work.plan.stored
     assert stored is not None
     paths = [join(work.pieces_folder, name) for name in stored.files]
-    return PieceCatalog(stored, paths, Headers(work.storage).fetch)
+    return PieceCatalog(stored, paths, HeaderCache(work.storage).fetch)
 
 
 def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) -> int:
@@ -212,6 +212,6 @@ def _leaf(plan: WritePlan, pieces: PieceCatalog, part: Contribution) -> LeafRead
         common = box.intersect(part.box)
         assert common is not None
         view = AffineView.row_major(box.shape).restrict(common.within(box))
-        sources.append(Source(entry, common.within(part.box), view))
-    local = LocalBoxes((region,), (False,))
+        sources.append(TensorPiece(entry, common.within(part.box), view))
+    local = AddressableShards((region,), (False,))
     return LeafRead(name, region.shape, stored, tuple(sources), local, leaf.values)

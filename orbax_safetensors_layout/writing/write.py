@@ -17,12 +17,12 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import MIB, Progress
-from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, Part
-from orbax_safetensors_layout.runtime.memory import Bytes, align, allocate
+from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite
+from orbax_safetensors_layout.runtime.memory import align, allocate
 from orbax_safetensors_layout.runtime.write_pool import WritePool
-from orbax_safetensors_layout.storage.base import Source
+from orbax_safetensors_layout.storage.base import ByteBuffer
 from orbax_safetensors_layout.writing.open_files import FileSet, OpenFile
-from orbax_safetensors_layout.writing.parts import Fetch, PartBytes
+from orbax_safetensors_layout.writing.parts import FetchShards, PartBytes
 
 _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
@@ -31,19 +31,19 @@ _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direc
 class Values(Protocol):
     """The shards of this process, as numpy arrays on the host."""
 
-    def cut(self, part: Part, budget_bytes: int | None) -> Iterable[Part]:
+    def cut(self, part: FilePart, budget_bytes: int | None) -> Iterable[FilePart]:
         """A part, or slabs of one that would hold more than a budget."""
         ...
 
-    def held_bytes(self, part: Part) -> int:
+    def held_bytes(self, part: FilePart) -> int:
         """Host memory that a part's members take, beyond what the arrays have on the host."""
         ...
 
-    def in_order(self, part: Part) -> bool:
+    def in_order(self, part: FilePart) -> bool:
         """Whether each of a part's members is contiguous, as far as that is known beforehand."""
         ...
 
-    def begin(self, part: Part) -> Fetch:
+    def begin(self, part: FilePart) -> FetchShards:
         """Begins to bring a part's members to the host; the result waits for them."""
         ...
 
@@ -202,7 +202,7 @@ class _PartWriter:
         if pending:
             yield pending
 
-    def _parts(self, plan: FileWrite) -> Iterator[Part]:
+    def _parts(self, plan: FileWrite) -> Iterator[FilePart]:
         for part in plan.parts:
             yield from self._values.cut(part, self._budget)
 
@@ -211,7 +211,7 @@ class _PartWriter:
             used = self._held_bytes
         return not held or not used or self._budget is None or used + held <= self._budget
 
-    def _reserve(self, part: Part, held: int) -> None:
+    def _reserve(self, part: FilePart, held: int) -> None:
         if held:
             with self._lock:
                 self._held_bytes += held
@@ -236,7 +236,7 @@ class _PartWriter:
 
     def _batches(
         self, segments: Sequence[_Segment], durable: bool
-    ) -> Iterator[tuple[int, list[Source]]]:
+    ) -> Iterator[tuple[int, list[ByteBuffer]]]:
         """Offsets in the file, and what goes there; staged parts are put together here."""
         if len(segments) == 1 and segments[0].source.staged:
             source, start, stop = segments[0]
@@ -252,7 +252,7 @@ class _PartWriter:
         staged = sum(align(s.stop - s.start) for s in segments if s.source.staged)
         first = segments[0].source.part.start + segments[0].start
         scratch, used = self._take(staged, first), 0
-        buffers: list[Source] = []
+        buffers: list[ByteBuffer] = []
         for source, start, stop in segments:
             if source.staged:
                 buffers += source.buffers(start, stop, scratch[used:])
@@ -261,9 +261,9 @@ class _PartWriter:
                 buffers += source.buffers(start, stop, None)
         yield first, buffers
 
-    def _take(self, nbytes: int, offset: int) -> Bytes:
+    def _take(self, nbytes: int, offset: int) -> ByteBuffer:
         """Memory of this thread, from which whole pages of the file can be written directly."""
-        memory: Bytes | None = getattr(self._scratch, "memory", None)
+        memory: ByteBuffer | None = getattr(self._scratch, "memory", None)
         if memory is None or memory.size < nbytes + mmap.PAGESIZE:
             memory = self._scratch.memory = allocate(nbytes + mmap.PAGESIZE)
         shift = (offset - memory.ctypes.data) % mmap.PAGESIZE

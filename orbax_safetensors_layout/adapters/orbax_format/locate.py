@@ -7,17 +7,20 @@ import re
 from collections.abc import Callable
 
 from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA, STEP_METADATA
-from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxSource
+from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxReader
 from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
 from orbax_safetensors_layout.catalog.nearby import USUAL_ITEMS
-from orbax_safetensors_layout.conversion.checkpoint_reader import SafetensorsSource, Source
-from orbax_safetensors_layout.conversion.location import Location
+from orbax_safetensors_layout.conversion.checkpoint_reader import (
+    CheckpointReader,
+    SafetensorsReader,
+)
+from orbax_safetensors_layout.conversion.location import CheckpointRef
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")
 
 
-def locate(path: str, *, step: int | None = None, item: str | None = None) -> Location:
+def locate(path: str, *, step: int | None = None, item: str | None = None) -> CheckpointRef:
     """Finds the tree that is meant.
 
     Args:
@@ -30,7 +33,7 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Lo
     """
     folder = path if step is None else _step_folder(path, step)
     if item is None and _is_tree(folder):
-        return Location(folder, not is_safetensors_checkpoint(folder), None)
+        return CheckpointRef(folder, not is_safetensors_checkpoint(folder), None)
     items = [name for name in _folders(folder) if _is_tree(os.path.join(folder, name))]
     usual = [name for name in USUAL_ITEMS if name in items]
     chosen = [item] if item is not None else items if len(items) == 1 else usual
@@ -44,14 +47,14 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Lo
             hint=_hint(folder, items, step),
         )
     inner = os.path.join(folder, found)
-    return Location(inner, not is_safetensors_checkpoint(inner), found)
+    return CheckpointRef(inner, not is_safetensors_checkpoint(inner), found)
 
 
 def _hint(folder: str, items: list[str], step: int | None) -> str | None:
     if items:
         return "Name the item's folder; `convert` also takes item= (--item)."
     steps = [int(match[1]) for name in _folders(folder) if (match := _STEP.fullmatch(name))]
-    if steps and step is None and not is_orbaxs(folder):
+    if steps and step is None and not is_orbax_checkpoint(folder):
         return (
             f"Name the step's folder; `convert` also takes step= (--step). There are"
             f" {sorted(steps)[-5:]}."
@@ -61,19 +64,19 @@ def _hint(folder: str, items: list[str], step: int | None) -> str | None:
 
 def holds_checkpoint(folder: str) -> bool:
     """Whether a folder is a checkpoint of either kind, or a step."""
-    return _is_tree(folder) or is_orbaxs(folder)
+    return _is_tree(folder) or is_orbax_checkpoint(folder)
 
 
-def is_orbaxs(folder: str) -> bool:
+def is_orbax_checkpoint(folder: str) -> bool:
     """Whether Orbax made a folder."""
     return any(os.path.exists(os.path.join(folder, n)) for n in (ITEM_METADATA, STEP_METADATA))
 
 
-def open_source(
-    location: Location,
+def open_reader(
+    location: CheckpointRef,
     memory_budget_bytes: int,
     tell: Callable[[StorageError], None] | None = None,
-) -> Source:
+) -> CheckpointReader:
     """Opens a checkpoint to read it.
 
     Args:
@@ -87,8 +90,8 @@ def open_source(
         StorageError: Arrays can not be opened, and `tell` is not given.
     """
     if location.is_orbax:
-        return OrbaxSource(location.path, tell)
-    return SafetensorsSource(location.path, memory_budget_bytes)
+        return OrbaxReader(location.path, tell)
+    return SafetensorsReader(location.path, memory_budget_bytes)
 
 
 def _is_tree(path: str) -> bool:

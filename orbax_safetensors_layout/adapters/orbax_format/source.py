@@ -17,7 +17,7 @@ from orbax_safetensors_layout.adapters.orbax_format.tensorstore_io import (
     open_tree,
 )
 from orbax_safetensors_layout.conversion.checkpoint_reader import SourceArray
-from orbax_safetensors_layout.conversion.leaves import Lease
+from orbax_safetensors_layout.conversion.leaves import ReadableArrays
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.format.tree import TensorKind
 from orbax_safetensors_layout.geometry.blocks import chunk_blocks
@@ -26,7 +26,7 @@ from orbax_safetensors_layout.geometry.box import Box
 _MOST_TEXT = 500  # characters of an error of others
 
 
-class OrbaxSource:
+class OrbaxReader:
     """One item that Orbax saved, with either API, in any of its formats.
 
     Args:
@@ -110,7 +110,7 @@ class OrbaxSource:
                 found.append((place, status.st_size, status.st_mtime_ns))
         return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
 
-    def lease(self, arrays: Sequence[SourceArray]) -> Lease | None:
+    def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
         """None: whole chunks are decoded."""
         return None
 

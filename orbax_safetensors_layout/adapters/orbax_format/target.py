@@ -19,8 +19,8 @@ from orbax_safetensors_layout.adapters.orbax_format.tensorstore_io import (
     context,
     save_written,
 )
-from orbax_safetensors_layout.conversion.checkpoint_reader import Source, SourceArray
-from orbax_safetensors_layout.conversion.leaves import Leaf, Region
+from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
+from orbax_safetensors_layout.conversion.leaves import LeafRegion, TargetLeaf
 from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.conversion.target_tree import TargetArray, Topology, arrays_in
 from orbax_safetensors_layout.errors import (
@@ -61,7 +61,7 @@ class OrbaxTarget:
     def __init__(
         self,
         tree: Any,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[TargetLeaf],
         shards: Mapping[str, tuple[int, ...]],
         array_format: ArrayFormat,
         *,
@@ -111,7 +111,7 @@ class OrbaxTarget:
                 hint="Decode them with a mapping, or leave them out.",
             )
 
-    def _chunk(self, leaf: Leaf) -> tuple[int, ...] | None:
+    def _chunk(self, leaf: TargetLeaf) -> tuple[int, ...] | None:
         """Shape of a chunk, as TensorStore has it; None for a dtype that it does not store."""
         key = (leaf.shape, self._shards[leaf.name], leaf.dtype)
         if key not in self._chunks:
@@ -123,7 +123,7 @@ class OrbaxTarget:
                 self._chunks[key] = None
         return self._chunks[key]
 
-    def spec(self, leaf: Leaf, folder: str, process: int) -> dict[str, Any]:
+    def spec(self, leaf: TargetLeaf, folder: str, process: int) -> dict[str, Any]:
         """TensorStore's specification of a leaf, as Orbax makes it."""
         shard = self._shards[leaf.name]
         nbytes = int(np.prod(shard, dtype=np.int64)) * leaf.dtype.itemsize
@@ -138,12 +138,12 @@ class OrbaxTarget:
             context=self._context,
         )
 
-    def regions(self, leaf: Leaf, most_bytes: int) -> list[Region]:
+    def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
         """Whole chunks."""
         chunk = self._chunk(leaf)
         assert chunk is not None
         boxes = chunk_blocks(leaf.shape, chunk, leaf.dtype.itemsize, most_bytes)
-        return [Region(leaf, box) for box in boxes]
+        return [LeafRegion(leaf, box) for box in boxes]
 
     def describe(self) -> object:
         """What Orbax is told."""
@@ -193,7 +193,7 @@ class OrbaxWriter:
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def write(self, regions: Sequence[Region], values: Sequence[np.ndarray]) -> None:
+    def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         """Writes whole chunks, and waits until they are on the disk."""
         self._open([region.leaf for region in regions])
         pairs = zip(regions, values, strict=True)
@@ -201,7 +201,7 @@ class OrbaxWriter:
         for region, written in zip(regions, writes, strict=True):
             self._wait(written, region.leaf)
 
-    def _open(self, leaves: Sequence[Leaf]) -> None:
+    def _open(self, leaves: Sequence[TargetLeaf]) -> None:
         with self._lock:
             missing = {leaf.name: leaf for leaf in leaves if leaf.name not in self._stores}
             opening = {}
@@ -211,7 +211,7 @@ class OrbaxWriter:
             for name, store in opening.items():
                 self._stores[name] = self._wait(store, missing[name])
 
-    def _wait(self, done: Any, leaf: Leaf) -> Any:
+    def _wait(self, done: Any, leaf: TargetLeaf) -> Any:
         try:
             return done.result()
         except ValueError as error:  # TensorStore's
@@ -235,7 +235,7 @@ class OrbaxWriter:
 
 def orbax_target(
     tree: Any,
-    source: Source,
+    source: CheckpointReader,
     arrays: Mapping[str, SourceArray],
     topology: Topology | None,
     options: ConvertOptions,
@@ -297,7 +297,7 @@ def _refuse_values(tree: Any) -> None:
         raise SafetensorsLayoutError(f"Orbax can not hold these leaves: {'; '.join(problems)}")
 
 
-def _with_keys(leaf: Any, source: Source, arrays: Mapping[str, SourceArray]) -> Any:
+def _with_keys(leaf: Any, source: CheckpointReader, arrays: Mapping[str, SourceArray]) -> Any:
     """Typed PRNG keys as such: they are few, and Orbax saves them itself."""
     if not isinstance(leaf, TargetArray) or leaf.key_impl is None:
         return leaf

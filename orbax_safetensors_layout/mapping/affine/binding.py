@@ -8,19 +8,19 @@ import re
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.expr.expression import Expr, given
 from orbax_safetensors_layout.mapping.matching import (
     LeafShapes,
     Rule,
-    Target,
-    alike,
+    RuleTarget,
+    group_by_pattern,
     match_rules,
 )
 from orbax_safetensors_layout.mapping.names import WILDCARD, Captures, substitute
 from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
 from orbax_safetensors_layout.mapping.report import table
-from orbax_safetensors_layout.mapping.shapes import Fact, Facts
+from orbax_safetensors_layout.mapping.shapes import TensorSpec, TensorSpecs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class BoundMapping:
         notes: For each name what `explain` says of how it is made.
     """
 
-    expressions: dict[str, Bound]
+    expressions: dict[str, BoundExpr]
     ties: dict[str, str]
     notes: dict[str, str]
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, TensorSpec]:
         """Shape and dtype by name."""
-        return {name: Fact(made.shape, made.dtype) for name, made in self.expressions.items()}
+        return {name: TensorSpec(made.shape, made.dtype) for name, made in self.expressions.items()}
 
     def explain(self) -> str:
         """A table of names, shapes, expressions and what they take."""
@@ -57,7 +57,9 @@ class Binder:
         leaves: The model's leaves; None takes those that the checkpoint gives.
     """
 
-    def __init__(self, rules: Sequence[Rule], facts: Facts, leaves: LeafShapes | None) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], facts: TensorSpecs, leaves: LeafShapes | None
+    ) -> None:
         self._rules = rules
         self._facts = facts
         self._leaves = leaves
@@ -67,7 +69,7 @@ class Binder:
 
     def bind(self) -> BoundMapping:
         """Binds every leaf; what fails is left out and kept for `raise_problems`."""
-        made: dict[str, Bound] = {}
+        made: dict[str, BoundExpr] = {}
         notes: dict[str, str] = {}
         found, ambiguous, problems = match_rules(self._rules, self._facts, self._leaves)
         self._problems += problems
@@ -82,7 +84,7 @@ class Binder:
         return BoundMapping({leaf: made[leaf] for leaf in order}, ties, notes)
 
     def _tie(
-        self, found: Sequence[Target], made: dict[str, Bound], notes: dict[str, str]
+        self, found: Sequence[RuleTarget], made: dict[str, BoundExpr], notes: dict[str, str]
     ) -> dict[str, str]:
         """The ties; gives tied leaves without an expression, or of an equal one, the other's."""
         leaves = {target.leaf for target in found}
@@ -111,7 +113,7 @@ class Binder:
             if name not in self._used and not any(p.fullmatch(name) for p in ignored)
         ]
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."
-        for first, others in alike(unused):
+        for first, others in group_by_pattern(unused):
             problem = f"no rule uses tensor {first!r}{others}"
             self._problems.append(Problem(problem, "", first, "wanted", hint))
             hint = None
@@ -139,7 +141,7 @@ class Binder:
         return list(names | self._missing)
 
     def _bind_leaf(
-        self, leaf: str, expr: Expr, target: str, captures: Captures, made: dict[str, Bound]
+        self, leaf: str, expr: Expr, target: str, captures: Captures, made: dict[str, BoundExpr]
     ) -> None:
         try:
             bound = expr.bind(captures, self._facts)
@@ -162,7 +164,7 @@ class Binder:
             found = self._facts.tree.match(substitute(pattern, captures))
             self._used.update(name for name, _ in found)
 
-    def _check_shape(self, leaf: str, bound: Bound, made_by: str, target: str) -> None:
+    def _check_shape(self, leaf: str, bound: BoundExpr, made_by: str, target: str) -> None:
         wanted = None if self._leaves is None else self._leaves.get(leaf)
         if wanted is not None and tuple(wanted) != bound.shape:
             text = f"leaf {leaf!r} has shape {list(wanted)}, but {made_by} gives {given(bound)}"
@@ -170,7 +172,7 @@ class Binder:
             self._problems.append(Problem(text, f"rule {pattern_of(target)!r}", hint=hint))
 
 
-def _takes_no_more(leaf: Bound | None, other: Bound | None) -> bool:
+def _takes_no_more(leaf: BoundExpr | None, other: BoundExpr | None) -> bool:
     """Whether a leaf has no tensor of its own: such a leaf is none that another can be tied to."""
     return leaf is None or other is None or set(leaf.sources()) <= set(other.sources())
 

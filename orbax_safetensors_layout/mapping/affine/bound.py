@@ -1,4 +1,4 @@
-# ruff: noqa: D102 (methods are documented by `Bound`)
+# ruff: noqa: D102 (methods are documented by `BoundExpr`)
 """Bound expressions: every name, shape and dtype is known, so that regions can be pulled back.
 
 An expression of `expression.py` is bound by the names and shapes of one side of a mapping. What
@@ -38,7 +38,7 @@ class Sink(NamedTuple):
     Attributes:
         pieces: The pieces, in the order of the walk.
         refined: Whether a piece's view may take axes of its box apart.
-        saving: Whether each tensor is to have its elements once; see `Bound.pull_back`.
+        saving: Whether each tensor is to have its elements once; see `BoundExpr.pull_back`.
     """
 
     pieces: list[Piece]
@@ -47,7 +47,7 @@ class Sink(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Bound(abc.ABC):
+class BoundExpr(abc.ABC):
     """An expression with known shape and dtype.
 
     Attributes:
@@ -91,10 +91,10 @@ class Bound(abc.ABC):
         """Adds the pieces of a window, on whose values `ops` are still to be done."""
 
     @abc.abstractmethod
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         """The expressions that this one is made of."""
 
-    def nodes(self) -> Iterator[Bound]:
+    def nodes(self) -> Iterator[BoundExpr]:
         """This expression and all below it."""
         yield self
         for operand in self.below():
@@ -102,7 +102,7 @@ class Bound(abc.ABC):
 
     def sources(self) -> tuple[str, ...]:
         """The names of all tensors it takes, each once, in the order of their use."""
-        return tuple(dict.fromkeys(n.name for n in self.nodes() if isinstance(n, Source)))
+        return tuple(dict.fromkeys(n.name for n in self.nodes() if isinstance(n, WholeTensor)))
 
     @property
     def index_only(self) -> bool:
@@ -119,7 +119,7 @@ class Bound(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Source(Bound):
+class WholeTensor(BoundExpr):
     """All of one tensor.
 
     Attributes:
@@ -128,9 +128,9 @@ class Source(Bound):
     """
 
     name: str
-    stored: Bound | None = None
+    stored: BoundExpr | None = None
 
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         return ()
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
@@ -150,7 +150,7 @@ class Source(Bound):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Constant(Bound):
+class Constant(BoundExpr):
     """One value everywhere.
 
     Attributes:
@@ -163,7 +163,7 @@ class Constant(Bound):
     def keeps_values(self) -> bool:
         return False
 
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         return ()
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
@@ -171,7 +171,7 @@ class Constant(Bound):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Valued(Bound):
+class Valued(BoundExpr):
     """An operation on the values of an expression.
 
     Attributes:
@@ -179,7 +179,7 @@ class Valued(Bound):
         op: The operation.
     """
 
-    operand: Bound
+    operand: BoundExpr
     op: ValueOp
 
     @property
@@ -187,7 +187,7 @@ class Valued(Bound):
         return False
 
     @classmethod
-    def of(cls, operand: Bound, op: ValueOp) -> Bound:
+    def of(cls, operand: BoundExpr, op: ValueOp) -> BoundExpr:
         """The operation on an expression.
 
         Raises:
@@ -198,7 +198,7 @@ class Valued(Bound):
             return operand
         return cls(operand.shape, dtype, operand, op)
 
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         return (self.operand,)
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.shaping import (
+    AxisGroup,
     Concatenated,
-    Group,
     Interleaved,
     Padded,
     Permuted,
@@ -26,7 +26,7 @@ from orbax_safetensors_layout.mapping.affine.shaping import (
 )
 
 
-def permuted(operand: Bound, axes: Sequence[int]) -> Bound:
+def permuted(operand: BoundExpr, axes: Sequence[int]) -> BoundExpr:
     """`numpy.transpose(operand, axes)`."""
     axes = tuple(axes)
     if isinstance(operand, Permuted):
@@ -38,7 +38,7 @@ def permuted(operand: Bound, axes: Sequence[int]) -> Bound:
     return Permuted(shape, operand.dtype, operand, axes)
 
 
-def reshaped(operand: Bound, shape: Sequence[int]) -> Bound:
+def reshaped(operand: BoundExpr, shape: Sequence[int]) -> BoundExpr:
     """`numpy.reshape(operand, shape)`, of equal size."""
     shape = tuple(shape)
     if isinstance(operand, Reshaped):
@@ -49,7 +49,7 @@ def reshaped(operand: Bound, shape: Sequence[int]) -> Bound:
     return Reshaped(shape, operand.dtype, operand, groups)
 
 
-def sliced(operand: Bound, axis: int, start: int, count: int, step: int = 1) -> Bound:
+def sliced(operand: BoundExpr, axis: int, start: int, count: int, step: int = 1) -> BoundExpr:
     """`count` indices of an axis from `start` on."""
     if (start, step) == (0, 1) and count == operand.shape[axis]:
         return operand
@@ -57,7 +57,7 @@ def sliced(operand: Bound, axis: int, start: int, count: int, step: int = 1) -> 
     return Sliced(shape, operand.dtype, operand, axis, start, step)
 
 
-def taken(operand: Bound, axis: int, indices: Sequence[int]) -> Bound:
+def taken(operand: BoundExpr, axis: int, indices: Sequence[int]) -> BoundExpr:
     """`numpy.take(operand, indices, axis)`."""
     runs = tuple(_runs(indices))
     if len(runs) == 1 and (runs[0].step or len(indices) == 1):
@@ -67,7 +67,7 @@ def taken(operand: Bound, axis: int, indices: Sequence[int]) -> Bound:
     return Taken(shape, operand.dtype, operand, axis, runs, starts)
 
 
-def repeated(operand: Bound, axis: int, count: int) -> Bound:
+def repeated(operand: BoundExpr, axis: int, count: int) -> BoundExpr:
     """`numpy.repeat(operand, count, axis)`."""
     if count == 1:
         return operand
@@ -76,7 +76,7 @@ def repeated(operand: Bound, axis: int, count: int) -> Bound:
     return Repeated(shape, operand.dtype, operand, axis, count)
 
 
-def padded(operand: Bound, axis: int, before: int, after: int, value: Any) -> Bound:
+def padded(operand: BoundExpr, axis: int, before: int, after: int, value: Any) -> BoundExpr:
     """`before` and `after` indices more, that hold `value`."""
     if not before and not after:
         return operand
@@ -85,14 +85,14 @@ def padded(operand: Bound, axis: int, before: int, after: int, value: Any) -> Bo
     return Padded(shape, operand.dtype, operand, axis, before, value)
 
 
-def stacked(operands: Sequence[Bound], axis: int) -> Bound:
+def stacked(operands: Sequence[BoundExpr], axis: int) -> BoundExpr:
     """`numpy.stack(operands, axis)`, of at least one."""
     inner = operands[0].shape
     shape = (*inner[:axis], len(operands), *inner[axis:])
     return Stacked(shape, operands[0].dtype, tuple(operands), axis)
 
 
-def concatenated(operands: Sequence[Bound], axis: int) -> Bound:
+def concatenated(operands: Sequence[BoundExpr], axis: int) -> BoundExpr:
     """`numpy.concatenate(operands, axis)`, of at least one."""
     if len(operands) == 1:
         return operands[0]
@@ -104,7 +104,7 @@ def concatenated(operands: Sequence[Bound], axis: int) -> Bound:
     return Concatenated(shape, operands[0].dtype, tuple(operands), axis, tuple(starts))
 
 
-def interleaved(operands: Sequence[Bound], axis: int) -> Bound:
+def interleaved(operands: Sequence[BoundExpr], axis: int) -> BoundExpr:
     """Operands by turns along an axis, of at least two."""
     inner = operands[0].shape
     n = sum(operand.shape[axis] for operand in operands)
@@ -112,7 +112,7 @@ def interleaved(operands: Sequence[Bound], axis: int) -> Bound:
     return Interleaved(shape, operands[0].dtype, tuple(operands), axis)
 
 
-def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[Group]:
+def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[AxisGroup]:
     """The least groups of axes of equal size, without those that stay as they are."""
     i = j = 0
     while i < len(shape) or j < len(inner):
@@ -121,7 +121,7 @@ def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[Group]:
         while (one := math.prod(shape[first:i])) != (two := math.prod(inner[from_:j])):
             i, j = (i + 1, j) if one < two else (i, j + 1)
         if shape[first:i] != inner[from_:j]:
-            yield Group(first, shape[first:i], inner[from_:j])
+            yield AxisGroup(first, shape[first:i], inner[from_:j])
 
 
 def _runs(indices: Sequence[int]) -> Iterator[Run]:

@@ -1,4 +1,4 @@
-# ruff: noqa: D102 (methods are documented by `Bound`)
+# ruff: noqa: D102 (methods are documented by `BoundExpr`)
 """Bound expressions that are functions of others, and not elementwise."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Sink, refined_view
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink, refined_view
 from orbax_safetensors_layout.mapping.affine.builders import sliced
 from orbax_safetensors_layout.mapping.affine.pieces import ComputedPiece, Decoder
 from orbax_safetensors_layout.mapping.affine.window import Window
@@ -17,7 +17,7 @@ from orbax_safetensors_layout.mapping.expr.values import ValueOp
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Computed(Bound):
+class Computed(BoundExpr):
     """A function of expressions that is not elementwise.
 
     Attributes:
@@ -25,14 +25,14 @@ class Computed(Bound):
         decoder: The function.
     """
 
-    operands: tuple[Bound, ...]
+    operands: tuple[BoundExpr, ...]
     decoder: Decoder
 
     @property
     def keeps_values(self) -> bool:
         return False
 
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         return self.operands
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
@@ -47,8 +47,8 @@ class Computed(Bound):
 
 
 def _without_gaps(
-    window: Window, operands: tuple[Bound, ...], axis: int
-) -> tuple[Window, tuple[Bound, ...]]:
+    window: Window, operands: tuple[BoundExpr, ...], axis: int
+) -> tuple[Window, tuple[BoundExpr, ...]]:
     """Operands of which only the indices that a window takes along an axis are left."""
     step = math.gcd(*(dim.steps[axis] for dim in window.dims))
     if step < 2:

@@ -9,14 +9,14 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Source
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, WholeTensor
 from orbax_safetensors_layout.mapping.affine.builders import concatenated
 
 Pieces = Sequence[tuple[Box, str]]
 """Boxes that tile a tensor, each with the name of the tensor that holds it."""
 
 
-def divided(pieces: Pieces, dtype: np.dtype[Any]) -> Bound:
+def divided(pieces: Pieces, dtype: np.dtype[Any]) -> BoundExpr:
     """A tensor as concatenations of its pieces.
 
     Args:
@@ -33,7 +33,7 @@ def divided(pieces: Pieces, dtype: np.dtype[Any]) -> Bound:
     """
     if len(pieces) == 1:
         ((box, name),) = pieces
-        return Source(box.shape, dtype, name)
+        return WholeTensor(box.shape, dtype, name)
     for axis in range(len(pieces[0][0].start)):
         groups = _cut(pieces, axis)
         if len(groups) > 1:

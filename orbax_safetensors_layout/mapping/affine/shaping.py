@@ -1,4 +1,4 @@
-# ruff: noqa: D102 (methods are documented by `Bound`)
+# ruff: noqa: D102 (methods are documented by `BoundExpr`)
 """Bound expressions that move indices and leave values alone; see `bound.py`.
 
 `builders.py` builds them.
@@ -12,16 +12,16 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Sink, filled
-from orbax_safetensors_layout.mapping.affine.window import Part, Window, divide, split
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink, filled
+from orbax_safetensors_layout.mapping.affine.window import ColumnPart, Window, divide, split
 from orbax_safetensors_layout.mapping.expr.values import ValueOp
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class _Unary(Bound):
-    operand: Bound
+class _Unary(BoundExpr):
+    operand: BoundExpr
 
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         return (self.operand,)
 
 
@@ -39,7 +39,7 @@ class Permuted(_Unary):
         self.operand.pull(window.permute(inverse_permutation(self.axes)), ops, sink)
 
 
-class Group(NamedTuple):
+class AxisGroup(NamedTuple):
     """Axes that are reshaped together.
 
     Attributes:
@@ -61,7 +61,7 @@ class Reshaped(_Unary):
         groups: The groups of axes that change, the last ones first.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[AxisGroup, ...]
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         windows: Iterable[Window] = (window,)
@@ -117,10 +117,10 @@ class Taken(_Unary):
     runs: tuple[Run, ...]
     starts: tuple[int, ...]
 
-    def part_of(self, index: int) -> Part:
+    def part_of(self, index: int) -> ColumnPart:
         """The run that holds an index."""
         number = bisect.bisect_right(self.starts, index) - 1
-        return Part(number, self.starts[number], self.starts[number + 1])
+        return ColumnPart(number, self.starts[number], self.starts[number + 1])
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part, (number, *_) in split(window, self.axis, self.part_of):
@@ -168,14 +168,14 @@ class Padded(_Unary):
     def keeps_values(self) -> bool:
         return False
 
-    def part_of(self, index: int) -> Part:
+    def part_of(self, index: int) -> ColumnPart:
         """Before, within or after the operand."""
         stop = self.before + self.operand.shape[self.axis]
         if index < self.before:
-            return Part(0, 0, self.before)
+            return ColumnPart(0, 0, self.before)
         if index < stop:
-            return Part(1, self.before, stop)
-        return Part(2, stop, self.shape[self.axis])
+            return ColumnPart(1, self.before, stop)
+        return ColumnPart(2, stop, self.shape[self.axis])
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part, (number, *_) in split(window, self.axis, self.part_of):
@@ -186,11 +186,11 @@ class Padded(_Unary):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class _Joined(Bound):
-    operands: tuple[Bound, ...]
+class _Joined(BoundExpr):
+    operands: tuple[BoundExpr, ...]
     axis: int
 
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         return self.operands
 
 
@@ -220,10 +220,10 @@ class Concatenated(_Joined):
 
     starts: tuple[int, ...]
 
-    def part_of(self, index: int) -> Part:
+    def part_of(self, index: int) -> ColumnPart:
         """The operand that holds an index."""
         number = bisect.bisect_right(self.starts, index) - 1
-        return Part(number, self.starts[number], self.starts[number + 1])
+        return ColumnPart(number, self.starts[number], self.starts[number + 1])
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part, (number, start, _) in split(window, self.axis, self.part_of):
@@ -245,7 +245,7 @@ class Interleaved(_Joined):
                 self.operands[number].pull(alone, ops, sink)
 
 
-def _regroup(window: Window, group: Group) -> list[Window]:
+def _regroup(window: Window, group: AxisGroup) -> list[Window]:
     axis, extents, inner = group
     merged = window if len(extents) == 1 else window.merge(axis, extents)
     if not inner:
@@ -265,7 +265,7 @@ def _unit_parts(window: Window, column: int) -> Iterator[tuple[Window, int]]:
     number = active[0]
     axis, extent, steps = window.dims[number]
     if len(active) > 1 or any(dim.axis == axis for dim in window.dims[:number]):
-        for part, (index, *_) in split(window, column, lambda i: Part(i, i, i + 1)):
+        for part, (index, *_) in split(window, column, lambda i: ColumnPart(i, i, i + 1)):
             yield part.drop(column), index
         return
     inner = math.prod(dim.extent for dim in window.dims[number + 1 :] if dim.axis == axis)

@@ -165,7 +165,7 @@ class Window(NamedTuple):
             yield window, number - len(outer)
 
 
-class Part(NamedTuple):
+class ColumnPart(NamedTuple):
     """Indices `start` to `stop` of a column that are treated alike.
 
     Attributes:
@@ -180,8 +180,8 @@ class Part(NamedTuple):
 
 
 def split(
-    window: Window, column: int, part_of: Callable[[int], Part]
-) -> Iterator[tuple[Window, Part]]:
+    window: Window, column: int, part_of: Callable[[int], ColumnPart]
+) -> Iterator[tuple[Window, ColumnPart]]:
     """Windows of which each lies in one part of a column.
 
     Args:
@@ -200,8 +200,8 @@ def split(
 
 
 def _split_along(
-    window: Window, number: int, column: int, part_of: Callable[[int], Part]
-) -> Iterator[tuple[Window, Part]]:
+    window: Window, number: int, column: int, part_of: Callable[[int], ColumnPart]
+) -> Iterator[tuple[Window, ColumnPart]]:
     _, extent, steps = window.dims[number]
     step = steps[column]
     first = window.narrow(number, 0, 1)

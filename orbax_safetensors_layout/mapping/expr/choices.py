@@ -1,4 +1,4 @@
-# ruff: noqa: D102 (methods are documented by `Expr`, `Bound` and `Decoder`)
+# ruff: noqa: D102 (methods are documented by `Expr`, `BoundExpr` and `Decoder`)
 """Expressions that depend on which tensors a checkpoint has: for weights that are tied or not."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Sink
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink
 from orbax_safetensors_layout.mapping.affine.computed import Computed
 from orbax_safetensors_layout.mapping.affine.window import Window
 from orbax_safetensors_layout.mapping.expr import ops
@@ -18,7 +18,7 @@ from orbax_safetensors_layout.mapping.expr.expression import Expr, given
 from orbax_safetensors_layout.mapping.expr.values import ValueOp
 from orbax_safetensors_layout.mapping.inverse.inference import Inference
 from orbax_safetensors_layout.mapping.names import Captures, substitute
-from orbax_safetensors_layout.mapping.shapes import Facts
+from orbax_safetensors_layout.mapping.shapes import TensorSpecs
 
 _CHUNK_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ class Either(Expr):
     def below(self) -> Sequence[Expr]:
         return (self.first, self.other)
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         chosen = self.first if _has_all(facts, self.first, captures) else self.other
         return chosen.bind_to(captures, facts)
 
@@ -70,7 +70,7 @@ class Same(Expr):
     def below(self) -> Sequence[Expr]:
         return (self.first, self.other)
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         first = self.first.bind_to(captures, facts)
         if not _has_all(facts, self.other, captures):
             return first
@@ -84,7 +84,7 @@ class Same(Expr):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Copies(Bound):
+class Copies(BoundExpr):
     """Two expressions of the same bits; see `Same`.
 
     Attributes:
@@ -92,14 +92,14 @@ class Copies(Bound):
         rule: What asks for it.
     """
 
-    operands: tuple[Bound, Bound]
+    operands: tuple[BoundExpr, BoundExpr]
     rule: Same
 
     @property
     def keeps_values(self) -> bool:
         return False
 
-    def below(self) -> Sequence[Bound]:
+    def below(self) -> Sequence[BoundExpr]:
         return self.operands
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
@@ -142,6 +142,6 @@ def _differ(same: Same, *, expected: str, found: str) -> MappingError:
     )
 
 
-def _has_all(facts: Facts, expr: Expr, captures: Captures) -> bool:
+def _has_all(facts: TensorSpecs, expr: Expr, captures: Captures) -> bool:
     patterns = (substitute(pattern, captures) for pattern in expr.patterns())
     return all(next(facts.tree.match(pattern), None) is not None for pattern in patterns)

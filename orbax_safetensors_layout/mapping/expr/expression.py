@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Constant, Source
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, WholeTensor
 from orbax_safetensors_layout.mapping.affine.division import divided
 from orbax_safetensors_layout.mapping.arguments import integer, integers, number
 from orbax_safetensors_layout.mapping.expr import ops
@@ -23,7 +23,7 @@ from orbax_safetensors_layout.mapping.expr.values import Add, Cast, Scale, as_dt
 from orbax_safetensors_layout.mapping.inverse.inference import Inference
 from orbax_safetensors_layout.mapping.names import Captures, parse_pattern, substitute
 from orbax_safetensors_layout.mapping.problems import Problem, Problems, within
-from orbax_safetensors_layout.mapping.shapes import Facts, Shapes
+from orbax_safetensors_layout.mapping.shapes import Shapes, TensorSpecs
 
 
 class Expr(abc.ABC):
@@ -102,7 +102,7 @@ class Expr(abc.ABC):
             lossy_inverse: Saving casts back, which is exact where the dtype holds every value of
                 the file's and else refused, unless this accepts that loading has rounded.
         """
-        return Apply(self, ops.Value(Cast(as_dtype(dtype), lossy_inverse)))
+        return Apply(self, ops.ValueOperation(Cast(as_dtype(dtype), lossy_inverse)))
 
     def scale(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element times `c`, in the tensor's own dtype, to which `c` is rounded first.
@@ -113,7 +113,7 @@ class Expr(abc.ABC):
                 value, unless this accepts it. It does for powers of two in a dtype that holds
                 every product: after a cast to a wider one.
         """
-        return Apply(self, ops.Value(Scale(number(c, "scale"), lossy_inverse)))
+        return Apply(self, ops.ValueOperation(Scale(number(c, "scale"), lossy_inverse)))
 
     def add(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element plus `c`, in the tensor's own dtype, to which `c` is rounded first.
@@ -123,9 +123,9 @@ class Expr(abc.ABC):
             lossy_inverse: Saving subtracts, which is exact for integers and else refused, unless
                 this accepts the rounding.
         """
-        return Apply(self, ops.Value(Add(number(c, "add"), lossy_inverse)))
+        return Apply(self, ops.ValueOperation(Add(number(c, "add"), lossy_inverse)))
 
-    def bind(self, captures: Captures, facts: Shapes) -> Bound:
+    def bind(self, captures: Captures, facts: Shapes) -> BoundExpr:
         """The expression with names, shapes and dtypes.
 
         Args:
@@ -140,10 +140,10 @@ class Expr(abc.ABC):
             >>> tensor("layers.{i}.weight").transpose().bind({"i": "0"}, weight)
             <Permuted [6, 8] float32>
         """
-        return self.bind_to(captures, Facts.of(facts))
+        return self.bind_to(captures, TensorSpecs.of(facts))
 
     @abc.abstractmethod
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         """See `bind`."""
 
     @abc.abstractmethod
@@ -183,13 +183,13 @@ class Tensor(Expr):
     def patterns(self) -> Iterator[str]:
         yield self.name
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         name = self._concrete(captures)
         if name not in facts:
             raise Problems([Problem(f"there is no tensor {name!r}", seek=name)])
         shape, dtype = facts[name]
         pieces = facts.pieces.get(name)
-        return Source(shape, dtype, name, divided(pieces, dtype) if pieces else None)
+        return WholeTensor(shape, dtype, name, divided(pieces, dtype) if pieces else None)
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
         inference.record(self._concrete(captures), shape)
@@ -205,7 +205,7 @@ class Tensor(Expr):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Fill(Expr):
+class FillExpr(Expr):
     """One value everywhere; see `fill`."""
 
     shape: tuple[int, ...]
@@ -218,7 +218,7 @@ class Fill(Expr):
     def below(self) -> Sequence[Expr]:
         return ()
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         return Constant(self.shape, self.dtype, ops.scalar(self.value, self.dtype))
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
@@ -238,7 +238,7 @@ class Apply(Expr):
     def below(self) -> Sequence[Expr]:
         return (self.operand,)
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         operand = self.operand.bind_to(captures, facts)
         try:
             return self.op.bind(operand)
@@ -269,7 +269,7 @@ def tensor(name_pattern: str) -> Expr:
 
 def fill(shape: Sequence[int], value: Any, dtype: Any) -> Expr:
     """One value everywhere. It takes nothing from the checkpoint, and saving leaves it out."""
-    return Fill(as_shape(shape), value, as_dtype(dtype))
+    return FillExpr(as_shape(shape), value, as_dtype(dtype))
 
 
 def as_expr(value: Any, where: str) -> Expr:
@@ -302,7 +302,7 @@ def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
     return extents
 
 
-def given(operand: Bound) -> str:
+def given(operand: BoundExpr) -> str:
     """What an expression turned out to be, for messages."""
     names = operand.sources()
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

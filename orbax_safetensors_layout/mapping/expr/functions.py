@@ -12,7 +12,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.computed import Computed
 from orbax_safetensors_layout.mapping.expr import ops
 from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr, as_shape, given
@@ -20,13 +20,13 @@ from orbax_safetensors_layout.mapping.expr.values import as_dtype
 from orbax_safetensors_layout.mapping.inverse.inference import Inference
 from orbax_safetensors_layout.mapping.names import Captures
 from orbax_safetensors_layout.mapping.problems import gather, within
-from orbax_safetensors_layout.mapping.shapes import Facts
+from orbax_safetensors_layout.mapping.shapes import TensorSpecs
 
 
 class Kernel(Protocol):
     """A function of several expressions."""
 
-    def bind(self, operands: tuple[Bound, ...]) -> Bound:
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         """The function of bound expressions.
 
         Raises:
@@ -52,7 +52,7 @@ class Compute(Expr):
     def below(self) -> Sequence[Expr]:
         return self.operands
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         binders = [functools.partial(op.bind_to, captures, facts) for op in self.operands]
         operands = tuple(gather(binders))
         try:
@@ -111,7 +111,7 @@ class _Opaque:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def bind(self, operands: tuple[Bound, ...]) -> Bound:
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         decoder = Whole(self.function, self.shape, self.dtype, tuple(o.shape for o in operands))
         return Computed(self.shape, self.dtype, operands, decoder)
 

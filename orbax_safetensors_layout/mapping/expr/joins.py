@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.builders import concatenated, stacked
 from orbax_safetensors_layout.mapping.arguments import integer, integers, several, text
 from orbax_safetensors_layout.mapping.expr import ops
@@ -18,7 +18,7 @@ from orbax_safetensors_layout.mapping.inverse.extents import Extent
 from orbax_safetensors_layout.mapping.inverse.inference import LIKE, Inference
 from orbax_safetensors_layout.mapping.names import Captures, is_index, substitute
 from orbax_safetensors_layout.mapping.problems import Problem, Problems, gather
-from orbax_safetensors_layout.mapping.shapes import Facts
+from orbax_safetensors_layout.mapping.shapes import TensorSpecs
 
 Indices = tuple[int, ...] | slice | None
 _MOST_GAPS = 100
@@ -48,7 +48,7 @@ class Stack(Expr):
     def stacked_over(self) -> frozenset[str]:
         return self.operand.stacked_over() | {self.over}
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         indices = self._found(captures, facts)
         binders = [
             functools.partial(self.operand.bind_to, {**captures, self.over: str(i)}, facts)
@@ -76,7 +76,7 @@ class Stack(Expr):
         for i in indices:
             self.operand.infer({**captures, self.over: str(i)}, inner, inference)
 
-    def _found(self, captures: Captures, facts: Facts) -> Sequence[int]:
+    def _found(self, captures: Captures, facts: TensorSpecs) -> Sequence[int]:
         """The indices: those given, or those that the checkpoint has."""
         if isinstance(self.indices, tuple):
             return self.indices
@@ -120,7 +120,7 @@ class Concat(Expr):
     def below(self) -> Sequence[Expr]:
         return self.operands
 
-    def bind_to(self, captures: Captures, facts: Facts) -> Bound:
+    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
         binders = [functools.partial(op.bind_to, captures, facts) for op in self.operands]
         parts = gather(binders)
         axis = ops.axis_of("concat", self.axis, len(parts[0].shape))

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.format.checks import short_repr
 from orbax_safetensors_layout.mapping import arguments
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Valued
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Valued
 from orbax_safetensors_layout.mapping.affine.builders import (
     padded,
     permuted,
@@ -34,7 +34,7 @@ Extents = tuple[Extent, ...]
 class Op(Protocol):
     """An operation on one expression; its `str` is how a user calls it."""
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         """The operation on a bound expression.
 
         Raises:
@@ -69,7 +69,7 @@ class Transpose:
             raise MappingError(f"{self} does not name each of {rank} axes once")
         return order
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         return permuted(operand, self.order(len(operand.shape)))
 
     def operand_extents(self, result: Extents) -> Extents:
@@ -106,7 +106,7 @@ class Rearrange:
         sizes = "".join(f", {name}={n}" for name, n in self.sizes)
         return f"rearrange({self.text!r}{sizes})"
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         shape = tuple(map(Extent, operand.shape))
         pattern = einops.expand(self.pattern, len(shape), "left")
         sizes = einops.solve(pattern.left, shape, dict(self.sizes))
@@ -129,7 +129,7 @@ class Reshape:
     def __str__(self) -> str:
         return f"reshape({_listed(self.shape)})"
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         size, shape = math.prod(operand.shape), self.shape
         if shape.count(-1) == 1:
             rest = math.prod(n for n in shape if n != -1)
@@ -159,7 +159,7 @@ class Slice:
         stop = "" if self.stop is None and not step else f", {self.stop}"
         return f"slice({self.axis}, {self.start}{stop}{step})"
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         axis = axis_of(self, self.axis, len(operand.shape))
         n = operand.shape[axis]
         if any(bound is not None and abs(bound) > n for bound in (self.start, self.stop)):
@@ -193,7 +193,7 @@ class Take:
     def __str__(self) -> str:
         return f"take({self.axis}, {short_list(self.indices)})"
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         axis = axis_of(self, self.axis, len(operand.shape))
         n = operand.shape[axis]
         beyond = [i for i in self.indices if not -n <= i < n]
@@ -223,7 +223,7 @@ class Pad:
     def __str__(self) -> str:
         return f"pad({self.axis}, {self.before}, {self.after}, {self.value!r})"
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         axis = axis_of(self, self.axis, len(operand.shape))
         return padded(operand, axis, self.before, self.after, scalar(self.value, operand.dtype))
 
@@ -246,7 +246,7 @@ class Repeat:
     def __str__(self) -> str:
         return f"repeat({self.axis}, {self.count})"
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         return repeated(operand, axis_of(self, self.axis, len(operand.shape)), self.count)
 
     def operand_extents(self, result: Extents) -> Extents:
@@ -258,7 +258,7 @@ class Repeat:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class ValueOperation:
     """An operation on values."""
 
     op: ValueOp
@@ -266,7 +266,7 @@ class Value:
     def __str__(self) -> str:
         return str(self.op)
 
-    def bind(self, operand: Bound) -> Bound:
+    def bind(self, operand: BoundExpr) -> BoundExpr:
         return Valued.of(operand, self.op)
 
     def operand_extents(self, result: Extents) -> Extents:
@@ -293,10 +293,12 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
     if isinstance(value, complex | np.complexfloating) and (dtype.kind == "c" or not value.imag):
         held = np.asarray(value if dtype.kind == "c" else value.real)
     else:
-        held = np.asarray(arguments.number(value, f"{brief(value)} is no {dtype.name}; a value"))
+        held = np.asarray(
+            arguments.number(value, f"{short_repr(value)} is no {dtype.name}; a value")
+        )
     made, kept = whole_or_lost(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
     if not np.all(kept) or (np.isfinite(held) and not np.isfinite(made)):
-        raise MappingError(f"{brief(value)} is no {dtype.name}")
+        raise MappingError(f"{short_repr(value)} is no {dtype.name}")
     return made[()]
 
 

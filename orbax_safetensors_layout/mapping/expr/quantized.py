@@ -17,7 +17,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import unpack_bits
-from orbax_safetensors_layout.mapping.affine.bound import Bound
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.computed import Computed
 from orbax_safetensors_layout.mapping.arguments import integer, integers
 from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr
@@ -47,7 +47,7 @@ class BlockScale:
             f" dtype={self.dtype.name!r})"
         )
 
-    def bind(self, operands: tuple[Bound, ...]) -> Bound:
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         weight, scale = operands
         free = len(weight.shape) - len(self.block)
         if free < 0:
@@ -100,7 +100,7 @@ class Mxfp4:
     def describe(self, operands: Sequence[str]) -> str:
         return f"dequantize_mxfp4({', '.join(operands)}, dtype={self.dtype.name!r})"
 
-    def bind(self, operands: tuple[Bound, ...]) -> Bound:
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         blocks, scales = operands
         if blocks.shape != (*scales.shape, MXFP4_GROUP // 2) or not scales.shape:
             raise MappingError(
@@ -148,7 +148,7 @@ class Int4:
             f"dequantize_int4({', '.join(operands)}, group={self.group}, dtype={self.dtype.name!r})"
         )
 
-    def bind(self, operands: tuple[Bound, ...]) -> Bound:
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         packed, scale = operands
         n = scale.shape[-1] * self.group if scale.shape else 0
         if not scale.shape or packed.shape != (*scale.shape[:-1], -(-n // 8)):

@@ -9,13 +9,19 @@ from orbax_safetensors_layout.mapping.expr.choices import Either, Same
 from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.expr.joins import concat, stack
 from orbax_safetensors_layout.mapping.families.dims import Dims
-from orbax_safetensors_layout.mapping.families.steps import AS_IT_IS, Group, Leaf, Step, Tree
+from orbax_safetensors_layout.mapping.families.steps import (
+    AS_IT_IS,
+    FamilyLeaf,
+    LayerGroup,
+    TensorStep,
+    Tree,
+)
 from orbax_safetensors_layout.mapping.matching import Rule
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
+class FamilySettings:
     """What a user chooses; see `ready.Options`.
 
     Attributes:
@@ -43,7 +49,7 @@ class Settings:
     extra: bool
 
 
-def build(dims: Dims, settings: Settings, tree: Tree) -> Mapping:
+def build(dims: Dims, settings: FamilySettings, tree: Tree) -> Mapping:
     """The mapping of a model.
 
     Args:
@@ -70,7 +76,7 @@ _UNTIE = (
 
 
 class _Builder:
-    def __init__(self, dims: Dims, settings: Settings) -> None:
+    def __init__(self, dims: Dims, settings: FamilySettings) -> None:
         self._dims = dims
         self._settings = settings
 
@@ -96,7 +102,7 @@ class _Builder:
         """Whether the model has no output kernel of its own."""
         return self._dims.tied and not self._settings.untie
 
-    def _group(self, group: Group) -> Iterator[Rule]:
+    def _group(self, group: LayerGroup) -> Iterator[Rule]:
         scan = self._settings.scan
         # Two leaves of one quantised tensor, as gate and up of GPT-OSS, are one where it is kept.
         for leaf in dict.fromkeys(kept for one in group.leaves for kept in self._kept(one)):
@@ -109,28 +115,28 @@ class _Builder:
                     number = index if first is None else first + position
                     yield self._one(name.replace("{n}", str(number)), leaf, str(index))
 
-    def _one(self, name: str, leaf: Leaf, layer: str) -> Rule:
+    def _one(self, name: str, leaf: FamilyLeaf, layer: str) -> Rule:
         return rule(self._root(leaf) + name + leaf.target, self._leaf(leaf, layer))
 
-    def _stacked(self, group: Group, leaf: Leaf) -> Rule:
+    def _stacked(self, group: LayerGroup, leaf: FamilyLeaf) -> Rule:
         axis = self._settings.scan_axis
         if leaf.variable or leaf.step == AS_IT_IS or self._rank(leaf) < axis:
             axis = 0
         expr = stack(self._leaf(leaf, "{i}"), over="i", axis=axis, indices=group.indices)
         return rule(self._root(leaf) + group.scanned + leaf.target, expr)
 
-    def _root(self, leaf: Leaf) -> str:
+    def _root(self, leaf: FamilyLeaf) -> str:
         """What stands before a leaf's name: collections of variables stand beside parameters."""
         root, parameters = self._settings.root, "params."
         if leaf.variable and root.endswith(parameters):
             return f"{root.removesuffix(parameters)}{leaf.variable}."
         return root
 
-    def _rank(self, leaf: Leaf) -> int:
+    def _rank(self, leaf: FamilyLeaf) -> int:
         """Axes of a layer's leaf."""
         return leaf.step.rank + ("{e}" in leaf.source)
 
-    def _leaf(self, leaf: Leaf, layer: str) -> Expr:
+    def _leaf(self, leaf: FamilyLeaf, layer: str) -> Expr:
         """The leaf of one layer."""
         before = f"{self._settings.prefix}layers.{layer}."
         names = (leaf.source,) if isinstance(leaf.source, str) else leaf.source
@@ -140,17 +146,17 @@ class _Builder:
             expr = stack(expr, over="e", indices=range(self._dims.experts))
         return expr
 
-    def _whole(self, leaf: Leaf) -> Expr:
+    def _whole(self, leaf: FamilyLeaf) -> Expr:
         """A leaf that belongs to no layer."""
         assert isinstance(leaf.source, str)
         if leaf.source == HEAD:
             return self._made(head_name(self._settings.prefix), leaf.step)
         return self._made(self._settings.prefix + leaf.source, leaf.step)
 
-    def _made(self, name: str, step: Step) -> Expr:
+    def _made(self, name: str, step: TensorStep) -> Expr:
         return step.apply(self._source(name, step), self._settings.dtype)
 
-    def _source(self, name: str, step: Step) -> Expr:
+    def _source(self, name: str, step: TensorStep) -> Expr:
         """All of a tensor, decoded; of a tied embedding, that of a head that is its copy."""
         if self._is_tied and name == self._settings.prefix + EMBEDDING_TENSOR:
             return Same(tensor(name), tensor(head_name(self._settings.prefix)), hint=_UNTIE)
@@ -159,7 +165,7 @@ class _Builder:
             return quantized.decoded(name, self._settings.dtype or "bfloat16")
         return tensor(name)
 
-    def _kept(self, leaf: Leaf) -> tuple[Leaf, ...]:
+    def _kept(self, leaf: FamilyLeaf) -> tuple[FamilyLeaf, ...]:
         """A leaf that is stored quantised as the tensors that it is stored as."""
         quantized = self._dims.quantized
         if not self._settings.keep or quantized is None or not isinstance(leaf.source, str):
@@ -167,7 +173,8 @@ class _Builder:
         if not quantized.covers(f"{self._settings.prefix}layers.{{i}}.{leaf.source}", leaf.step):
             return (leaf,)
         return tuple(
-            Leaf(part.replace("{e}.", ""), part, AS_IT_IS) for part in quantized.parts(leaf.source)
+            FamilyLeaf(part.replace("{e}.", ""), part, AS_IT_IS)
+            for part in quantized.parts(leaf.source)
         )
 
     def _fitted(self, expr: Expr, axis: int) -> Expr:
@@ -207,7 +214,7 @@ def extra_layers(dims: Dims, prefix: str) -> list[str]:
     return [f"{prefix}layers.{{{dims.layers}..{last}}}.*"] if dims.extra else []
 
 
-def _ignored(dims: Dims, settings: Settings) -> Iterator[str]:
+def _ignored(dims: Dims, settings: FamilySettings) -> Iterator[str]:
     """Patterns of tensors that no leaf needs."""
     if dims.quantized is not None and dims.quantized.method == "int4" and not settings.keep:
         yield "*.weight_shape"  # the rows and columns, which the scales tell too

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
-from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.format.checks import short_repr
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.storage.resolve import open_storage
 
@@ -108,7 +108,7 @@ class Section:
                 f"the configuration of a {model} model"
                 + (f" has a {path.rstrip('.')!r} that is no object" if path else " is no object"),
                 expected="a JSON object, as a dict",
-                found=brief(values),
+                found=short_repr(values),
             )
         self._values = values
 
@@ -128,7 +128,7 @@ class Section:
             MappingError: Always.
         """
         raise MappingError(
-            f"{self._path + name!r} of the configuration is {brief(found)}", expected=expected
+            f"{self._path + name!r} of the configuration is {short_repr(found)}", expected=expected
         )
 
     def need(self, *names: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from orbax_safetensors_layout.mapping.families.config import Section
 from orbax_safetensors_layout.mapping.families.quantization import (
-    Quantization,
-    quantization_of,
+    WeightFormat,
+    weight_format,
 )
 
 FAMILIES = (
@@ -135,7 +135,7 @@ class Dims:
     extra: int
     latent: Latent | None
     biased: frozenset[str]
-    quantized: Quantization | None
+    quantized: WeightFormat | None
     multimodal: bool
     layer_types: tuple[str, ...]
 
@@ -190,7 +190,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         extra=read.integer("num_nextn_predict_layers", 0, bounds=more) if latent else 0,
         latent=latent,
         biased=_biased(family, read),
-        quantized=quantization_of(family, read.section("quantization_config")),
+        quantized=weight_format(family, read.section("quantization_config")),
         multimodal=inner is not None,
         layer_types=_layer_types(read, layers),
     )

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.format.checks import short_repr
 from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import (
@@ -23,9 +23,9 @@ from orbax_safetensors_layout.mapping.families.steps import (
     LINEAR,
     ROUTER,
     SAME,
-    Group,
-    Leaf,
-    Step,
+    FamilyLeaf,
+    LayerGroup,
+    TensorStep,
     Tree,
     head_norm,
     heads,
@@ -75,14 +75,14 @@ def tree(dims: Dims) -> Tree:
     """
     gemma = dims.family in ("gemma2", "gemma3")
     return Tree(
-        Leaf("token_embedder.embedding", EMBEDDING_TENSOR, _embedding(dims)),
-        Leaf("decoder.logits_dense.kernel", HEAD, ROUTER),
-        Leaf("decoder.decoder_norm.scale", "norm.weight", _GEMMA_NORM if gemma else SAME),
+        FamilyLeaf("token_embedder.embedding", EMBEDDING_TENSOR, _embedding(dims)),
+        FamilyLeaf("decoder.logits_dense.kernel", HEAD, ROUTER),
+        FamilyLeaf("decoder.decoder_norm.scale", "norm.weight", _GEMMA_NORM if gemma else SAME),
         _groups(dims),
     )
 
 
-def _embedding(dims: Dims) -> Step:
+def _embedding(dims: Dims) -> TensorStep:
     """Gemma's rows are multiplied by sqrt(hidden) when they are converted, not when they are used.
 
     The factor of Gemma 3 is rounded to bfloat16 (`pad_and_scale_embedding`), that of Gemma 2 to
@@ -96,7 +96,7 @@ def _embedding(dims: Dims) -> Step:
     return EMBEDDING
 
 
-def _groups(dims: Dims) -> tuple[Group, ...]:
+def _groups(dims: Dims) -> tuple[LayerGroup, ...]:
     match dims.family:
         case "gemma2":
             return _gemma2(dims)
@@ -110,7 +110,7 @@ def _groups(dims: Dims) -> tuple[Group, ...]:
             return _alike(dims)
 
 
-def _alike(dims: Dims) -> tuple[Group, ...]:
+def _alike(dims: Dims) -> tuple[LayerGroup, ...]:
     """Llama, Mistral, Qwen and Mixtral: all layers are alike."""
     if dims.dense and dims.sparse:
         raise MappingError(
@@ -129,7 +129,7 @@ def _alike(dims: Dims) -> tuple[Group, ...]:
     else:
         leaves += _mlp("mlp")
     layers = tuple(range(dims.layers))
-    return (Group("decoder.layers.", "decoder.layers_{n}.", layers, tuple(leaves)),)
+    return (LayerGroup("decoder.layers.", "decoder.layers_{n}.", layers, tuple(leaves)),)
 
 
 def _check_cycle(dims: Dims, local: int) -> None:
@@ -140,11 +140,11 @@ def _check_cycle(dims: Dims, local: int) -> None:
             raise MappingError(
                 f"MaxText's {dims.family} has another layer {i} than the layer_types say",
                 expected=turns[i % len(turns)],
-                found=brief(kind),
+                found=short_repr(kind),
             )
 
 
-def _gemma2(dims: Dims) -> tuple[Group, ...]:
+def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
     """A layer of MaxText is two of the checkpoint, one local and one global."""
     _check_cycle(dims, local=1)
     if dims.layers % 2:
@@ -152,7 +152,7 @@ def _gemma2(dims: Dims) -> tuple[Group, ...]:
             "MaxText's Gemma 2 joins two layers to one", found=f"{dims.layers} layers"
         )
     return tuple(
-        Group(
+        LayerGroup(
             "decoder.layers.",
             "decoder.layers_{n}.",
             tuple(range(start, dims.layers, 2)),
@@ -167,7 +167,7 @@ def _gemma2(dims: Dims) -> tuple[Group, ...]:
     )
 
 
-def _gemma3(dims: Dims) -> tuple[Group, ...]:
+def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by sixes; those that remain are not stacked."""
     leaves = (
         *_scales(_GEMMA_NORMS, _GEMMA_NORM),
@@ -178,7 +178,7 @@ def _gemma3(dims: Dims) -> tuple[Group, ...]:
     _check_cycle(dims, local=_GEMMA3_CYCLE - 1)
     scanned = dims.layers - dims.layers % _GEMMA3_CYCLE
     groups = [
-        Group(
+        LayerGroup(
             f"decoder.layers.layers_{i}.",
             "decoder.layers_{n}.",
             tuple(range(i, scanned, _GEMMA3_CYCLE)),
@@ -187,13 +187,13 @@ def _gemma3(dims: Dims) -> tuple[Group, ...]:
         for i in range(_GEMMA3_CYCLE)
     ]
     rest = tuple(range(scanned, dims.layers))
-    remainder = Group(
+    remainder = LayerGroup(
         "decoder.layers_remainder.layers_{n}.", "decoder.layers_{n}.", rest, leaves, scans=False
     )
     return (*groups, remainder)
 
 
-def _gpt_oss(dims: Dims) -> tuple[Group, ...]:
+def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by twos, one local and one global."""
     _check_cycle(dims, local=_GPT_OSS_CYCLE - 1)
     if dims.layers % _GPT_OSS_CYCLE:
@@ -203,14 +203,14 @@ def _gpt_oss(dims: Dims) -> tuple[Group, ...]:
         *_scales(_NORMS, SAME),
         *_attention(dims, attention),
         *_biases(dims, attention),
-        Leaf(f"{attention}.out.bias", "self_attn.o_proj.bias", SAME),
-        Leaf(f"{attention}.sinks", "self_attn.sinks", SAME),
-        Leaf("GptOssMlp.gate.kernel", "mlp.router.weight", ROUTER),
-        Leaf("GptOssMlp.gate.bias", "mlp.router.bias", SAME),
+        FamilyLeaf(f"{attention}.out.bias", "self_attn.o_proj.bias", SAME),
+        FamilyLeaf(f"{attention}.sinks", "self_attn.sinks", SAME),
+        FamilyLeaf("GptOssMlp.gate.kernel", "mlp.router.weight", ROUTER),
+        FamilyLeaf("GptOssMlp.gate.bias", "mlp.router.bias", SAME),
         *_fused_experts("GptOssMlp"),
     )
     return tuple(
-        Group(
+        LayerGroup(
             f"decoder.layers.layers_{i}.",
             "decoder.layers_{n}.",
             tuple(range(i, dims.layers, _GPT_OSS_CYCLE)),
@@ -220,29 +220,29 @@ def _gpt_oss(dims: Dims) -> tuple[Group, ...]:
     )
 
 
-def _fused_experts(block: str) -> list[Leaf]:
+def _fused_experts(block: str) -> list[FamilyLeaf]:
     """`interleave`: gate and up take turns along the last axis of the checkpoint's tensors."""
-    kernel, bias = Step("x i o -> x i o", packed=True), Step("x o -> x o")
+    kernel, bias = TensorStep("x i o -> x i o", packed=True), TensorStep("x o -> x o")
     leaves = [
-        Leaf(f"{block}.wo", "mlp.experts.down_proj", kernel),
-        Leaf(f"{block}.wo_bias", "mlp.experts.down_proj_bias", bias),
+        FamilyLeaf(f"{block}.wo", "mlp.experts.down_proj", kernel),
+        FamilyLeaf(f"{block}.wo_bias", "mlp.experts.down_proj_bias", bias),
     ]
     for start, name in enumerate(("wi_0", "wi_1")):
         part = dataclasses.replace(kernel, every=(start, 2))
-        leaves.append(Leaf(f"{block}.{name}", "mlp.experts.gate_up_proj", part))
+        leaves.append(FamilyLeaf(f"{block}.{name}", "mlp.experts.gate_up_proj", part))
         part = dataclasses.replace(bias, every=(start, 2))
-        leaves.append(Leaf(f"{block}.{name}_bias", "mlp.experts.gate_up_proj_bias", part))
+        leaves.append(FamilyLeaf(f"{block}.{name}_bias", "mlp.experts.gate_up_proj_bias", part))
     return leaves
 
 
-def _deepseek(dims: Dims) -> tuple[Group, ...]:
+def _deepseek(dims: Dims) -> tuple[LayerGroup, ...]:
     """Dense layers first, counted by themselves, then those with experts."""
     shared = (*_scales(_NORMS, SAME), *_latent(dims))
     block = "DeepSeekMoeBlock_0."
     # `GateLogit` of `layers/moe.py`: the bias is a variable of its own kind. Flax keeps it beside
     # the parameters, and `param_scan_axis` is that of parameters only (`layers/nnx_decoders.py`).
     # `param_mapping.py` still looks for it among the parameters, where it is not.
-    bias = Leaf(
+    bias = FamilyLeaf(
         f"{block}MoeBlock_0.gate.bias",
         "mlp.gate.e_score_correction_bias",
         SAME,
@@ -253,12 +253,12 @@ def _deepseek(dims: Dims) -> tuple[Group, ...]:
         experts += _mlp("mlp.shared_experts", f"{block}shared_experts")
     dense, sparse = (*shared, *_mlp("mlp")), (*shared, *experts)
     return (
-        Group("decoder.dense_layers.", "decoder.dense_layers_{n}.", dims.dense, dense),
-        Group("decoder.moe_layers.", "decoder.moe_layers_{n}.", dims.sparse, sparse, first=0),
+        LayerGroup("decoder.dense_layers.", "decoder.dense_layers_{n}.", dims.dense, dense),
+        LayerGroup("decoder.moe_layers.", "decoder.moe_layers_{n}.", dims.sparse, sparse, first=0),
     )
 
 
-def _latent(dims: Dims) -> list[Leaf]:
+def _latent(dims: Dims) -> list[FamilyLeaf]:
     latent = dims.latent
     assert latent is not None
     rows = [
@@ -275,10 +275,10 @@ def _latent(dims: Dims) -> list[Leaf]:
         ]
     else:
         rows.append(("query.kernel", "q_proj", heads(dims.heads, latent.query_dim)))
-    return [Leaf(f"self_attention.{a}", f"self_attn.{b}.weight", step) for a, b, step in rows]
+    return [FamilyLeaf(f"self_attention.{a}", f"self_attn.{b}.weight", step) for a, b, step in rows]
 
 
-def _attention(dims: Dims, module: str) -> list[Leaf]:
+def _attention(dims: Dims, module: str) -> list[FamilyLeaf]:
     h, k, d, factor = dims.heads, dims.kv_heads, dims.head_dim, None
     if dims.family in _QUERY_SCALED:
         factor = float(np.float32(1 / math.sqrt(dims.query_scalar)))
@@ -288,46 +288,53 @@ def _attention(dims: Dims, module: str) -> list[Leaf]:
         raise MappingError(
             "MaxText's Llama has no rotary embedding of the configuration's rope_type",
             expected=f"one of {', '.join(_ROPES)}",
-            found=brief(dims.rope),
+            found=short_repr(dims.rope),
         )
     rotated = interleaved_heads if dims.family == "llama" and dims.rope == "llama3" else heads
     steps = {"query": rotated(h, d, factor), "key": rotated(k, d), "value": heads(k, d)}
     leaves = [
-        Leaf(f"{module}.{name}.kernel", f"self_attn.{source}.weight", steps[name])
+        FamilyLeaf(f"{module}.{name}.kernel", f"self_attn.{source}.weight", steps[name])
         for name, source in _ATTENTION
     ]
-    return [*leaves, Leaf(f"{module}.out.kernel", "self_attn.o_proj.weight", out_of_heads(h, d))]
+    return [
+        *leaves,
+        FamilyLeaf(f"{module}.out.kernel", "self_attn.o_proj.weight", out_of_heads(h, d)),
+    ]
 
 
-def _biases(dims: Dims, module: str) -> list[Leaf]:
+def _biases(dims: Dims, module: str) -> list[FamilyLeaf]:
     counts = {"query": dims.heads, "key": dims.kv_heads, "value": dims.kv_heads}
     return [
-        Leaf(f"{module}.{a}.bias", f"self_attn.{b}.bias", heads_bias(counts[a], dims.head_dim))
+        FamilyLeaf(
+            f"{module}.{a}.bias", f"self_attn.{b}.bias", heads_bias(counts[a], dims.head_dim)
+        )
         for a, b in _ATTENTION
     ]
 
 
 def _scales(
     names: Iterable[tuple[str, str]],
-    step: Step,
+    step: TensorStep,
     before: str = "",
     source: str = "",
-) -> list[Leaf]:
-    return [Leaf(f"{before}{a}.scale", f"{source}{b}.weight", step) for a, b in names]
+) -> list[FamilyLeaf]:
+    return [FamilyLeaf(f"{before}{a}.scale", f"{source}{b}.weight", step) for a, b in names]
 
 
-def _mlp(source: str, module: str | None = None) -> list[Leaf]:
+def _mlp(source: str, module: str | None = None) -> list[FamilyLeaf]:
     module = source if module is None else module
-    return [Leaf(f"{module}.{a}.kernel", f"{source}.{b}.weight", LINEAR) for a, b in _MLP]
+    return [FamilyLeaf(f"{module}.{a}.kernel", f"{source}.{b}.weight", LINEAR) for a, b in _MLP]
 
 
-def _experts(block: str) -> list[Leaf]:
-    kernels = [Leaf(f"{block}{a}", f"mlp.experts.{{e}}.{b}.weight", LINEAR) for a, b in _MLP]
-    return [Leaf(f"{block}gate.kernel", "mlp.gate.weight", ROUTER), *kernels]
+def _experts(block: str) -> list[FamilyLeaf]:
+    kernels = [FamilyLeaf(f"{block}{a}", f"mlp.experts.{{e}}.{b}.weight", LINEAR) for a, b in _MLP]
+    return [FamilyLeaf(f"{block}gate.kernel", "mlp.gate.weight", ROUTER), *kernels]
 
 
-def _mixtral_experts() -> list[Leaf]:
+def _mixtral_experts() -> list[FamilyLeaf]:
     block, source = "MoeBlock_0.", "block_sparse_moe."
     names = (("wi_0", "w1"), ("wi_1", "w3"), ("wo", "w2"))
-    kernels = [Leaf(f"{block}{a}", f"{source}experts.{{e}}.{b}.weight", LINEAR) for a, b in names]
-    return [Leaf(f"{block}gate.kernel", f"{source}gate.weight", ROUTER), *kernels]
+    kernels = [
+        FamilyLeaf(f"{block}{a}", f"{source}experts.{{e}}.{b}.weight", LINEAR) for a, b in names
+    ]
+    return [FamilyLeaf(f"{block}gate.kernel", f"{source}gate.weight", ROUTER), *kernels]

@@ -13,9 +13,9 @@ from orbax_safetensors_layout.mapping.families.steps import (
     LINEAR,
     ROUTER,
     SAME,
-    Group,
-    Leaf,
-    Step,
+    FamilyLeaf,
+    LayerGroup,
+    TensorStep,
     Tree,
     head_norm,
     heads,
@@ -30,17 +30,17 @@ _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _QK_NORMED = ("qwen3", "qwen3_moe", "gemma3")
 
 _MIXTRAL_EXPERTS = (
-    Leaf("mlp.router.kernel", "block_sparse_moe.gate.weight", ROUTER),
+    FamilyLeaf("mlp.router.kernel", "block_sparse_moe.gate.weight", ROUTER),
     # `MixtralBlockSparseTop2MLP` of transformers 4: w1 is the gate, w3 goes up, w2 goes down.
-    Leaf("mlp.experts.gate_proj.kernel", "block_sparse_moe.experts.{e}.w1.weight", LINEAR),
-    Leaf("mlp.experts.up_proj.kernel", "block_sparse_moe.experts.{e}.w3.weight", LINEAR),
-    Leaf("mlp.experts.down_proj.kernel", "block_sparse_moe.experts.{e}.w2.weight", LINEAR),
+    FamilyLeaf("mlp.experts.gate_proj.kernel", "block_sparse_moe.experts.{e}.w1.weight", LINEAR),
+    FamilyLeaf("mlp.experts.up_proj.kernel", "block_sparse_moe.experts.{e}.w3.weight", LINEAR),
+    FamilyLeaf("mlp.experts.down_proj.kernel", "block_sparse_moe.experts.{e}.w2.weight", LINEAR),
 )
 
 _EXPERTS = (
-    Leaf("mlp.router.kernel", "mlp.gate.weight", ROUTER),
+    FamilyLeaf("mlp.router.kernel", "mlp.gate.weight", ROUTER),
     *(
-        Leaf(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", LINEAR)
+        FamilyLeaf(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", LINEAR)
         for name in _MLP
     ),
 )
@@ -48,67 +48,71 @@ _EXPERTS = (
 # `GptOssExperts` of transformers 5.23.0, `modeling_gpt_oss.py`: expert kernels are [in, out]
 # already, and gate and up take turns along the last axis.
 _GPT_OSS_EXPERTS = (
-    Leaf("mlp.router.kernel", "mlp.router.weight", ROUTER),
-    Leaf("mlp.router.bias", "mlp.router.bias", SAME),
+    FamilyLeaf("mlp.router.kernel", "mlp.router.weight", ROUTER),
+    FamilyLeaf("mlp.router.bias", "mlp.router.bias", SAME),
     *(
         leaf
         for start, name in enumerate(("gate_proj", "up_proj"))
         for leaf in (
-            Leaf(
+            FamilyLeaf(
                 f"mlp.experts.{name}.kernel",
                 "mlp.experts.gate_up_proj",
-                Step("x i o -> x i o", packed=True, every=(start, 2)),
+                TensorStep("x i o -> x i o", packed=True, every=(start, 2)),
             ),
-            Leaf(
+            FamilyLeaf(
                 f"mlp.experts.{name}.bias",
                 "mlp.experts.gate_up_proj_bias",
-                Step("x o -> x o", every=(start, 2)),
+                TensorStep("x o -> x o", every=(start, 2)),
             ),
         )
     ),
-    Leaf(
+    FamilyLeaf(
         "mlp.experts.down_proj.kernel",
         "mlp.experts.down_proj",
-        Step("x i o -> x i o", packed=True),
+        TensorStep("x i o -> x i o", packed=True),
     ),
-    Leaf("mlp.experts.down_proj.bias", "mlp.experts.down_proj_bias", Step("x o -> x o")),
+    FamilyLeaf(
+        "mlp.experts.down_proj.bias", "mlp.experts.down_proj_bias", TensorStep("x o -> x o")
+    ),
 )
 
 
 def tree(dims: Dims) -> Tree:
     """The leaves of a model."""
     return Tree(
-        Leaf("embed_tokens.embedding", EMBEDDING_TENSOR, EMBEDDING),
-        Leaf("lm_head.kernel", HEAD, ROUTER),
-        Leaf("norm.scale", "norm.weight", SAME),
+        FamilyLeaf("embed_tokens.embedding", EMBEDDING_TENSOR, EMBEDDING),
+        FamilyLeaf("lm_head.kernel", HEAD, ROUTER),
+        FamilyLeaf("norm.scale", "norm.weight", SAME),
         _groups(dims),
     )
 
 
-def _groups(dims: Dims) -> tuple[Group, ...]:
+def _groups(dims: Dims) -> tuple[LayerGroup, ...]:
     shared = (*_norms(dims), *_attention(dims))
     dense, sparse = (*shared, *_mlp(dims, "mlp")), (*shared, *_experts(dims))
     if dims.dense and dims.sparse:
         return (
-            Group("dense_layers.", "layers.{n}.", dims.dense, dense),
-            Group("moe_layers.", "layers.{n}.", dims.sparse, sparse),
+            LayerGroup("dense_layers.", "layers.{n}.", dims.dense, dense),
+            LayerGroup("moe_layers.", "layers.{n}.", dims.sparse, sparse),
         )
     return (
-        Group("layers.", "layers.{n}.", dims.dense, dense),
-        Group("layers.", "layers.{n}.", dims.sparse, sparse),
+        LayerGroup("layers.", "layers.{n}.", dims.dense, dense),
+        LayerGroup("layers.", "layers.{n}.", dims.sparse, sparse),
     )
 
 
-def _norms(dims: Dims) -> tuple[Leaf, ...]:
+def _norms(dims: Dims) -> tuple[FamilyLeaf, ...]:
     gemma = dims.family in ("gemma2", "gemma3")
     names = _GEMMA_NORMS if gemma else _NORMS
     steps = dict.fromkeys(names, SAME)
     if dims.family in _QK_NORMED:
         steps |= dict.fromkeys(_HEAD_NORMS, head_norm(dims.head_dim))
-    return tuple(Leaf(f"{name}.scale", f"{name}.weight", step) for name, step in steps.items())
+    return tuple(
+        FamilyLeaf(f"{name}.scale", f"{name}.weight", step) for name, step in steps.items()
+    )
 
 
-def _attention(dims: Dims) -> tuple[Leaf, ...]:
+def _attention(dims: Dims) -> tuple[FamilyLeaf, ...]:
     if dims.latent is not None:
         return _latent(dims)
     d = dims.head_dim
@@ -116,20 +120,20 @@ def _attention(dims: Dims) -> tuple[Leaf, ...]:
     biases = {"q": heads_bias(h, d), "k": heads_bias(k, d), "v": heads_bias(k, d), "o": SAME}
     kernels = {"q": heads(h, d), "k": heads(k, d), "v": heads(k, d), "o": out_of_heads(h, d)}
     leaves = [
-        Leaf(f"self_attn.{x}_proj.kernel", f"self_attn.{x}_proj.weight", step)
+        FamilyLeaf(f"self_attn.{x}_proj.kernel", f"self_attn.{x}_proj.weight", step)
         for x, step in kernels.items()
     ]
     leaves += [
-        Leaf(f"self_attn.{x}_proj.bias", f"self_attn.{x}_proj.bias", step)
+        FamilyLeaf(f"self_attn.{x}_proj.bias", f"self_attn.{x}_proj.bias", step)
         for x, step in biases.items()
         if f"{x}_proj" in dims.biased
     ]
     if dims.family == "gpt_oss":
-        leaves.append(Leaf("self_attn.sinks", "self_attn.sinks", SAME))
+        leaves.append(FamilyLeaf("self_attn.sinks", "self_attn.sinks", SAME))
     return tuple(leaves)
 
 
-def _latent(dims: Dims) -> tuple[Leaf, ...]:
+def _latent(dims: Dims) -> tuple[FamilyLeaf, ...]:
     """`DeepseekV3Attention` of transformers 5.23.0, `modeling_deepseek_v3.py`."""
     latent = dims.latent
     assert latent is not None
@@ -146,21 +150,26 @@ def _latent(dims: Dims) -> tuple[Leaf, ...]:
         steps["q_proj"] = heads(dims.heads, latent.query_dim)
     return (
         *(
-            Leaf(f"self_attn.{name}.kernel", f"self_attn.{name}.weight", step)
+            FamilyLeaf(f"self_attn.{name}.kernel", f"self_attn.{name}.weight", step)
             for name, step in steps.items()
         ),
-        *(Leaf(f"self_attn.{name}.scale", f"self_attn.{name}.weight", SAME) for name in norms),
+        *(
+            FamilyLeaf(f"self_attn.{name}.scale", f"self_attn.{name}.weight", SAME)
+            for name in norms
+        ),
     )
 
 
-def _mlp(dims: Dims, before: str) -> tuple[Leaf, ...]:
-    kernels = (Leaf(f"{before}.{name}.kernel", f"{before}.{name}.weight", LINEAR) for name in _MLP)
+def _mlp(dims: Dims, before: str) -> tuple[FamilyLeaf, ...]:
+    kernels = (
+        FamilyLeaf(f"{before}.{name}.kernel", f"{before}.{name}.weight", LINEAR) for name in _MLP
+    )
     biased = (name for name in _MLP if name in dims.biased)
-    biases = (Leaf(f"{before}.{name}.bias", f"{before}.{name}.bias", SAME) for name in biased)
+    biases = (FamilyLeaf(f"{before}.{name}.bias", f"{before}.{name}.bias", SAME) for name in biased)
     return (*kernels, *biases)
 
 
-def _experts(dims: Dims) -> tuple[Leaf, ...]:
+def _experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
     match dims.family:
         case "mixtral":
             return _MIXTRAL_EXPERTS
@@ -168,7 +177,7 @@ def _experts(dims: Dims) -> tuple[Leaf, ...]:
             return _GPT_OSS_EXPERTS
         case "deepseek_v3":
             bias = "e_score_correction_bias"
-            routed = (*_EXPERTS, Leaf(f"mlp.router.{bias}", f"mlp.gate.{bias}", SAME))
+            routed = (*_EXPERTS, FamilyLeaf(f"mlp.router.{bias}", f"mlp.gate.{bias}", SAME))
             return (*routed, *_mlp(dims, "mlp.shared_experts")) if dims.shared_experts else routed
         case _:
             return _EXPERTS

@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.format.checks import short_repr
 from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.expr.quantized import (
     dequantize_block,
@@ -15,7 +15,7 @@ from orbax_safetensors_layout.mapping.expr.quantized import (
     dequantize_mxfp4,
 )
 from orbax_safetensors_layout.mapping.families.config import SIZES, Section
-from orbax_safetensors_layout.mapping.families.steps import Step
+from orbax_safetensors_layout.mapping.families.steps import TensorStep
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _REGEX = "re:"
@@ -27,7 +27,7 @@ _HINT = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Quantization:
+class WeightFormat:
     """How weights are stored.
 
     Attributes:
@@ -42,7 +42,7 @@ class Quantization:
     group: int = 0
     plain: tuple[str, ...] = ()
 
-    def covers(self, name: str, step: Step) -> bool:
+    def covers(self, name: str, step: TensorStep) -> bool:
         """Whether a tensor is stored quantised.
 
         Args:
@@ -84,7 +84,7 @@ def _names(pattern: str, module: str) -> bool:
     return module == pattern or module.endswith(f".{pattern}")
 
 
-def quantization_of(family: str, config: Section | None) -> Quantization | None:
+def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     """What a `quantization_config` says; None where there is none.
 
     Raises:
@@ -94,13 +94,13 @@ def quantization_of(family: str, config: Section | None) -> Quantization | None:
         return None
     method = config.text("quant_method")
     if method == "mxfp4" and family == "gpt_oss":
-        return Quantization("mxfp4")
+        return WeightFormat("mxfp4")
     if method == "compressed-tensors" and config.text("format") == "pack-quantized":
         return _int4(family, config)
     block = config.integers("weight_block_size", bounds=SIZES)
     if method != "fp8" or not block or family == "gpt_oss":
         raise MappingError(
-            f"there is no ready mapping for {family} quantised with {brief(method)}"
+            f"there is no ready mapping for {family} quantised with {short_repr(method)}"
             + ("" if block or method != "fp8" else " and one scale for each tensor"),
             hint=_HINT,
         )
@@ -111,13 +111,13 @@ def quantization_of(family: str, config: Section | None) -> Quantization | None:
     odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
     if odd:
         raise MappingError(
-            f"the configuration leaves {brief(odd[0])} unquantised, and its like quantised",
+            f"the configuration leaves {short_repr(odd[0])} unquantised, and its like quantised",
             hint="Write rules for them.",
         )
-    return Quantization("fp8", (block[0], block[1]))
+    return WeightFormat("fp8", (block[0], block[1]))
 
 
-def _int4(family: str, config: Section) -> Quantization:
+def _int4(family: str, config: Section) -> WeightFormat:
     """`compressed-tensors` 0.12, `config/base.py`; Kimi K2 Thinking is stored so."""
     groups = [group.section("weights") for group in config.sections("config_groups")]
     wanted = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
@@ -130,14 +130,14 @@ def _int4(family: str, config: Section) -> Quantization:
             f"there is no ready mapping for {family} quantised with 'compressed-tensors' in this"
             " way",
             expected=f"one group of weights with {wanted}",
-            found=brief(config.get("config_groups")),
+            found=short_repr(config.get("config_groups")),
             hint=_HINT,
         )
     plain = config.texts("ignore") or ()
     for pattern in plain:
         if pattern.startswith(_REGEX):
             _check_regex(config, pattern)
-    return Quantization("int4", group=weights.integer("group_size"), plain=plain)
+    return WeightFormat("int4", group=weights.integer("group_size"), plain=plain)
 
 
 def _check_regex(config: Section, pattern: str) -> None:

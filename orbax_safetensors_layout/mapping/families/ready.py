@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
-from orbax_safetensors_layout.catalog.nearest import nearest_names
+from orbax_safetensors_layout.catalog.nearest import suggest_names
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import brief
+from orbax_safetensors_layout.format.checks import short_repr
 from orbax_safetensors_layout.mapping.expr.values import as_dtype
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
 from orbax_safetensors_layout.mapping.families.build import (
     EMBEDDING_TENSOR,
-    Settings,
+    FamilySettings,
     build,
     head_name,
 )
@@ -128,8 +128,8 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
     model_type = parsed.get("model_type")
     family = _FAMILY_OF.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        shown = brief(model_type)
-        nearest = nearest_names(shown, FAMILIES, 1)
+        shown = short_repr(model_type)
+        nearest = suggest_names(shown, FAMILIES, 1)
         call = "".join(f": osl.families.{name}(config, model_type={shown})" for name in nearest)
         raise MappingError(
             f"there is no ready mapping for model_type {shown}",
@@ -197,7 +197,7 @@ def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
         raise MappingError(
             "a mapping needs the facts of a model",
             expected="a checkpoint's folder, its config.json, or what that holds as a dict",
-            found=brief(config),
+            found=short_repr(config),
         )
     return config
 
@@ -240,10 +240,10 @@ def _check_type(
     found = config.get("model_type") if found is None else found
     own = [name for name, of in _FAMILY_OF.items() if of == family]
     if found != said if said is not None else found is not None and found not in own:
-        shown = brief(found)
+        shown = short_repr(found)
         raise MappingError(
             f"a mapping for {family} is asked for, but the configuration's model_type is {shown}",
-            expected=" or ".join(own) if said is None else brief(said),
+            expected=" or ".join(own) if said is None else short_repr(said),
             hint="Models of other types may have the same tensors and compute something else with"
             f" them. If this one is a {family} by another name, say so:"
             f" osl.families.{family}(config, model_type={shown}).",
@@ -269,7 +269,7 @@ def _check_counts(dims: Dims, names: Sequence[str], before: str) -> None:
 
 def _settings(
     dims: Dims, names: Sequence[str], name: str, side: _Target, options: Options
-) -> Settings:
+) -> FamilySettings:
     scan, axis = options.get("scan"), options.get("scan_axis")
     if scan and side.scan is None:
         raise MappingError(f"scan=True: {name} has no models with stacked layers")
@@ -290,7 +290,7 @@ def _settings(
         raise MappingError(f"quantized={quantized!r}", expected="'decode' or 'keep'")
     if quantized == "keep" and name != "plain":
         raise MappingError(f"quantized='keep': {name} has no quantised leaves of that kind")
-    return Settings(
+    return FamilySettings(
         scan=bool(side.scan) if scan is None else scan,
         scan_axis=side.scan_axis if axis is None else axis,
         dtype=None if dtype is None else as_dtype(dtype).name,

@@ -8,7 +8,7 @@ from orbax_safetensors_layout.mapping.expr.expression import Expr
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class TensorStep:
     """How one tensor becomes a leaf, or the part of a leaf that one layer and expert holds.
 
     Attributes:
@@ -64,7 +64,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Leaf:
+class FamilyLeaf:
     """A leaf, or in a group of layers the leaf of each.
 
     Attributes:
@@ -78,12 +78,12 @@ class Leaf:
 
     target: str
     source: str | tuple[str, ...]
-    step: Step
+    step: TensorStep
     variable: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Layers that are alike.
 
     Attributes:
@@ -99,7 +99,7 @@ class Group:
     scanned: str
     unscanned: str
     indices: tuple[int, ...]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[FamilyLeaf, ...]
     first: int | None = None
     scans: bool = True
 
@@ -115,63 +115,63 @@ class Tree:
         groups: The layers.
     """
 
-    embedding: Leaf
-    head: Leaf
-    norm: Leaf
-    groups: tuple[Group, ...]
+    embedding: FamilyLeaf
+    head: FamilyLeaf
+    norm: FamilyLeaf
+    groups: tuple[LayerGroup, ...]
 
 
-AS_IT_IS = Step("... -> ...")
+AS_IT_IS = TensorStep("... -> ...")
 """A tensor of any shape."""
 
-SAME = Step("e -> e")
+SAME = TensorStep("e -> e")
 """A vector."""
 
-ROUTER = Step("o i -> i o")
+ROUTER = TensorStep("o i -> i o")
 """A kernel that no checkpoint quantises."""
 
-LINEAR = Step("o i -> i o", projection=True)
+LINEAR = TensorStep("o i -> i o", projection=True)
 """PyTorch's `[out, in]` as `[in, out]`."""
 
-EMBEDDING = Step("v e -> v e")
+EMBEDDING = TensorStep("v e -> v e")
 """Rows of tokens."""
 
 
-def head_norm(d: int, term: float | None = None) -> Step:
+def head_norm(d: int, term: float | None = None) -> TensorStep:
     """A norm that all heads share; one over all heads at once, as in OLMoE, has another size."""
-    return Step("d -> d", (("d", d),), term=term)
+    return TensorStep("d -> d", (("d", d),), term=term)
 
 
-def heads(h: int, d: int, factor: float | None = None) -> Step:
+def heads(h: int, d: int, factor: float | None = None) -> TensorStep:
     """A projection to heads: `[heads * d, hidden]` as `[hidden, heads, d]`."""
-    return Step("(h d) e -> e h d", (("h", h), ("d", d)), projection=True, factor=factor)
+    return TensorStep("(h d) e -> e h d", (("h", h), ("d", d)), projection=True, factor=factor)
 
 
-def interleaved_heads(h: int, d: int, factor: float | None = None) -> Step:
+def interleaved_heads(h: int, d: int, factor: float | None = None) -> TensorStep:
     """A projection to heads, whose rotated pairs stand side by side.
 
     Hugging Face keeps the first elements of all pairs in the first half of a head, and the second
     ones in the second (`rotate_half` of transformers 5.23.0, `modeling_llama.py`).
     """
     pattern = "(h t f) e -> e h (f t)"
-    return Step(pattern, (("h", h), ("t", 2), ("f", d // 2)), projection=True, factor=factor)
+    return TensorStep(pattern, (("h", h), ("t", 2), ("f", d // 2)), projection=True, factor=factor)
 
 
-def heads_first(h: int, d: int) -> Step:
+def heads_first(h: int, d: int) -> TensorStep:
     """A projection to heads: `[heads * d, hidden]` as `[heads, hidden, d]`."""
-    return Step("(h d) e -> h e d", (("h", h), ("d", d)), projection=True)
+    return TensorStep("(h d) e -> h e d", (("h", h), ("d", d)), projection=True)
 
 
-def heads_part(h: int, d: int) -> Step:
+def heads_part(h: int, d: int) -> TensorStep:
     """The same as one of several: `[1, heads, hidden, d]`."""
-    return Step("(h d) e -> 1 h e d", (("h", h), ("d", d)), projection=True)
+    return TensorStep("(h d) e -> 1 h e d", (("h", h), ("d", d)), projection=True)
 
 
-def heads_bias(h: int, d: int) -> Step:
+def heads_bias(h: int, d: int) -> TensorStep:
     """The bias of a projection to heads: `[heads * d]` as `[heads, d]`."""
-    return Step("(h d) -> h d", (("h", h), ("d", d)))
+    return TensorStep("(h d) -> h d", (("h", h), ("d", d)))
 
 
-def out_of_heads(h: int, d: int) -> Step:
+def out_of_heads(h: int, d: int) -> TensorStep:
     """A projection from heads: `[hidden, heads * d]` as `[heads, d, hidden]`."""
-    return Step("e (h d) -> h d e", (("h", h), ("d", d)), projection=True)
+    return TensorStep("e (h d) -> h d e", (("h", h), ("d", d)), projection=True)

@@ -14,8 +14,8 @@ from orbax_safetensors_layout.mapping.families.steps import (
     LINEAR,
     ROUTER,
     SAME,
-    Group,
-    Leaf,
+    FamilyLeaf,
+    LayerGroup,
     Tree,
     head_norm,
     heads,
@@ -45,34 +45,36 @@ def tree(dims: Dims) -> Tree:
     layers = tuple(range(dims.layers))
     leaves = _gemma(dims) if gemma else _qwen(dims)
     return Tree(
-        Leaf("embedder.input_embedding", EMBEDDING_TENSOR, EMBEDDING),
-        Leaf("lm_head.w", HEAD, ROUTER),
-        Leaf("final_norm.scale" if gemma else "final_norm.w", "norm.weight", SAME),
-        (Group("layers.", "layers.{n}.", layers, tuple(leaves)),),
+        FamilyLeaf("embedder.input_embedding", EMBEDDING_TENSOR, EMBEDDING),
+        FamilyLeaf("lm_head.w", HEAD, ROUTER),
+        FamilyLeaf("final_norm.scale" if gemma else "final_norm.w", "norm.weight", SAME),
+        (LayerGroup("layers.", "layers.{n}.", layers, tuple(leaves)),),
     )
 
 
-def _qwen(dims: Dims) -> list[Leaf]:
+def _qwen(dims: Dims) -> list[FamilyLeaf]:
     """Llama 3, Qwen 2 and Qwen 3."""
     h, k, d = dims.heads, dims.kv_heads, dims.head_dim
     steps = {"q_proj": heads(h, d), "k_proj": heads(k, d), "v_proj": heads(k, d)}
     steps["o_proj"] = out_of_heads(h, d)
-    leaves = [Leaf(f"{name}.w", f"{name}.weight", SAME) for name in _NORMS]
-    leaves += [Leaf(f"attn.{n}.w", f"self_attn.{n}.weight", step) for n, step in steps.items()]
+    leaves = [FamilyLeaf(f"{name}.w", f"{name}.weight", SAME) for name in _NORMS]
+    leaves += [
+        FamilyLeaf(f"attn.{n}.w", f"self_attn.{n}.weight", step) for n, step in steps.items()
+    ]
     if dims.family == "qwen2":
-        leaves += [Leaf(f"attn.{x}_bias", f"self_attn.{x}_proj.bias", SAME) for x in "qkv"]
+        leaves += [FamilyLeaf(f"attn.{x}_bias", f"self_attn.{x}_proj.bias", SAME) for x in "qkv"]
     if dims.family in ("qwen3", "qwen3_moe"):
         norm = head_norm(d)
-        leaves += [Leaf(f"attn.{x}_norm.w", f"self_attn.{x}_norm.weight", norm) for x in "qk"]
+        leaves += [FamilyLeaf(f"attn.{x}_norm.w", f"self_attn.{x}_norm.weight", norm) for x in "qk"]
     if dims.dense:
         leaves += _mlp()
     if dims.experts:
-        leaves.append(Leaf("mlp.router.kernel", "mlp.gate.weight", ROUTER))
-        leaves += [Leaf(f"mlp.{n}", f"mlp.experts.{{e}}.{n}.weight", LINEAR) for n in _MLP]
+        leaves.append(FamilyLeaf("mlp.router.kernel", "mlp.gate.weight", ROUTER))
+        leaves += [FamilyLeaf(f"mlp.{n}", f"mlp.experts.{{e}}.{n}.weight", LINEAR) for n in _MLP]
     return leaves
 
 
-def _gemma(dims: Dims) -> list[Leaf]:
+def _gemma(dims: Dims) -> list[FamilyLeaf]:
     """Gemma 2 and 3.
 
     Queries, keys and values are one leaf where there are as many of each
@@ -86,19 +88,21 @@ def _gemma(dims: Dims) -> list[Leaf]:
         "pre_ffw_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     }
-    leaves = [Leaf(f"{a}.scale", f"{b}.weight", SAME) for a, b in norms.items()]
+    leaves = [FamilyLeaf(f"{a}.scale", f"{b}.weight", SAME) for a, b in norms.items()]
     if dims.family == "gemma3":
         own = (("_query_norm", "q_norm"), ("_key_norm", "k_norm"))
-        leaves += [Leaf(f"attn.{a}.scale", f"self_attn.{b}.weight", head_norm(d)) for a, b in own]
+        leaves += [
+            FamilyLeaf(f"attn.{a}.scale", f"self_attn.{b}.weight", head_norm(d)) for a, b in own
+        ]
     q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
     if dims.heads == dims.kv_heads:
-        leaves.append(Leaf("attn.qkv_einsum.w", (q, k, v), heads_part(dims.heads, d)))
+        leaves.append(FamilyLeaf("attn.qkv_einsum.w", (q, k, v), heads_part(dims.heads, d)))
     else:
-        leaves.append(Leaf("attn.q_einsum.w", q, heads_first(dims.heads, d)))
-        leaves.append(Leaf("attn.kv_einsum.w", (k, v), heads_part(dims.kv_heads, d)))
-    leaves.append(Leaf("attn.attn_vec_einsum.w", o, out_of_heads(dims.heads, d)))
+        leaves.append(FamilyLeaf("attn.q_einsum.w", q, heads_first(dims.heads, d)))
+        leaves.append(FamilyLeaf("attn.kv_einsum.w", (k, v), heads_part(dims.kv_heads, d)))
+    leaves.append(FamilyLeaf("attn.attn_vec_einsum.w", o, out_of_heads(dims.heads, d)))
     return leaves + _mlp()
 
 
-def _mlp() -> list[Leaf]:
-    return [Leaf(f"mlp.{name}.kernel", f"mlp.{name}.weight", LINEAR) for name in _MLP]
+def _mlp() -> list[FamilyLeaf]:
+    return [FamilyLeaf(f"mlp.{name}.kernel", f"mlp.{name}.weight", LINEAR) for name in _MLP]

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Source, Valued
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Valued, WholeTensor
 from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, undone
 from orbax_safetensors_layout.mapping.integers import (
     NARROW_INTEGERS,
@@ -23,7 +23,7 @@ from orbax_safetensors_layout.mapping.integers import (
 )
 
 
-def check_exact(expression: Bound, leaf: np.dtype[Any]) -> None:
+def check_exact(expression: BoundExpr, leaf: np.dtype[Any]) -> None:
     """Refuses a leaf that does not give back every value of its tensors.
 
     Args:
@@ -38,7 +38,7 @@ def check_exact(expression: Bound, leaf: np.dtype[Any]) -> None:
 
 
 def _check(
-    node: Bound,
+    node: BoundExpr,
     ops: tuple[ValueOp, ...],
     back: tuple[ValueOp, ...],
     dtype: np.dtype[Any],
@@ -58,7 +58,7 @@ def _check(
         for op in more:
             dtype = op.result(dtype)
         _check(node.operand, (node.op, *ops), (*back, *more), dtype, last)
-    elif isinstance(node, Source) and ops and not any(op.lossy_inverse for op in ops):
+    elif isinstance(node, WholeTensor) and ops and not any(op.lossy_inverse for op in ops):
         done, loaded = (*ops, *last), node.dtype
         for op in done:
             loaded = op.result(loaded)

@@ -9,7 +9,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.inverse.extents import Extent
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 
 LIKE = "save through mapping.like(path), with a checkpoint that has the names and shapes"
 """What can be done where leaves do not tell enough; for hints."""
@@ -49,10 +49,10 @@ class Inference:
             )
         self._found[name] = (tuple(e for e in joined if e is not None), dtype, leaf)
 
-    def facts(self) -> dict[str, Fact]:
+    def facts(self) -> dict[str, TensorSpec]:
         """The tensors, as large as they have to be."""
         return {
-            name: Fact(tuple(extent.n for extent in shape), dtype)
+            name: TensorSpec(tuple(extent.n for extent in shape), dtype)
             for name, (shape, dtype, _) in self._found.items()
         }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Constant, Source
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, WholeTensor
 from orbax_safetensors_layout.mapping.affine.builders import (
     concatenated,
     interleaved,
@@ -26,17 +26,19 @@ from orbax_safetensors_layout.mapping.inverse.patches import (
     trace,
 )
 from orbax_safetensors_layout.mapping.problems import Problem, Problems, problems_of
-from orbax_safetensors_layout.mapping.shapes import Fact
+from orbax_safetensors_layout.mapping.shapes import TensorSpec
 
 
-class Part(NamedTuple):
+class InversePart(NamedTuple):
     """A patch of a tensor and the leaf that has it."""
 
     leaf: str
     patch: Patch
 
 
-def invert(expressions: Mapping[str, Bound], leaves: Mapping[str, Fact]) -> dict[str, Bound]:
+def invert(
+    expressions: Mapping[str, BoundExpr], leaves: Mapping[str, TensorSpec]
+) -> dict[str, BoundExpr]:
     """Each tensor as an expression over leaves.
 
     Args:
@@ -46,25 +48,27 @@ def invert(expressions: Mapping[str, Bound], leaves: Mapping[str, Fact]) -> dict
     Raises:
         Problems: Operations do not invert, or leaves overlap in a tensor or leave gaps.
     """
-    parts: dict[str, list[Part]] = {}
-    sources: dict[str, Source] = {}
+    parts: dict[str, list[InversePart]] = {}
+    sources: dict[str, WholeTensor] = {}
     problems: list[Problem] = []
     refused: set[str] = set()
     for leaf, expression in expressions.items():
-        sources.update((n.name, n) for n in expression.nodes() if isinstance(n, Source))
+        sources.update((n.name, n) for n in expression.nodes() if isinstance(n, WholeTensor))
         shape, dtype = leaves[leaf]
         try:
             if 0 not in shape:
                 check_exact(expression, dtype)
-                for source, patch in trace(expression, Patch.whole(Source(shape, dtype, leaf))):
-                    parts.setdefault(source.name, []).append(Part(leaf, patch))
+                for source, patch in trace(
+                    expression, Patch.whole(WholeTensor(shape, dtype, leaf))
+                ):
+                    parts.setdefault(source.name, []).append(InversePart(leaf, patch))
         except MappingError as error:
             refused.update(expression.sources())
             problems += [
                 p._replace(text=f"leaf {leaf!r} can not be saved: {p.text}")
                 for p in problems_of(error)
             ]
-    inverted: dict[str, Bound] = {}
+    inverted: dict[str, BoundExpr] = {}
     for name, source in sources.items():
         if name in refused:
             continue
@@ -80,7 +84,7 @@ def invert(expressions: Mapping[str, Bound], leaves: Mapping[str, Fact]) -> dict
     return inverted
 
 
-def _assemble(source: Source, parts: Sequence[Part]) -> Bound:
+def _assemble(source: WholeTensor, parts: Sequence[InversePart]) -> BoundExpr:
     """A tensor from its parts, which have to cover it exactly.
 
     Raises:
@@ -104,12 +108,14 @@ def _assemble(source: Source, parts: Sequence[Part]) -> Bound:
     if any(outer % inner for outer, inner in itertools.pairwise(steps)):
         # Leaves take the axes apart in ways that do not nest: only the tensor's own axes are kept.
         steps = sorted(own, reverse=True)
-    refined = [Part(part.leaf, patch) for part in coarse for patch in confine(part.patch, steps)]
+    refined = [
+        InversePart(part.leaf, patch) for part in coarse for patch in confine(part.patch, steps)
+    ]
     extents = [outer // inner for outer, inner in zip([size, *steps], steps, strict=False)]
     return reshaped(_compose(extents, refined), source.shape)
 
 
-def _compose(extents: Sequence[int], parts: Sequence[Part]) -> Bound:
+def _compose(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
     """Parts put together along the axes on which they lie apart."""
     first = parts[0].patch
     if len(parts) == 1 and first.values.shape == tuple(extents):
@@ -128,7 +134,7 @@ def _compose(extents: Sequence[int], parts: Sequence[Part]) -> Bound:
     return _cut(extents, parts)
 
 
-def _cut(extents: Sequence[int], parts: Sequence[Part]) -> Bound:
+def _cut(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
     """Parts of which none lies apart from the others on any axis, cut until some do.
 
     Parts that run along an axis for long by several steps are cut by the remainders of their steps'
@@ -159,10 +165,10 @@ class _Stretch(NamedTuple):
 
     start: int
     stop: int
-    parts: list[Part]
+    parts: list[InversePart]
 
 
-def _stretches(axis: int, parts: Sequence[Part]) -> list[_Stretch]:
+def _stretches(axis: int, parts: Sequence[InversePart]) -> list[_Stretch]:
     """Parts grouped by the stretch of an axis that they share with no other group."""
     groups: list[_Stretch] = []
     for part in sorted(parts, key=lambda part: _ends(axis, part)):
@@ -177,13 +183,15 @@ def _stretches(axis: int, parts: Sequence[Part]) -> list[_Stretch]:
     return [_within(axis, *group) for group in groups]
 
 
-def _within(axis: int, start: int, stop: int, parts: Iterable[Part]) -> _Stretch:
+def _within(axis: int, start: int, stop: int, parts: Iterable[InversePart]) -> _Stretch:
     """What of some parts lies in a stretch of an axis."""
     inside = [(part.leaf, restrict(part.patch, axis, start, stop, keep=True)) for part in parts]
-    return _Stretch(start, stop, [Part(leaf, patch) for leaf, patch in inside if patch is not None])
+    return _Stretch(
+        start, stop, [InversePart(leaf, patch) for leaf, patch in inside if patch is not None]
+    )
 
 
-def _concatenated(axis: int, extents: Sequence[int], stretches: Sequence[_Stretch]) -> Bound:
+def _concatenated(axis: int, extents: Sequence[int], stretches: Sequence[_Stretch]) -> BoundExpr:
     operands, reached = [], 0
     for start, stop, parts in stretches:
         if start != reached:
@@ -196,9 +204,9 @@ def _concatenated(axis: int, extents: Sequence[int], stretches: Sequence[_Stretc
     return concatenated(operands, axis)
 
 
-def _turns(axis: int, period: int, parts: Iterable[Part]) -> dict[int, list[Part]]:
+def _turns(axis: int, period: int, parts: Iterable[InversePart]) -> dict[int, list[InversePart]]:
     """What of some parts has each remainder of the index by `period`, by their quotients."""
-    found: dict[int, list[Part]] = {}
+    found: dict[int, list[InversePart]] = {}
     for part in parts:
         extent, start, step, count = part.patch.factors[axis]
         apart = period // math.gcd(step, period)  # so many indices on, the remainder is the same
@@ -209,11 +217,13 @@ def _turns(axis: int, period: int, parts: Iterable[Part]) -> dict[int, list[Part
             each = step * apart // period if length > 1 else 1
             factor = Factor(len(range(rest, extent, period)), quotient, each, length)
             moved = part.patch.replaced(axis, factor, values)
-            found.setdefault(rest, []).append(Part(part.leaf, moved))
+            found.setdefault(rest, []).append(InversePart(part.leaf, moved))
     return found
 
 
-def _interleaved(axis: int, extents: Sequence[int], turns: dict[int, list[Part]]) -> Bound:
+def _interleaved(
+    axis: int, extents: Sequence[int], turns: dict[int, list[InversePart]]
+) -> BoundExpr:
     operands = []
     for rest, parts in sorted(turns.items()):
         n = len(range(rest, extents[axis], len(turns)))
@@ -221,19 +231,19 @@ def _interleaved(axis: int, extents: Sequence[int], turns: dict[int, list[Part]]
     return interleaved(operands, axis)
 
 
-def _steps(axis: int, parts: Iterable[Part]) -> list[int]:
+def _steps(axis: int, parts: Iterable[InversePart]) -> list[int]:
     """The steps of the parts that have several indices of an axis."""
     factors = (part.patch.factors[axis] for part in parts)
     return [factor.step for factor in factors if factor.length > 1]
 
 
-def _ends(axis: int, part: Part) -> tuple[int, int]:
+def _ends(axis: int, part: InversePart) -> tuple[int, int]:
     """The first index of a part along an axis, and one past the last."""
     _, start, step, count = part.patch.factors[axis]
     return start, start + step * (count - 1) + 1
 
 
-def _overlap(parts: Sequence[Part]) -> MappingError:
+def _overlap(parts: Sequence[InversePart]) -> MappingError:
     return MappingError(
         f"its parts in {_leaves(parts)} overlap, or leave gaps",
         hint="Where leaves hold the same values, say so: rule(..., tied_to=...).",
@@ -244,7 +254,7 @@ def _extents(extents: Sequence[int], axis: int, n: int) -> list[int]:
     return [*extents[:axis], n, *extents[axis + 1 :]]
 
 
-def _leaves(parts: Sequence[Part]) -> str:
+def _leaves(parts: Sequence[InversePart]) -> str:
     names = [repr(name) for name in dict.fromkeys(part.leaf for part in parts)]
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"{'leaf' if len(names) == 1 else 'leaves'} {listed}"

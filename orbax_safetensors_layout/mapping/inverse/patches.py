@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import Bound, Constant, Source, Valued
+from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, Valued, WholeTensor
 from orbax_safetensors_layout.mapping.affine.builders import permuted, reshaped, sliced
 from orbax_safetensors_layout.mapping.affine.computed import Computed
 from orbax_safetensors_layout.mapping.affine.shaping import (
@@ -64,11 +64,11 @@ class Patch(NamedTuple):
         factors: The array's shape, taken apart; without factors of extent 1.
     """
 
-    values: Bound
+    values: BoundExpr
     factors: tuple[Factor, ...]
 
     @classmethod
-    def whole(cls, values: Bound) -> Patch:
+    def whole(cls, values: BoundExpr) -> Patch:
         """All elements of an array."""
         extents = tuple(n for n in values.shape if n > 1)
         return cls(reshaped(values, extents), tuple(map(Factor.whole, extents)))
@@ -79,19 +79,19 @@ class Patch(NamedTuple):
         sizes = itertools.accumulate(reversed([f.extent for f in self.factors]), operator.mul)
         return [1, *sizes][:-1][::-1] if self.factors else []
 
-    def put(self, number: int, factor: Factor, values: Bound) -> Patch:
+    def put(self, number: int, factor: Factor, values: BoundExpr) -> Patch:
         """With a factor replaced; one of extent 1 is left out."""
         if factor.extent > 1:
             return self.replaced(number, factor, values)
         values = reshaped(values, values.shape[:number] + values.shape[number + 1 :])
         return Patch(values, self.factors[:number] + self.factors[number + 1 :])
 
-    def replaced(self, number: int, factor: Factor, values: Bound) -> Patch:
+    def replaced(self, number: int, factor: Factor, values: BoundExpr) -> Patch:
         """With a factor replaced."""
         return Patch(values, (*self.factors[:number], factor, *self.factors[number + 1 :]))
 
 
-def trace(node: Bound, patch: Patch) -> Iterator[tuple[Source, Patch]]:
+def trace(node: BoundExpr, patch: Patch) -> Iterator[tuple[WholeTensor, Patch]]:
     """The patches of tensors that hold a patch of an expression made of them.
 
     Args:
@@ -101,7 +101,7 @@ def trace(node: Bound, patch: Patch) -> Iterator[tuple[Source, Patch]]:
     Raises:
         MappingError: An operation on the way does not invert.
     """
-    if isinstance(node, Source):
+    if isinstance(node, WholeTensor):
         yield node, patch
     elif isinstance(node, Permuted):
         order = [n for axis in inverse_permutation(node.axes) for n in _span(node, patch, axis)]
@@ -128,7 +128,9 @@ def trace(node: Bound, patch: Patch) -> Iterator[tuple[Source, Patch]]:
         raise MappingError(f"{node!r} does not invert")
 
 
-def _trace_joined(node: Stacked | Concatenated, patch: Patch) -> Iterator[tuple[Source, Patch]]:
+def _trace_joined(
+    node: Stacked | Concatenated, patch: Patch
+) -> Iterator[tuple[WholeTensor, Patch]]:
     starts = node.starts if isinstance(node, Concatenated) else range(len(node.operands) + 1)
     patches, number = _single(node, patch, node.axis)
     for operand, (start, stop) in zip(node.operands, itertools.pairwise(starts), strict=True):
@@ -138,7 +140,7 @@ def _trace_joined(node: Stacked | Concatenated, patch: Patch) -> Iterator[tuple[
                 yield from trace(operand, restricted)
 
 
-def _trace_axis(node: _OnAxis, patch: Patch) -> Iterator[tuple[Source, Patch]]:
+def _trace_axis(node: _OnAxis, patch: Patch) -> Iterator[tuple[WholeTensor, Patch]]:
     patches, number = _single(node, patch, node.axis)
     for part in patches:
         for below in _moved(node, part, number):
@@ -279,7 +281,7 @@ def _joined(patch: Patch, number: int) -> list[Patch]:
     return [both for part in parts if (both := _join(part, number)) is not None]
 
 
-def _span(node: Bound, patch: Patch, axis: int) -> range:
+def _span(node: BoundExpr, patch: Patch, axis: int) -> range:
     """The factors of an axis."""
     size = math.prod(node.shape[axis + 1 :])
     steps = patch.boundaries
@@ -287,7 +289,7 @@ def _span(node: Bound, patch: Patch, axis: int) -> range:
     return range(start, sum(step >= size for step in steps))
 
 
-def _single(node: Bound, patch: Patch, axis: int) -> tuple[list[Patch], int]:
+def _single(node: BoundExpr, patch: Patch, axis: int) -> tuple[list[Patch], int]:
     """The patch with one factor for an axis, of extent 1 too, and its number.
 
     Several patches, where the axis is merged of factors of which the patch has only some indices.
