@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     )
     from orbax_safetensors_layout.load import TensorMetadata, load, metadata, plan_load
     from orbax_safetensors_layout.mapping import families
+    from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
     from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
-    from orbax_safetensors_layout.mapping.expr.functions import opaque
-    from orbax_safetensors_layout.mapping.expr.joins import concat, stack
+    from orbax_safetensors_layout.mapping.expr.opaque import opaque
     from orbax_safetensors_layout.mapping.expr.quantized import (
         dequantize_block,
         dequantize_int4,

@@ -18,13 +18,13 @@ from orbax_safetensors_layout.adapters.orbax_format.locate import (
     locate,
     open_reader,
 )
-from orbax_safetensors_layout.adapters.orbax_format.target import orbax_target
+from orbax_safetensors_layout.adapters.orbax_format.orbax_target import orbax_target
 from orbax_safetensors_layout.conversion.checkpoint_reader import (
     CheckpointReader,
     arrays_of,
     rerooted,
 )
-from orbax_safetensors_layout.conversion.location import CheckpointRef
+from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
 from orbax_safetensors_layout.conversion.pipeline import Conversion, conversion_limits
 from orbax_safetensors_layout.conversion.target import Target
 from orbax_safetensors_layout.conversion.target_tree import (
@@ -43,10 +43,10 @@ from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.runtime.gc import frozen_heap
 from orbax_safetensors_layout.save import save_group
-from orbax_safetensors_layout.sharding.grid import MeshShape
-from orbax_safetensors_layout.sharding.rules import ShardingRule
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
+from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 from orbax_safetensors_layout.writing.commit import (
     appearance_rank,
     check_documents,

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
 from orbax_safetensors_layout.plan.array_source import MappedSource, bind
-from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.pytree.abstract import AbstractTree, HostLeaf
 from orbax_safetensors_layout.reading.decoding import check_booleans

@@ -24,7 +24,7 @@ from orbax_safetensors_layout.options import (
     WriteOptions,
     given_or_default,
 )
-from orbax_safetensors_layout.plan.scatter import ScatterPlan
+from orbax_safetensors_layout.plan.mapped_writes import ScatterPlan
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.reading._jax import DistributedStore
 from orbax_safetensors_layout.runtime.gc import frozen_heap
@@ -33,7 +33,7 @@ from orbax_safetensors_layout.runtime.progress import progress_callback
 from orbax_safetensors_layout.runtime.write_pool import WritePool
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 from orbax_safetensors_layout.storage.base import Storage
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 from orbax_safetensors_layout.writing.assemble_files import gather
 from orbax_safetensors_layout.writing.commit import publication_of, publish
 from orbax_safetensors_layout.writing.completion import Completion

@@ -160,7 +160,7 @@ def _mlp(c, layer):
 def write_headers(folder, shapes):
     """A checkpoint without data: a sparse file with a header."""
     from orbax_safetensors_layout.format.dtypes import DTYPES
-    from orbax_safetensors_layout.format.layout import NewTensor, lay_out
+    from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
 
     tensors = [NewTensor(name, DTYPES["BF16"], shape) for name, shape in shapes.items()]
     layout = lay_out("model.safetensors", tensors, {})

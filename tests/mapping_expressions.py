@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece, apply_view, assemble_box
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
+    AffinePiece,
+    apply_view,
+    assemble_box,
+)
+from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
-from orbax_safetensors_layout.mapping.expr.joins import concat, stack
 
 
 class Case(NamedTuple):

@@ -10,12 +10,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.file_layout import NewTensor
 from orbax_safetensors_layout.format.pieces import piece_name
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, WritePlan, plan_writes
-from orbax_safetensors_layout.sharding.boxes import GlobalShards
+from orbax_safetensors_layout.sharding.addressable import GlobalShards
 
 DATA_ALIGNMENT = 4096
 

@@ -19,8 +19,8 @@ from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.reading.assemble as assemble_module
-import orbax_safetensors_layout.reading.destinations as destinations_module
 import orbax_safetensors_layout.reading.read as read_module
+import orbax_safetensors_layout.reading.tile_buffers as destinations_module
 import orbax_safetensors_layout.runtime.memory as buffers_module
 from orbax_safetensors_layout.options import PROFILES
 from orbax_safetensors_layout.reading.read import read_leaves

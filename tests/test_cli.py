@@ -16,8 +16,8 @@ from checkpoints import assert_same_bits
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
+from orbax_safetensors_layout.cli.command import UsageError
 from orbax_safetensors_layout.cli.main import VERBS, main
-from orbax_safetensors_layout.cli.verb import UsageError
 
 
 def run(*arguments):

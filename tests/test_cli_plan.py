@@ -16,12 +16,12 @@ from multiprocess import run_processes
 from test_cli import run
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.forecast import estimate
+from orbax_safetensors_layout.analysis.estimate import estimate
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.coverage import coverage
-from orbax_safetensors_layout.sharding.grid import MeshShape
-from orbax_safetensors_layout.sharding.rules import (
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
+from orbax_safetensors_layout.sharding.sharding_rules import (
     ShardingRule,
     ShardingRules,
     auto_spec,

@@ -609,7 +609,7 @@ def test_configurations_that_can_not_be_read(saved, tmp_path):
 
 def test_index_only(saved):
     """The plain tree and Tunix's compute nothing, of any family."""
-    from orbax_safetensors_layout.mapping.affine.pieces import index_only
+    from orbax_safetensors_layout.mapping.affine.leaf_pieces import index_only
 
     counts = collections.Counter()
     for name, target, scan in CASES:

@@ -16,8 +16,7 @@ from saved_files import header
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.index import parse_index
-from orbax_safetensors_layout.format.layout import (
+from orbax_safetensors_layout.format.file_layout import (
     FileLayout,
     NewTensor,
     index_bytes,
@@ -25,6 +24,7 @@ from orbax_safetensors_layout.format.layout import (
     natural_key,
     split,
 )
+from orbax_safetensors_layout.format.index import parse_index
 
 F32 = DTYPES["F32"]
 PAGE = 4096

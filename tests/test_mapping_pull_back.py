@@ -22,7 +22,7 @@ from mapping_expressions import (
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, cover
-from orbax_safetensors_layout.mapping.affine.pieces import (
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
     AffinePiece,
     ComputedPiece,
     FillPiece,
@@ -31,9 +31,9 @@ from orbax_safetensors_layout.mapping.affine.pieces import (
     assemble_box,
     index_only,
 )
+from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.functions import opaque
-from orbax_safetensors_layout.mapping.expr.joins import concat, stack
+from orbax_safetensors_layout.mapping.expr.opaque import opaque
 from orbax_safetensors_layout.mapping.expr.values import Add, Cast, Scale, apply_ops
 
 F32 = np.dtype(np.float32)

@@ -11,9 +11,9 @@ from mapping_expressions import boxes_in, evaluate, facts_of, same
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.pieces import ComputedPiece, affine_pieces
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import ComputedPiece, affine_pieces
+from orbax_safetensors_layout.mapping.expr.concat_stack import stack
 from orbax_safetensors_layout.mapping.expr.expression import tensor
-from orbax_safetensors_layout.mapping.expr.joins import stack
 from orbax_safetensors_layout.mapping.expr.quantized import (
     dequantize_block,
     dequantize_int4,

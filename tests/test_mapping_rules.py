@@ -11,9 +11,9 @@ from mapping_expressions import evaluate, facts_of, same
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
+from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.functions import opaque
-from orbax_safetensors_layout.mapping.expr.joins import concat, stack
+from orbax_safetensors_layout.mapping.expr.opaque import opaque
 from orbax_safetensors_layout.mapping.names import wildcards
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
 

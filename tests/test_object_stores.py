@@ -26,7 +26,7 @@ from object_server import BUCKET
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orbax_safetensors_layout.catalog.pieces import PieceCatalog
+from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.header import Header, TensorEntry
 from orbax_safetensors_layout.format.pieces import (

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from recording import RecordingStorage
 
-from orbax_safetensors_layout.analysis.forecast import estimate
+from orbax_safetensors_layout.analysis.estimate import estimate
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.options import PROFILES, ReadOptions
-from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
-from orbax_safetensors_layout.sharding.grid import MeshShape
-from orbax_safetensors_layout.sharding.rules import ShardingRule
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
+from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MOST_BYTES = 500e6

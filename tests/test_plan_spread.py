@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import cover
-from orbax_safetensors_layout.plan.replica_exchange import ExchangeLimits, SharedLeaf, plan_exchange
+from orbax_safetensors_layout.plan.exchange_rounds import ExchangeLimits, SharedLeaf, plan_exchange
 from orbax_safetensors_layout.reading.replica_exchange import ExchangeStep, fingerprint_of
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 

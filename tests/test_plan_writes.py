@@ -16,10 +16,10 @@ from plans import all_plans, check_plans, held_boxes, leaf_writes, shape_of
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.file_layout import NewTensor
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.writes import LeafWrite
-from orbax_safetensors_layout.sharding.boxes import GlobalShards
+from orbax_safetensors_layout.sharding.addressable import GlobalShards
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 P = PartitionSpec

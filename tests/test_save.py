@@ -31,11 +31,11 @@ from saving import run_alone
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.layout import NewTensor, lay_out
+from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
 from orbax_safetensors_layout.geometry.box import Box, Tile
 from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite
 from orbax_safetensors_layout.runtime.write_pool import WritePool
-from orbax_safetensors_layout.sharding.boxes import GlobalShards
+from orbax_safetensors_layout.sharding.addressable import GlobalShards
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.writing.open_files import FileSet
 from orbax_safetensors_layout.writing.write import _PartWriter, write_parts

@@ -16,7 +16,7 @@ from remote_checks import shown
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
 DATA = np.random.default_rng(0).bytes(3 * MIB + 5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
 

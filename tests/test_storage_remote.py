@@ -34,7 +34,7 @@ from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.storage import hub_api, web
 from orbax_safetensors_layout.storage.hub_path import HubPath
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
 TENSORS = checkpoints.llama_like()

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.save import PreparedSave, save_group
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 _PathLike = str | os.PathLike[str]
 HINT = (

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.conversion.checkpoint_reader import (
     rerooted,
     values_of,
 )
-from orbax_safetensors_layout.conversion.location import CheckpointRef
+from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
 from orbax_safetensors_layout.errors import MappingError, StorageError
 from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
 from orbax_safetensors_layout.geometry.blocks import chunk_parts, within
@@ -31,7 +31,7 @@ from orbax_safetensors_layout.pytree.abstract import AbstractLeaf
 from orbax_safetensors_layout.reading.materialize import Materializer
 from orbax_safetensors_layout.reading.read import read_leaves
 from orbax_safetensors_layout.reading.resolve import Fidelity, ResolvedLeaf, plan_leaves
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 from orbax_safetensors_layout.writing.assemble_files import row_blocks
 
 BLOCKS_IN_BUDGET = 4

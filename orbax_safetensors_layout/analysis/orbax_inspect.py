@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxReader
+from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
 from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts
 from orbax_safetensors_layout.catalog.select import select_names
 from orbax_safetensors_layout.conversion.checkpoint_reader import (

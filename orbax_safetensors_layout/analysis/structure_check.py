@@ -8,7 +8,7 @@ from collections.abc import Callable
 from orbax_safetensors_layout.analysis.report import Finding
 from orbax_safetensors_layout.catalog.discover import Discovery, discover, read_manifest
 from orbax_safetensors_layout.catalog.headers import read_header
-from orbax_safetensors_layout.catalog.pieces import check_save
+from orbax_safetensors_layout.catalog.piece_catalog import check_save
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format.header import Header, TensorEntry
 from orbax_safetensors_layout.format.index import SUFFIX

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from orbax_safetensors_layout.analysis.located import resolve_checkpoint
 from orbax_safetensors_layout.analysis.report import Finding, Report
+from orbax_safetensors_layout.analysis.resolve_checkpoint import resolve_checkpoint
 from orbax_safetensors_layout.analysis.structure_check import StructureCheck
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.format.digests import DIGESTS, join_crc32
@@ -16,7 +16,7 @@ from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_def
 from orbax_safetensors_layout.reading.verifying import file_ranges, read_digests
 from orbax_safetensors_layout.runtime.progress import progress_callback
 from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 PathLike = str | os.PathLike[str]
 

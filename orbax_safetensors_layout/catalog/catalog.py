@@ -13,7 +13,7 @@ from typing import Self
 
 from orbax_safetensors_layout.catalog.discover import Discovery, discover, listed, read_manifest
 from orbax_safetensors_layout.catalog.headers import HeaderCache
-from orbax_safetensors_layout.catalog.pieces import PieceCatalog
+from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.catalog.select import missing_names, select_names
 from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
 from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE
@@ -22,7 +22,7 @@ from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.manifest import Manifest
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 

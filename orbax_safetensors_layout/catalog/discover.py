@@ -41,7 +41,7 @@ from orbax_safetensors_layout.format.manifest import (
 )
 from orbax_safetensors_layout.format.telling import Tell, refuse
 from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.storage.resolve import open_storage
+from orbax_safetensors_layout.storage.schemes import open_storage
 
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """How names of files begin that PEFT, Diffusers and Mistral put beside the model's own."""

@@ -6,7 +6,7 @@ checkpoint; 2 for misuse; 130 after Ctrl-C.
 
 from __future__ import annotations
 
-from orbax_safetensors_layout.cli.interrupts import clean_interrupts
+from orbax_safetensors_layout.cli.sigint import clean_interrupts
 
 with clean_interrupts(lambda: "orbax-safetensors: interrupted. Nothing was done; run it again."):
     from orbax_safetensors_layout.cli.main import main

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from orbax_safetensors_layout.cli.arguments import memory_budget
-from orbax_safetensors_layout.cli.console import Output
-from orbax_safetensors_layout.cli.verb import Command, argument
+from orbax_safetensors_layout.cli.command import Command, argument
+from orbax_safetensors_layout.cli.output import Output
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.runtime.text import parse_size
 

@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
-from orbax_safetensors_layout.cli.console import Output
+from orbax_safetensors_layout.cli.command import Command, UsageError, argument
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
-from orbax_safetensors_layout.cli.verb import Command, UsageError, argument
+from orbax_safetensors_layout.cli.output import Output
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.runtime.text import parse_size, size_text
 

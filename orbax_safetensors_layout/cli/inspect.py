@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts, Total, inspect
-from orbax_safetensors_layout.analysis.located import resolve_checkpoint
-from orbax_safetensors_layout.cli.console import Output, table
+from orbax_safetensors_layout.analysis.resolve_checkpoint import resolve_checkpoint
+from orbax_safetensors_layout.cli.command import Command, add_json
 from orbax_safetensors_layout.cli.families import name_families
-from orbax_safetensors_layout.cli.verb import Command, add_json
+from orbax_safetensors_layout.cli.output import Output, table
 from orbax_safetensors_layout.runtime.text import count_text, number_text, size_text
 
 _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {

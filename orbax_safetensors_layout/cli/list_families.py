@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_safetensors_layout.cli.console import Output, table
-from orbax_safetensors_layout.cli.verb import Command, add_json
+from orbax_safetensors_layout.cli.command import Command, add_json
+from orbax_safetensors_layout.cli.output import Output, table
 
 
 def _run(parsed: argparse.Namespace, console: Output) -> int:

@@ -18,9 +18,9 @@ from orbax_safetensors_layout.cli import (
     plan,
     verify,
 )
-from orbax_safetensors_layout.cli.console import Output
-from orbax_safetensors_layout.cli.interrupts import INTERRUPTED, clean_interrupts
-from orbax_safetensors_layout.cli.verb import Command, UsageError
+from orbax_safetensors_layout.cli.command import Command, UsageError
+from orbax_safetensors_layout.cli.output import Output
+from orbax_safetensors_layout.cli.sigint import INTERRUPTED, clean_interrupts
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 PROGRAM = "orbax-safetensors"

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from orbax_safetensors_layout.cli.verb import UsageError
+from orbax_safetensors_layout.cli.command import UsageError
 from orbax_safetensors_layout.errors import MappingError
 
 

@@ -7,17 +7,17 @@ import itertools
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.analysis.forecast import ClusterEstimate, estimate, estimate_save
+from orbax_safetensors_layout.analysis.estimate import ClusterEstimate, estimate, estimate_save
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
-from orbax_safetensors_layout.cli.console import Output
+from orbax_safetensors_layout.cli.command import Command, UsageError, add_json, argument
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
+from orbax_safetensors_layout.cli.output import Output
 from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
-from orbax_safetensors_layout.cli.verb import Command, UsageError, add_json, argument
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime.text import parse_seconds, parse_size
-from orbax_safetensors_layout.sharding.grid import MeshShape
-from orbax_safetensors_layout.sharding.rules import ShardingRule
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
+from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
 
 _AUTO = ShardingRule(".*", None)
 
@@ -158,7 +158,7 @@ def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
         return estimate_save(found, writing)
     if parsed.save is not None:
         raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
-    from orbax_safetensors_layout.analysis.forecast_tree import estimate_tree, mesh_of
+    from orbax_safetensors_layout.analysis.estimate_tree import estimate_tree, mesh_of
 
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.leaves import (
+from orbax_safetensors_layout.conversion.readable_arrays import (
     LeafRegion,
     ReadableArrays,
     TargetLeaf,

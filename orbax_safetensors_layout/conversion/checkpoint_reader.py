@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.conversion.leaves import (
+from orbax_safetensors_layout.conversion.readable_arrays import (
     LeafRegion,
     ReadableArrays,
     TargetLeaf,

@@ -9,7 +9,7 @@ import os
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.file_layout import NewTensor
 from orbax_safetensors_layout.format.manifest import (
     Container,
     Manifest,

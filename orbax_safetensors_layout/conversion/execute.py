@@ -20,7 +20,7 @@ from orbax_safetensors_layout.conversion.checkpoint_reader import (
 )
 from orbax_safetensors_layout.conversion.groups import LeafGroup, shares
 from orbax_safetensors_layout.conversion.journal import Journal
-from orbax_safetensors_layout.conversion.leaves import (
+from orbax_safetensors_layout.conversion.readable_arrays import (
     LeafRegion,
     ReadableArrays,
     TargetLeaf,

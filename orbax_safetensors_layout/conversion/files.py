@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.leaves import LeafRegion, TargetLeaf
+from orbax_safetensors_layout.conversion.readable_arrays import LeafRegion, TargetLeaf
 from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.format.dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType
-from orbax_safetensors_layout.format.index import MAIN_INDEX
-from orbax_safetensors_layout.format.layout import (
+from orbax_safetensors_layout.format.file_layout import (
     FileLayout,
     NewTensor,
     index_bytes,
     lay_out,
     split,
 )
+from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
 from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID, piece_name
 from orbax_safetensors_layout.geometry.blocks import within

@@ -6,7 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
-from orbax_safetensors_layout.conversion.leaves import LeafRegion, TargetLeaf, bytes_to_read
+from orbax_safetensors_layout.conversion.readable_arrays import (
+    LeafRegion,
+    TargetLeaf,
+    bytes_to_read,
+)
 
 _MOST_OVER_READ = 1.05  # bytes read for a byte needed, before arrays are rather read as a whole
 

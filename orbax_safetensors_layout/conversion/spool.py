@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
-from orbax_safetensors_layout.conversion.leaves import LeafRegion, ReadableArrays, batches
+from orbax_safetensors_layout.conversion.readable_arrays import LeafRegion, ReadableArrays, batches
 from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.conversion.checkpoint_reader import (
     arrays_of,
 )
 from orbax_safetensors_layout.conversion.files import FilesTarget, values_dtype
-from orbax_safetensors_layout.conversion.leaves import TargetLeaf
+from orbax_safetensors_layout.conversion.readable_arrays import TargetLeaf
 from orbax_safetensors_layout.errors import (
     MappingError,
     MismatchError,
@@ -32,8 +32,8 @@ from orbax_safetensors_layout.mapping.shapes import TensorSpec
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
-from orbax_safetensors_layout.sharding.rules import Misfit, ShardingRule, ShardingRules
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
+from orbax_safetensors_layout.sharding.sharding_rules import Misfit, ShardingRule, ShardingRules
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 from orbax_safetensors_layout.writing.prepare_tree import PreparedTree
 

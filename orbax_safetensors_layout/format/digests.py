@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import strict_json
-from orbax_safetensors_layout.format.checks import Schema, short_repr
+from orbax_safetensors_layout.format.schema import Schema, short_repr
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
 MAX_DIGESTS_BYTES = 100_000_000

@@ -13,7 +13,6 @@ from typing import Literal
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import strict_json
-from orbax_safetensors_layout.format.checks import Schema, short_repr
 from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE, DType
 from orbax_safetensors_layout.format.pieces import (
     StoredBox,
@@ -23,6 +22,7 @@ from orbax_safetensors_layout.format.pieces import (
     parse_pieces,
     piece_name,
 )
+from orbax_safetensors_layout.format.schema import Schema, short_repr
 from orbax_safetensors_layout.format.shardings import (
     UNCONSTRAINED,
     MeshRecord,

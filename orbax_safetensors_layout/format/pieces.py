@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.errors import InvalidIndexError
-from orbax_safetensors_layout.format.checks import Schema, short_repr
 from orbax_safetensors_layout.format.dtypes import dtype_from_code
 from orbax_safetensors_layout.format.index import check_file_name
+from orbax_safetensors_layout.format.schema import Schema, short_repr
 from orbax_safetensors_layout.geometry.box import Box
 
 _MAX_CORNERS = 1 << 21

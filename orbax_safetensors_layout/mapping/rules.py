@@ -14,9 +14,9 @@ from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.catalog.patterns import compile_pattern
 from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.mapping.affine.binding import Binder, BoundMapping
-from orbax_safetensors_layout.mapping.arguments import several
+from orbax_safetensors_layout.mapping.argument_checks import several
 from orbax_safetensors_layout.mapping.expr.expression import Apply, Expr, as_expr
-from orbax_safetensors_layout.mapping.expr.functions import Compute
+from orbax_safetensors_layout.mapping.expr.opaque import Compute
 from orbax_safetensors_layout.mapping.expr.ops import ValueOperation
 from orbax_safetensors_layout.mapping.expr.values import Scale
 from orbax_safetensors_layout.mapping.inverse.extents import known
@@ -106,7 +106,7 @@ class Mapping:
     Example:
         >>> import numpy as np
         >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
-        >>> from orbax_safetensors_layout.mapping.expr.joins import stack
+        >>> from orbax_safetensors_layout.mapping.expr.concat_stack import stack
         >>> up = stack(tensor("model.layers.{i}.up.weight").transpose(), over="i")
         >>> mapping = Mapping([rule("layers.up.kernel", up)], ignore="*.rotary.inv_freq")
         >>> f32 = np.dtype("float32")
@@ -227,7 +227,7 @@ class Mapping:
         Raises:
             MappingError: The mapping does not fit the checkpoint.
         """
-        from orbax_safetensors_layout.mapping.abstract import abstract_tree
+        from orbax_safetensors_layout.mapping.abstract_tree import abstract_tree
 
         return abstract_tree(self.leaf_facts(checkpoint))
 
@@ -244,7 +244,7 @@ class Mapping:
         """
         leaves = abstract
         if leaves is not None and not _are_shapes(leaves):
-            from orbax_safetensors_layout.mapping.abstract import leaf_shapes
+            from orbax_safetensors_layout.mapping.abstract_tree import leaf_shapes
 
             leaves = leaf_shapes(abstract)
         return self.bind(checkpoint, leaves).explain()

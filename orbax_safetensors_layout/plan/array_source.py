@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.catalog.pieces import PieceCatalog
+from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.format.dtypes import DType
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import row_major_strides
@@ -21,20 +21,20 @@ from orbax_safetensors_layout.geometry.box import Box, Tile, tile
 from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.mapping.affine.binding import BoundMapping
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.computed import Computed
-from orbax_safetensors_layout.mapping.affine.pieces import (
+from orbax_safetensors_layout.mapping.affine.decoded import Computed
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
     AffinePiece,
     ComputedPiece,
     FillPiece,
     Piece,
     affine_pieces,
 )
-from orbax_safetensors_layout.mapping.expr.functions import Whole
+from orbax_safetensors_layout.mapping.expr.opaque import Whole
 from orbax_safetensors_layout.mapping.expr.values import ValueOp
 from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.mapping.shapes import TensorSpecs
-from orbax_safetensors_layout.plan.leaves import FillRegion, LeafRead, TensorPiece
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.plan.leaf_reads import FillRegion, LeafRead, TensorPiece
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.replica_exchange import rank_of
+from orbax_safetensors_layout.plan.exchange_rounds import rank_of
 from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
 
 

@@ -26,12 +26,12 @@ from orbax_safetensors_layout.plan.cluster_costs import (
 )
 from orbax_safetensors_layout.plan.coalesce import HeldBound, requests_of
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.reads import held_bytes, slab_bytes
 from orbax_safetensors_layout.plan.regions import ByteRegion
-from orbax_safetensors_layout.sharding.grid import MeshShape
-from orbax_safetensors_layout.sharding.holdings import Ints, Partition
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
+from orbax_safetensors_layout.sharding.partition import Ints, Partition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.coalesce import MAX_GROUP_BUFFERS, Request, SmallRequest
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.reads import staging_bytes
-from orbax_safetensors_layout.sharding.grid import Spec
-from orbax_safetensors_layout.sharding.holdings import Ints
+from orbax_safetensors_layout.sharding.mesh_shape import Spec
+from orbax_safetensors_layout.sharding.partition import Ints
 
 
 class ClusterTensor(NamedTuple):

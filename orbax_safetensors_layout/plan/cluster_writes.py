@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.format.layout import NewTensor, lay_out
+from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
 from orbax_safetensors_layout.format.pieces import piece_file_prefix
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.writes import LeafWrite, WritePlan, plan_writes
-from orbax_safetensors_layout.sharding.boxes import GlobalShards
-from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
-from orbax_safetensors_layout.sharding.holdings import Partition
+from orbax_safetensors_layout.sharding.addressable import GlobalShards
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
+from orbax_safetensors_layout.sharding.partition import Partition
 
 
 def plan_cluster_writes(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry.box import Tile, tile
-from orbax_safetensors_layout.sharding.boxes import GlobalShards
+from orbax_safetensors_layout.sharding.addressable import GlobalShards
 
 _SLACK = 1.1  # a process may own this much more than its even share to own what it holds already
 

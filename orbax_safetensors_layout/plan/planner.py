@@ -10,10 +10,10 @@ from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, Tile, tile
 from orbax_safetensors_layout.geometry.packing import packed_box
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.leaves import LeafRead, TensorPiece
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.regions import ByteRegion, RegionPlan
 from orbax_safetensors_layout.plan.tiles import TileLayout
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 
 
 class RegionPlanner:

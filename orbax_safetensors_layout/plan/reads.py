@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from orbax_safetensors_layout.options import KIB, StorageProfile
 from orbax_safetensors_layout.plan.coalesce import HeldBound, RequestGroup, coalesced
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.planner import RegionPlanner
 from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
 from orbax_safetensors_layout.plan.tiles import TileLayout

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.format.dtypes import DTYPES, DType
-from orbax_safetensors_layout.format.layout import FileLayout, NewTensor, lay_out, split
+from orbax_safetensors_layout.format.file_layout import FileLayout, NewTensor, lay_out, split
 from orbax_safetensors_layout.format.manifest import (
     StoredBox,
     StoredPieces,
@@ -27,7 +27,7 @@ from orbax_safetensors_layout.geometry.box import Tile, tile
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.cost import Cost
 from orbax_safetensors_layout.plan.ownership import PieceWriters, StoredTile, file_owners
-from orbax_safetensors_layout.sharding.boxes import GlobalShards
+from orbax_safetensors_layout.sharding.addressable import GlobalShards
 
 PIECES_FOLDER = "orbax_safetensors_layout.pieces"
 """Where processes leave what the owners of files fetch; it is gone when a save is complete.

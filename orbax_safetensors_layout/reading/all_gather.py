@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.plan.replica_exchange import Round
+from orbax_safetensors_layout.plan.exchange_rounds import Round
 from orbax_safetensors_layout.runtime.memory import allocate
 from orbax_safetensors_layout.sharding.replicas import ReplicaGrid
 

@@ -12,7 +12,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.reading._jax import batched_device_put
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 from orbax_safetensors_layout.sharding.shards import Index, Placement, box_of, sharding_of
 
 

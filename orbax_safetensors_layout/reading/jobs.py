@@ -13,8 +13,14 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan.coalesce import RequestGroup
-from orbax_safetensors_layout.reading.blocks import Block, Cut, Scratch, blocks_of, targets_of
-from orbax_safetensors_layout.reading.destinations import BufferSlice
+from orbax_safetensors_layout.reading.staged_blocks import (
+    Block,
+    Cut,
+    Scratch,
+    blocks_of,
+    targets_of,
+)
+from orbax_safetensors_layout.reading.tile_buffers import BufferSlice
 from orbax_safetensors_layout.runtime.memory import Bytes, align
 from orbax_safetensors_layout.storage.base import Buffer, RangeReader
 

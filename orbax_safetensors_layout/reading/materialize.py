@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece, assemble_box
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import AffinePiece, assemble_box
 from orbax_safetensors_layout.mapping.casting import cast_into
 from orbax_safetensors_layout.mapping.expr.values import ValueOp, apply_ops, in_chunks
 from orbax_safetensors_layout.plan.array_source import ComposedBlock, StoredSource
-from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.reading.decoding import check_booleans
 from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, ResolvedLeaf, subject_of
 from orbax_safetensors_layout.runtime.memory import allocate

@@ -20,10 +20,10 @@ from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan.coalesce import RequestGroup
 from orbax_safetensors_layout.plan.reads import ReadPlan, read_bytes
 from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
-from orbax_safetensors_layout.reading.blocks import Scratch
 from orbax_safetensors_layout.reading.decoding import one_a_byte
-from orbax_safetensors_layout.reading.destinations import BufferSlice, TileBuffer, buffer_slices
 from orbax_safetensors_layout.reading.jobs import Job, jobs_of
+from orbax_safetensors_layout.reading.staged_blocks import Scratch
+from orbax_safetensors_layout.reading.tile_buffers import BufferSlice, TileBuffer, buffer_slices
 from orbax_safetensors_layout.runtime.budget import Budget
 from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT, Staging, allocate
 from orbax_safetensors_layout.runtime.tasks import Then, Workers

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.errors import PeerError, redact_urls
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.bands import Bands, bands_of
-from orbax_safetensors_layout.plan.replica_exchange import (
+from orbax_safetensors_layout.plan.exchange_rounds import (
     ExchangeLimits,
     Fragment,
     Item,
@@ -35,7 +35,7 @@ from orbax_safetensors_layout.reading.leaf_builder import LeafBuilder
 from orbax_safetensors_layout.reading.materialize import TakeBoxes, Wait, source_of
 from orbax_safetensors_layout.reading.resolve import PlannedLeaf, ResolvedLeaf, plan_leaves
 from orbax_safetensors_layout.runtime.process_group import Fingerprint, ProcessGroup
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 from orbax_safetensors_layout.sharding.replicas import Replicas
 from orbax_safetensors_layout.sharding.shards import ProcessShards, is_abstract, sharding_of
 

@@ -30,11 +30,11 @@ from orbax_safetensors_layout.plan.array_source import (
     StoredSource,
     bind,
 )
-from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.pytree.abstract import AbstractLeaf, AbstractTree, in_host_memory
 from orbax_safetensors_layout.reading.assemble import jax_holds
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 from orbax_safetensors_layout.sharding.shards import (
     Placement,
     ProcessShards,

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.sharding.boxes import AddressableShards, GlobalShards
-from orbax_safetensors_layout.sharding.grid import MeshShape, ShardIndices, Spec
+from orbax_safetensors_layout.sharding.addressable import AddressableShards, GlobalShards
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, ShardIndices, Spec
 from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
 
 Index = tuple[slice, ...]

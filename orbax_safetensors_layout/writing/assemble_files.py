@@ -11,18 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog.headers import HeaderCache
-from orbax_safetensors_layout.catalog.pieces import PieceCatalog
+from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.format.dtypes import DTYPES, DType
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.geometry.packing import pack_bits
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan.leaves import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.sources import sources_of
 from orbax_safetensors_layout.plan.writes import WritePlan
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 from orbax_safetensors_layout.storage.base import join
 from orbax_safetensors_layout.writing.completion import Completion
 from orbax_safetensors_layout.writing.open_files import FileSet, OpenFile

@@ -26,7 +26,7 @@ from orbax_safetensors_layout.format.dtypes import (
     dtype_from_numpy,
     is_floating,
 )
-from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.file_layout import NewTensor
 from orbax_safetensors_layout.format.shardings import ShardingRecord
 from orbax_safetensors_layout.format.tree import (
     Container,
@@ -40,7 +40,7 @@ from orbax_safetensors_layout.format.tree import (
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
 from orbax_safetensors_layout.mapping.rules import check_mapping
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.scatter import ScatterPlan, plan_scatter
+from orbax_safetensors_layout.plan.mapped_writes import ScatterPlan, plan_scatter
 from orbax_safetensors_layout.plan.writes import (
     LeafWrite,
     WritePlan,

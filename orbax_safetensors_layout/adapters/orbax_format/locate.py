@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable
 
 from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA, STEP_METADATA
-from orbax_safetensors_layout.adapters.orbax_format.source import OrbaxReader
+from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
 from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
 from orbax_safetensors_layout.catalog.nearby import USUAL_ITEMS
 from orbax_safetensors_layout.conversion.checkpoint_reader import (
     CheckpointReader,
     SafetensorsReader,
 )
-from orbax_safetensors_layout.conversion.location import CheckpointRef
+from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
+from orbax_safetensors_layout.mapping.explanation import table
 from orbax_safetensors_layout.mapping.expr.expression import Expr, given
 from orbax_safetensors_layout.mapping.matching import (
     LeafShapes,
@@ -19,7 +20,6 @@ from orbax_safetensors_layout.mapping.matching import (
 )
 from orbax_safetensors_layout.mapping.names import WILDCARD, Captures, substitute
 from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
-from orbax_safetensors_layout.mapping.report import table
 from orbax_safetensors_layout.mapping.shapes import TensorSpec, TensorSpecs
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.pieces import (
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
     AffinePiece,
     FillPiece,
     Piece,

@@ -11,7 +11,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink
-from orbax_safetensors_layout.mapping.affine.computed import Computed
+from orbax_safetensors_layout.mapping.affine.decoded import Computed
 from orbax_safetensors_layout.mapping.affine.window import Window
 from orbax_safetensors_layout.mapping.expr import ops
 from orbax_safetensors_layout.mapping.expr.expression import Expr, given

@@ -16,8 +16,8 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, WholeTensor
-from orbax_safetensors_layout.mapping.affine.division import divided
-from orbax_safetensors_layout.mapping.arguments import integer, integers, number
+from orbax_safetensors_layout.mapping.affine.stored_pieces import divided
+from orbax_safetensors_layout.mapping.argument_checks import integer, integers, number
 from orbax_safetensors_layout.mapping.expr import ops
 from orbax_safetensors_layout.mapping.expr.values import Add, Cast, Scale, as_dtype
 from orbax_safetensors_layout.mapping.inverse.inference import Inference

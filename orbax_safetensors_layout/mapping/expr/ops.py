@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import short_repr
-from orbax_safetensors_layout.mapping import arguments
+from orbax_safetensors_layout.format.schema import short_repr
+from orbax_safetensors_layout.mapping import argument_checks
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Valued
-from orbax_safetensors_layout.mapping.affine.builders import (
+from orbax_safetensors_layout.mapping.affine.index_builders import (
     padded,
     permuted,
     repeated,
@@ -21,7 +21,7 @@ from orbax_safetensors_layout.mapping.affine.builders import (
     sliced,
     taken,
 )
-from orbax_safetensors_layout.mapping.affine.shaping import inverse_permutation
+from orbax_safetensors_layout.mapping.affine.index_nodes import inverse_permutation
 from orbax_safetensors_layout.mapping.expr import einops
 from orbax_safetensors_layout.mapping.expr.values import ValueOp, rounded
 from orbax_safetensors_layout.mapping.integers import is_whole, whole_or_lost
@@ -91,12 +91,14 @@ class Rearrange:
         Raises:
             MappingError: It is malformed, or lacks a name of `sizes`; or one of these is negative.
         """
-        pattern = einops.parse(arguments.text(text, "rearrange"))
+        pattern = einops.parse(argument_checks.text(text, "rearrange"))
         names = {name for group in pattern.left for name in group}
         unknown = sorted(set(sizes) - names)
         if unknown:
             raise MappingError(f"rearrange pattern {text!r} has no {', '.join(unknown)}")
-        sizes = {name: arguments.integer(n, f"rearrange({name}=...)") for name, n in sizes.items()}
+        sizes = {
+            name: argument_checks.integer(n, f"rearrange({name}=...)") for name, n in sizes.items()
+        }
         negative = [f"{name}={n}" for name, n in sizes.items() if n < 0]
         if negative:
             raise MappingError(f"rearrange: {', '.join(negative)} is no size")
@@ -294,7 +296,7 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
         held = np.asarray(value if dtype.kind == "c" else value.real)
     else:
         held = np.asarray(
-            arguments.number(value, f"{short_repr(value)} is no {dtype.name}; a value")
+            argument_checks.number(value, f"{short_repr(value)} is no {dtype.name}; a value")
         )
     made, kept = whole_or_lost(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
     if not np.all(kept) or (np.isfinite(held) and not np.isfinite(made)):

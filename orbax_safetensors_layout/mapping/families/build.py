@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from orbax_safetensors_layout.mapping.expr.choices import Either, Same
+from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
-from orbax_safetensors_layout.mapping.expr.joins import concat, stack
 from orbax_safetensors_layout.mapping.families.dims import Dims
 from orbax_safetensors_layout.mapping.families.steps import (
     AS_IT_IS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_safetensors_layout.mapping.families.config import Section
-from orbax_safetensors_layout.mapping.families.quantization import (
+from orbax_safetensors_layout.mapping.families.weight_format import (
     WeightFormat,
     weight_format,
 )

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
-from orbax_safetensors_layout.catalog.nearest import suggest_names
+from orbax_safetensors_layout.catalog.suggest_names import suggest_names
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import short_repr
+from orbax_safetensors_layout.format.schema import short_repr
 from orbax_safetensors_layout.mapping.expr.values import as_dtype
 from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
 from orbax_safetensors_layout.mapping.families.build import (

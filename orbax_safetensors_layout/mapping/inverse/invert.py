@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, WholeTensor
-from orbax_safetensors_layout.mapping.affine.builders import (
+from orbax_safetensors_layout.mapping.affine.index_builders import (
     concatenated,
     interleaved,
     reshaped,
     sliced,
 )
 from orbax_safetensors_layout.mapping.inverse.exactness import check_exact
-from orbax_safetensors_layout.mapping.inverse.patches import (
+from orbax_safetensors_layout.mapping.inverse.inverse_patches import (
     Factor,
     Patch,
     coarsen,

@@ -26,8 +26,13 @@ from orbax_safetensors_layout.plan.cluster import ClusterPlan, plan_cluster
 from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor, TensorClass
 from orbax_safetensors_layout.plan.cluster_writes import plan_cluster_writes
 from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
-from orbax_safetensors_layout.sharding.rules import Misfit, Placed, ShardingRule, ShardingRules
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
+from orbax_safetensors_layout.sharding.sharding_rules import (
+    Misfit,
+    Placed,
+    ShardingRule,
+    ShardingRules,
+)
 
 _NETWORK_BYTES_PER_SECOND = 25e9 / 8
 

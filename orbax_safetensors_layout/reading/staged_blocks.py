@@ -15,7 +15,7 @@ from orbax_safetensors_layout.geometry.runs import StridedRuns
 from orbax_safetensors_layout.plan.axes import Axis
 from orbax_safetensors_layout.plan.coalesce import Request
 from orbax_safetensors_layout.plan.regions import RegionPlan
-from orbax_safetensors_layout.reading.destinations import BufferSlice
+from orbax_safetensors_layout.reading.tile_buffers import BufferSlice
 from orbax_safetensors_layout.runtime.memory import Bytes, allocate
 from orbax_safetensors_layout.storage.base import Buffer
 

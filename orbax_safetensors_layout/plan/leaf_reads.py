@@ -22,7 +22,7 @@ from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, cover
 from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 
 
 class TensorPiece(NamedTuple):

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.adapters.orbax_format.tensorstore_io import (
     save_written,
 )
 from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
-from orbax_safetensors_layout.conversion.leaves import LeafRegion, TargetLeaf
+from orbax_safetensors_layout.conversion.readable_arrays import LeafRegion, TargetLeaf
 from orbax_safetensors_layout.conversion.target import FINISHED
 from orbax_safetensors_layout.conversion.target_tree import TargetArray, Topology, arrays_in
 from orbax_safetensors_layout.errors import (

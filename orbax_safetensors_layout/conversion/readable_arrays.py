@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.pieces import PieceCatalog
+from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
@@ -19,7 +19,7 @@ from orbax_safetensors_layout.pytree.abstract import AbstractLeaf
 from orbax_safetensors_layout.reading.materialize import Materializer
 from orbax_safetensors_layout.reading.read import read_leaves
 from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, ResolvedLeaf
-from orbax_safetensors_layout.sharding.boxes import AddressableShards
+from orbax_safetensors_layout.sharding.addressable import AddressableShards
 from orbax_safetensors_layout.storage.base import RangeReader
 
 

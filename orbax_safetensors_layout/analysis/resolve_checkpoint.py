@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.conversion.location import CheckpointRef
+from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
 
 
 def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.computed import Computed
-from orbax_safetensors_layout.mapping.expr.functions import Whole
+from orbax_safetensors_layout.mapping.affine.decoded import Computed
+from orbax_safetensors_layout.mapping.expr.opaque import Whole
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink, refined_view
-from orbax_safetensors_layout.mapping.affine.builders import sliced
-from orbax_safetensors_layout.mapping.affine.pieces import ComputedPiece, Decoder
+from orbax_safetensors_layout.mapping.affine.index_builders import sliced
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import ComputedPiece, Decoder
 from orbax_safetensors_layout.mapping.affine.window import Window
 from orbax_safetensors_layout.mapping.expr.values import ValueOp
 

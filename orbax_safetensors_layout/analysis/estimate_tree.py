@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.analysis.forecast import ClusterEstimate, HostRate, LeafCost, RuleUse
+from orbax_safetensors_layout.analysis.estimate import ClusterEstimate, HostRate, LeafCost, RuleUse
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.load import metadata, plan_load
@@ -22,8 +22,8 @@ from orbax_safetensors_layout.mapping.rules import Mapping
 from orbax_safetensors_layout.options import ReadOptions, given_or_default
 from orbax_safetensors_layout.plan.reads import ReadPlan
 from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.sharding.grid import MeshShape, Spec
-from orbax_safetensors_layout.sharding.rules import Placed, ShardingRule, ShardingRules
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
+from orbax_safetensors_layout.sharding.sharding_rules import Placed, ShardingRule, ShardingRules
 from orbax_safetensors_layout.sharding.shards import spec_of
 
 PathLike = str | os.PathLike[str]

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.adapters.orbax_format.tensorstore_io import (
     open_tree,
 )
 from orbax_safetensors_layout.conversion.checkpoint_reader import SourceArray
-from orbax_safetensors_layout.conversion.leaves import ReadableArrays
+from orbax_safetensors_layout.conversion.readable_arrays import ReadableArrays
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.format.tree import TensorKind
 from orbax_safetensors_layout.geometry.blocks import chunk_blocks

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeAlias
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, Valued, WholeTensor
-from orbax_safetensors_layout.mapping.affine.builders import permuted, reshaped, sliced
-from orbax_safetensors_layout.mapping.affine.computed import Computed
-from orbax_safetensors_layout.mapping.affine.shaping import (
+from orbax_safetensors_layout.mapping.affine.decoded import Computed
+from orbax_safetensors_layout.mapping.affine.index_builders import permuted, reshaped, sliced
+from orbax_safetensors_layout.mapping.affine.index_nodes import (
     Concatenated,
     Padded,
     Permuted,

@@ -18,10 +18,10 @@ from orbax_safetensors_layout.format.dtypes import (
     DType,
     dtype_from_numpy,
 )
-from orbax_safetensors_layout.format.layout import NewTensor
+from orbax_safetensors_layout.format.file_layout import NewTensor
 from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.pieces import AffinePiece
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import AffinePiece
 from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, is_number, undone
 from orbax_safetensors_layout.mapping.integers import is_whole
 from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping

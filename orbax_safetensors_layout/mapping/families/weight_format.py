@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.checks import short_repr
+from orbax_safetensors_layout.format.schema import short_repr
 from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
 from orbax_safetensors_layout.mapping.expr.quantized import (
     dequantize_block,

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry.affine import row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.sharding.boxes import AddressableShards, GlobalShards
-from orbax_safetensors_layout.sharding.grid import MeshShape, ShardIndices, Spec
+from orbax_safetensors_layout.sharding.addressable import AddressableShards, GlobalShards
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, ShardIndices, Spec
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

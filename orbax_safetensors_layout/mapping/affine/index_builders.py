@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.shaping import (
+from orbax_safetensors_layout.mapping.affine.index_nodes import (
     AxisGroup,
     Concatenated,
     Interleaved,

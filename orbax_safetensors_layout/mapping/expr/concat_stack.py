@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.builders import concatenated, stacked
-from orbax_safetensors_layout.mapping.arguments import integer, integers, several, text
+from orbax_safetensors_layout.mapping.affine.index_builders import concatenated, stacked
+from orbax_safetensors_layout.mapping.argument_checks import integer, integers, several, text
 from orbax_safetensors_layout.mapping.expr import ops
 from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr, given
 from orbax_safetensors_layout.mapping.inverse.extents import Extent
