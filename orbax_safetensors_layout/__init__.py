@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from orbax_safetensors_layout.mapping import families
     from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
     from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
-    from orbax_safetensors_layout.mapping.expr.opaque import opaque
+    from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
     from orbax_safetensors_layout.mapping.expr.quantized import (
         dequantize_block,
         dequantize_int4,

@@ -150,7 +150,7 @@ def load_catalog(
         if options.verify:
             reader = VerifyingReader.of(catalog.storage, catalog.path)
         if tree is None:
-            group.meet(PLANNING, agree=fingerprint_of((), ()))
+            group.barrier(PLANNING, agree=fingerprint_of((), ()))
             values, stats = _read_host(catalog, reader, only, options)
         else:
             values, stats = _read_tree(catalog, reader, tree, mapping, options, group)
@@ -288,7 +288,7 @@ def _wanted_tree(
             " leave out of the tree the leaves that are not wanted, or put `...` in their place."
         )
     tree = AbstractTree.parse(abstract)
-    return tree if mapping is not None else recorded.settle(tree, devices=devices)
+    return tree if mapping is not None else recorded.apply_defaults(tree, devices=devices)
 
 
 def _read_tree(
@@ -315,7 +315,7 @@ def _read_tree(
     fillings = [Materializer(step.leaves, exchange.taker(step)) for step in steps]
     reads = [filling.reads for filling in fillings]
     plans = _plans(catalog, reads, options, adopt=adopts(tree.wants))
-    group.meet(PLANNING, agree=fingerprint_of(steps, leaves))
+    group.barrier(PLANNING, agree=fingerprint_of(steps, leaves))
     stats = ReadStats()
     with progress_callback(options.progress) as progress:
         reports = consecutive(progress, [plan.needed_bytes for plan in plans])

@@ -445,7 +445,7 @@ class _Run(NamedTuple):
             error = problem
             self.folder.storage.interrupt()
             self.pool.stop()
-        told.append(self.group.meet(doing, error, agree=agree, tell=tell))
+        told.append(self.group.barrier(doing, error, agree=agree, tell=tell))
 
 
 def _record(stats: WriteStats) -> None:

@@ -54,7 +54,7 @@ class FaultyStorage(LocalStorage):
                 return self._random.choice(LASTING)
             return self._random.choice(PASSING) if drawn < lasting + passing else None
 
-    def meet(self, fault: str | None, file: str) -> None:
+    def barrier(self, fault: str | None, file: str) -> None:
         """Does what a fault does before any byte has come."""
         if fault == "delay":
             time.sleep(0.001)
@@ -76,7 +76,7 @@ class FaultyStorage(LocalStorage):
 
         def attempt() -> None:
             fault = self.draw()
-            self.meet(fault, file)
+            self.barrier(fault, file)
             if fault == "short":
                 for buffer in buffers[: len(buffers) // 2 + 1]:  # wrong bytes, to be read again
                     buffer[: len(buffer) // 2] = b"\xee" * (len(buffer) // 2)
@@ -94,7 +94,7 @@ class FaultyStorage(LocalStorage):
         """Runs something that may fail, as often as the policy says."""
 
         def attempt() -> None:
-            self.meet(self.draw(), file)
+            self.barrier(self.draw(), file)
             call()
 
         self._retrier.run(attempt, classify, doing=doing, url=file)

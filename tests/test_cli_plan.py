@@ -16,7 +16,7 @@ from multiprocess import run_processes
 from test_cli import run
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.estimate import estimate
+from orbax_safetensors_layout.analysis.cluster_estimate import estimate
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan.coverage import coverage

@@ -117,7 +117,7 @@ def test_nobody_goes_on_before_all_are_there(store, count):
             time.sleep(0.02 * ((group.process_index + step) % count))
             with lock:
                 came.append((step, group.process_index))
-            group.meet(f"step {step}")
+            group.barrier(f"step {step}")
             with lock:
                 assert sum(1 for number, _ in came if number == step) == count
         return "done"
@@ -128,9 +128,9 @@ def test_nobody_goes_on_before_all_are_there(store, count):
 def test_one_process_needs_no_store():
     group = ProcessGroup("alone", 0, 1, None, 1.0)
     assert group.is_leader
-    group.meet("a step")
+    group.barrier("a step")
     with pytest.raises(KeyError, match="mine"):
-        group.meet("a step", KeyError("mine"))
+        group.barrier("a step", KeyError("mine"))
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])
@@ -138,11 +138,11 @@ def test_an_error_reaches_all_at_once_with_its_text(store, bad):
     """Also those that come later than the error, and those that are there already."""
 
     def work(group):
-        group.meet("a first step")
+        group.barrier("a first step")
         error = ValueError("the disk\nis full") if group.process_index == bad else None
         if group.process_index == 2:
             time.sleep(0.3)
-        group.meet("writing shards", error)
+        group.barrier("writing shards", error)
 
     started = time.monotonic()
     errors = together(store, 4, work, name=f"error {bad}")
@@ -163,7 +163,7 @@ def test_with_several_errors_all_have_the_first(store):
     def work(group):
         process = group.process_index
         time.sleep(0.3 if process == 0 else 0.0)
-        group.meet("a step", OSError(f"of {process}") if process in (1, 3) else None)
+        group.barrier("a step", OSError(f"of {process}") if process in (1, 3) else None)
 
     errors = together(store, 4, work, name="several errors")
     first = 1 if isinstance(errors[1], OSError) and "of 1" in str(errors[0]) else 3
@@ -178,13 +178,13 @@ def test_with_several_errors_all_have_the_first(store):
 def test_a_process_at_work_learns_of_an_error_before_its_next_step(store):
     def work(group):
         if group.process_index == 2:
-            group.meet("a step", OSError("of 2"))
+            group.barrier("a step", OSError("of 2"))
         try:
             for _ in range(1000):
                 group.check("a step")
                 time.sleep(0.05)
         except osl.PeerError as error:
-            group.meet("a step", error)
+            group.barrier("a step", error)
 
     errors = together(store, 3, work, name="at work")
     assert isinstance(errors[2], OSError)
@@ -198,13 +198,13 @@ def test_what_is_worked_on_is_removed_when_all_have_stopped(store):
 
     def work(group):
         if group.is_leader:
-            group.leave()
+            group.abandon()
             group.await_others()
             assert sorted(stopped) == [1, 2]
         else:
             time.sleep(0.2 * group.process_index)
             stopped.append(group.process_index)
-            group.leave()
+            group.abandon()
 
     assert together(store, 3, work, name="left") == [None] * 3
 
@@ -218,7 +218,7 @@ def test_others_do_not_wait_for_one_that_is_still_busy(store):
         if process == 2:
             assert all(event.wait(20) for event in left.values())
         try:
-            group.meet("a step", RuntimeError("no") if process == 1 else None)
+            group.barrier("a step", RuntimeError("no") if process == 1 else None)
         finally:
             if process in left:
                 left[process].set()
@@ -229,7 +229,7 @@ def test_others_do_not_wait_for_one_that_is_still_busy(store):
 
 def test_a_base_exception_is_an_error_like_any_other(store):
     def work(group):
-        group.meet("a step", KeyboardInterrupt() if group.process_index == 1 else None)
+        group.barrier("a step", KeyboardInterrupt() if group.process_index == 1 else None)
 
     errors = together(store, 2, work, name="interrupt")
     assert isinstance(errors[1], KeyboardInterrupt)
@@ -242,12 +242,12 @@ def test_after_an_error_no_step_waits(store):
 
     def work(group):
         try:
-            group.meet("a step", ValueError("first") if group.process_index == 0 else None)
+            group.barrier("a step", ValueError("first") if group.process_index == 0 else None)
         except Exception as error:
             written = len(store.values)
-            group.meet("on the way out")
+            group.barrier("on the way out")
             with pytest.raises(type(error)):
-                group.meet("on the way out", error)
+                group.barrier("on the way out", error)
             return written == len(store.values)
 
     started = time.monotonic()
@@ -258,9 +258,9 @@ def test_after_an_error_no_step_waits(store):
 @pytest.mark.parametrize("missing", [[2], [1, 3]])
 def test_a_missing_process_is_named(store, missing):
     def work(group):
-        group.meet("a first step")
+        group.barrier("a first step")
         if group.process_index not in missing:
-            group.meet("writing shards")
+            group.barrier("writing shards")
 
     started = time.monotonic()
     errors = together(store, 4, work, name=f"missing {missing}", timeout_seconds=0.4)
@@ -280,7 +280,7 @@ def test_a_missing_leader_is_named():
 
     def work(group):
         if not group.is_leader:
-            group.meet("writing shards")
+            group.barrier("writing shards")
 
     errors = together(store, 3, work, name="no leader", timeout_seconds=1.0)
     for error in errors[1:]:
@@ -301,8 +301,8 @@ def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
             setattr(group._store, name, interrupt)
         else:
             assert waiting.wait(PROMPT_SECONDS)
-        group.meet("a step")
-        group.meet("the next step")
+        group.barrier("a step")
+        group.barrier("the next step")
 
     def interrupt(*_):
         waiting.set()
@@ -327,7 +327,7 @@ def test_processes_meet_by_what_may_be_shown_of_a_path(store, monkeypatch):
         pytest.raises(osl.PeerError) as caught,
         replica_exchange.load_group("https://me:hunter2@host/model?sig=hunter2", options) as group,
     ):
-        group.meet("a step")
+        group.barrier("a step")
     assert caught.value.file == "https://host/model"
     assert "hunter2" not in str(caught.value) + str(store.values)
 
@@ -340,12 +340,12 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
     (group,) = make_groups(store, 1, "lost store")
     group.process_count = 2
     with pytest.raises(osl.PeerError, match="does not answer while a step") as raised:
-        group.meet("a step")
+        group.barrier("a step")
     assert isinstance(raised.value.__cause__, ConnectionError)
     (group,) = make_groups(store, 1, "lost store")
     group.process_count = 2
     with pytest.raises(ValueError, match="mine"):
-        group.meet("a step", ValueError("mine"))
+        group.barrier("a step", ValueError("mine"))
 
 
 def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
@@ -354,7 +354,7 @@ def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
     monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
 
     def work(group):
-        group.meet("a first step")
+        group.barrier("a first step")
         if group.process_index == 2:  # killed: says nothing more
             group._pulse.stop()
             group.fail = group.close = lambda *_: None
@@ -377,12 +377,12 @@ def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
     monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
 
     def work(group):
-        group.meet("a first step")
+        group.barrier("a first step")
         if group.process_index == 1:
             group._pulse.stop()
             group.fail = group.close = lambda *_: None
             return None
-        group.leave()
+        group.abandon()
         begun = time.monotonic()
         group.await_others(2 * PROMPT_SECONDS)
         return time.monotonic() - begun
@@ -400,7 +400,7 @@ def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
             for _ in range(60):  # twice as long as a dead one would be waited for
                 time.sleep(0.05)
                 group.check("a step")
-        group.meet("a step")
+        group.barrier("a step")
         return "done"
 
     assert together(store, 3, work, name="slow") == ["done"] * 3
@@ -410,7 +410,7 @@ def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
 def test_a_consequence_without_a_cause_is_the_error_of_all(store):
     def work(group):
         error = osl.PeerError("the connection was closed") if group.process_index == 1 else None
-        group.meet("a step", error)
+        group.barrier("a step", error)
 
     errors = together(store, 3, work, name="consequence")
     for error in errors:
@@ -425,12 +425,12 @@ def test_keys_are_cleaned_up(store):
     def work(group):
         nonlocal most
         for step in range(30):
-            group.meet(f"step {step}")
+            group.barrier(f"step {step}")
             most = max(most, len(store.values))
 
     count = 3
     for number in range(100):
-        together(store, count, work if number == 0 else lambda g: [g.meet(str(i)) for i in (0, 1)],
+        together(store, count, work if number == 0 else lambda g: [g.barrier(str(i)) for i in (0, 1)],
                  name=f"operation {number}")  # fmt: skip
     assert most <= 3 * (count + 1) + count
     assert len(store.values) <= 66 * 2 * (count + 1)
@@ -443,7 +443,7 @@ def test_the_same_name_again(store):
 
         def work(group, number=number):
             bad = number == 2 and group.process_index == 1
-            group.meet("a step", ValueError("once") if bad else None)
+            group.barrier("a step", ValueError("once") if bad else None)
             return number
 
         found = together(store, 2, work, name="the same path")
@@ -458,7 +458,7 @@ def test_groups_of_different_names_at_once(store):
             for step in range(6):
                 time.sleep(0.003 * group.process_index)
                 bad = name == "b/c" and step == 3 and group.process_index == 1
-                group.meet(f"step {step}", ValueError("of b") if bad else None)
+                group.barrier(f"step {step}", ValueError("of b") if bad else None)
             return name
 
         return together(store, 3, work, name=name)
@@ -477,14 +477,14 @@ def test_more_groups_at_once_than_are_kept(store):
     oldest = make_groups(store, 2, "oldest", timeout_seconds=1.5)
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(oldest[1].meet, "a first step")
-        oldest[0].meet("a first step")
+        oldest[0].barrier("a first step")
         begun.result()
         waits = pool.submit(oldest[1].meet, "writing shards")
         for name in names:
-            together(store, 2, lambda group: group.meet("a first step"), name=name)
+            together(store, 2, lambda group: group.barrier("a first step"), name=name)
         outcome = "done"
         try:
-            oldest[0].meet("writing shards")
+            oldest[0].barrier("writing shards")
             waits.result()
         except osl.PeerError as error:
             outcome = str(error)
@@ -497,7 +497,7 @@ def test_an_error_before_the_first_step_reaches_those_who_come_to_it(store):
     def work(group):
         if group.process_index == bad:
             raise ValueError("a leaf that can not be saved")
-        group.meet("a step")
+        group.barrier("a step")
 
     for bad in (0, 2):
         errors = together(store, 3, work, name=f"begin {bad}")
@@ -510,7 +510,9 @@ def test_names_are_part_of_keys_whatever_they_hold(store):
     """Paths with slashes, spaces and more; one name that begins as the other does."""
 
     def run(name):
-        return together(store, 2, lambda group: [group.meet(str(i)) for i in range(4)], name=name)
+        return together(
+            store, 2, lambda group: [group.barrier(str(i)) for i in range(4)], name=name
+        )
 
     names = ["/a", "/a/b", "/a/b/c", "/a|b", "/ü ü", "1/a", "/", os.fsdecode(b"/\xff")]
     with ThreadPoolExecutor(len(names)) as pool:
@@ -521,7 +523,11 @@ def test_names_are_part_of_keys_whatever_they_hold(store):
 def test_what_the_first_process_tells_reaches_all(store):
     def tell(group):
         mine = f"said by {group.process_index}"
-        return [group.meet("one", tell=mine), group.meet("two"), group.meet("three", tell=mine)]
+        return [
+            group.barrier("one", tell=mine),
+            group.barrier("two"),
+            group.barrier("three", tell=mine),
+        ]
 
     assert together(store, 3, tell, name="/a") == [["said by 0", "", "said by 0"]] * 3
     assert together(store, 1, tell, name="/b") == [["said by 0", "", "said by 0"]]

@@ -44,7 +44,7 @@ MAY_IMPORT_JAX = (
     "pytree.abstract",
     "pytree.prng",
     "pytree.treedef",
-    "mapping.abstract_tree",
+    "mapping.abstract_leaves",
     "reading._jax",
     "reading.all_gather",
     "reading.assemble",
@@ -59,7 +59,7 @@ MAY_IMPORT_JAX = (
     "conversion.checkpoint_reader",
     "conversion.target_tree",
     "adapters",
-    "analysis.estimate_tree",
+    "analysis.tree_estimate",
     "convert",
 )
 MAY_IMPORT_ORBAX = ("adapters",)
@@ -240,7 +240,7 @@ def test_pure_folder_runs_without_jax_and_orbax(folder):
     modules = [
         f"{PACKAGE}.{module}"
         for module in HOUSE
-        if part(module) == folder and module != "mapping.abstract_tree"
+        if part(module) == folder and module != "mapping.abstract_leaves"
     ]
     assert modules, f"{folder}/ is missing"
     run_python(

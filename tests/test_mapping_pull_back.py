@@ -33,7 +33,7 @@ from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
 )
 from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.opaque import opaque
+from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
 from orbax_safetensors_layout.mapping.expr.values import Add, Cast, Scale, apply_ops
 
 F32 = np.dtype(np.float32)

@@ -13,7 +13,7 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
 from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.opaque import opaque
+from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
 from orbax_safetensors_layout.mapping.names import wildcards
 from orbax_safetensors_layout.mapping.rules import Mapping, rule
 

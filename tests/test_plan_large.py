@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recording import RecordingStorage
 
-from orbax_safetensors_layout.analysis.estimate import estimate
+from orbax_safetensors_layout.analysis.cluster_estimate import estimate
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.options import PROFILES, ReadOptions
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead

@@ -100,7 +100,7 @@ class ItemSave:
             self._group.fail(error)
             raise
         # Where one process raises, all must: Orbax has them wait for each other when this returns.
-        self._group.meet("planning the save")
+        self._group.barrier("planning the save")
         self.write: Callable[[_PathLike], None] = in_callers_context(self._write)
 
     @property

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from orbax_safetensors_layout.analysis.checkpoint_path import resolve_checkpoint
 from orbax_safetensors_layout.analysis.report import Finding, Report
-from orbax_safetensors_layout.analysis.resolve_checkpoint import resolve_checkpoint
 from orbax_safetensors_layout.analysis.structure_check import StructureCheck
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.format.digests import DIGESTS, join_crc32

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from orbax_safetensors_layout.analysis.checkpoint_path import resolve_checkpoint
 from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts, Total, inspect
-from orbax_safetensors_layout.analysis.resolve_checkpoint import resolve_checkpoint
 from orbax_safetensors_layout.cli.command import Command, add_json
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.output import Output, table

@@ -7,7 +7,11 @@ import itertools
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.analysis.estimate import ClusterEstimate, estimate, estimate_save
+from orbax_safetensors_layout.analysis.cluster_estimate import (
+    ClusterEstimate,
+    estimate,
+    estimate_save,
+)
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
 from orbax_safetensors_layout.cli.command import Command, UsageError, add_json, argument
@@ -158,7 +162,7 @@ def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
         return estimate_save(found, writing)
     if parsed.save is not None:
         raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
-    from orbax_safetensors_layout.analysis.estimate_tree import estimate_tree, mesh_of
+    from orbax_safetensors_layout.analysis.tree_estimate import estimate_tree, mesh_of
 
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)

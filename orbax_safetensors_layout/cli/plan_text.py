@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from orbax_safetensors_layout.analysis.estimate import ClusterEstimate, LeafCost
+from orbax_safetensors_layout.analysis.cluster_estimate import ClusterEstimate, LeafCost
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.output import table
 from orbax_safetensors_layout.plan.cost import Cost

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.analysis.estimate import ClusterEstimate
+from orbax_safetensors_layout.analysis.cluster_estimate import ClusterEstimate
 from orbax_safetensors_layout.cli.command import UsageError
 from orbax_safetensors_layout.plan.coverage import Coverage, coverage
 from orbax_safetensors_layout.runtime.text import size_text

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from orbax_safetensors_layout.analysis.resolve_checkpoint import resolve_checkpoint
+from orbax_safetensors_layout.analysis.checkpoint_path import resolve_checkpoint
 from orbax_safetensors_layout.cli.arguments import memory_budget
 from orbax_safetensors_layout.cli.command import Command, UsageError, add_json, argument
 from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping

@@ -111,7 +111,9 @@ def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:
     with group.together("removing what an interrupted call has left"):
         if group.is_leader and isinstance(catalog.storage, LocalStorage):
             found = str(finish_interrupted(os.path.realpath(catalog.path)))
-    return group.meet("looking at what an interrupted call has done", tell=found or "?") == "True"
+    return (
+        group.barrier("looking at what an interrupted call has done", tell=found or "?") == "True"
+    )
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, str]:

@@ -156,7 +156,7 @@ class Conversion:
                 f"{len(self.groups)} groups",
                 "All processes must convert the same checkpoint with the same arguments.",
             )
-            group.meet("agreeing on what is converted", agree=agreed)
+            group.barrier("agreeing on what is converted", agree=agreed)
             is_published = False
 
             def prepare() -> None:
@@ -170,10 +170,10 @@ class Conversion:
 
             _together(group, "preparing the folder", prepare, leader_only=True)
             state = _PUBLISHED if is_published else _UNFINISHED
-            if group.meet("looking at what an earlier call has done", tell=state) == _PUBLISHED:
+            if group.barrier("looking at what an earlier call has done", tell=state) == _PUBLISHED:
                 return self.nbytes
             done = self._journal.read()
-            group.meet("reading the journal")  # before anyone adds to it
+            group.barrier("reading the journal")  # before anyone adds to it
             left = [one for one in self.groups if one.number not in done]
             _together(group, "converting", lambda: self._convert(left, group))
             _together(group, "completing the checkpoint", self._commit, leader_only=True)
@@ -247,4 +247,4 @@ def _together(
             work()
         except BaseException as problem:
             error = problem
-    processes.meet(doing, error)
+    processes.barrier(doing, error)

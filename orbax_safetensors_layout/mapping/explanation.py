@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.decoded import Computed
-from orbax_safetensors_layout.mapping.expr.opaque import Whole
+from orbax_safetensors_layout.mapping.expr.opaque_ops import Whole
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any, cast
 
-from orbax_safetensors_layout.catalog.suggest_names import suggest_names
+from orbax_safetensors_layout.catalog.suggestions import suggest_names
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import families
 from orbax_safetensors_layout.mapping.families.config import Config

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.mapping.affine.binding import Binder, BoundMapping
 from orbax_safetensors_layout.mapping.argument_checks import several
 from orbax_safetensors_layout.mapping.expr.expression import Apply, Expr, as_expr
-from orbax_safetensors_layout.mapping.expr.opaque import Compute
+from orbax_safetensors_layout.mapping.expr.opaque_ops import Compute
 from orbax_safetensors_layout.mapping.expr.ops import ValueOperation
 from orbax_safetensors_layout.mapping.expr.values import Scale
 from orbax_safetensors_layout.mapping.inverse.extents import known
@@ -227,7 +227,7 @@ class Mapping:
         Raises:
             MappingError: The mapping does not fit the checkpoint.
         """
-        from orbax_safetensors_layout.mapping.abstract_tree import abstract_tree
+        from orbax_safetensors_layout.mapping.abstract_leaves import abstract_tree
 
         return abstract_tree(self.leaf_facts(checkpoint))
 
@@ -244,7 +244,7 @@ class Mapping:
         """
         leaves = abstract
         if leaves is not None and not _are_shapes(leaves):
-            from orbax_safetensors_layout.mapping.abstract_tree import leaf_shapes
+            from orbax_safetensors_layout.mapping.abstract_leaves import leaf_shapes
 
             leaves = leaf_shapes(abstract)
         return self.bind(checkpoint, leaves).explain()

@@ -29,7 +29,7 @@ from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
     Piece,
     affine_pieces,
 )
-from orbax_safetensors_layout.mapping.expr.opaque import Whole
+from orbax_safetensors_layout.mapping.expr.opaque_ops import Whole
 from orbax_safetensors_layout.mapping.expr.values import ValueOp
 from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
 from orbax_safetensors_layout.mapping.shapes import TensorSpecs

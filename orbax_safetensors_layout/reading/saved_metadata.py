@@ -78,7 +78,7 @@ class SavedMetadata:
         values = [leaf.value if isinstance(leaf, ValueLeaf) else None for leaf in found]
         return AbstractTree(values, wants, set(), functools.partial(_rebuild, node))
 
-    def settle(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
+    def apply_defaults(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
         """A tree that the caller wants, with what the checkpoint recorded in place of defaults.
 
         Leaves whose value stands in the manifest become that value; arrays that the tree does not

@@ -151,9 +151,9 @@ class ProcessGroup:
             yield
         except BaseException as problem:
             error = problem
-        self.meet(doing, error)
+        self.barrier(doing, error)
 
-    def meet(
+    def barrier(
         self,
         doing: str,
         error: BaseException | None = None,
@@ -272,7 +272,7 @@ class ProcessGroup:
         process, error = verdict["process"], verdict["error"]
         return PeerError(f"process {process} failed while {doing}: {error}", file=self._name)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Says that this process has stopped working, after a failure."""
         if self._store is not None and self.process_count > 1:
             with contextlib.suppress(Exception):  # the failure itself is what counts
@@ -323,7 +323,7 @@ class ProcessGroup:
                 self._announce(self._step, said)
             step = f"{self._key}/{self._step}"
             self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
-        self.leave()
+        self.abandon()
 
     def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
         """Waits for all processes, or the first error, and tells everyone."""

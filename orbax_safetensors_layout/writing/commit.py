@@ -82,12 +82,12 @@ def publish(
         _publish(publication, write, group, storage, overwrite, documents or {})
     except BaseException as problem:
         error = problem
-        group.leave()
+        group.abandon()
         if group.is_leader:
             group.await_others()
     if group.is_leader:
         publication.end()
-    group.meet("publishing the checkpoint", error)
+    group.barrier("publishing the checkpoint", error)
 
 
 def _publish(
@@ -108,7 +108,7 @@ def _publish(
             publication.prepare()
     except BaseException as problem:
         error = problem
-    group.meet("preparing the folder", error)
+    group.barrier("preparing the folder", error)
     write(publication.folder)
     if group.is_leader:
         publication.publish()

@@ -21,7 +21,7 @@ from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
 from orbax_safetensors_layout.mapping.affine.decoded import Computed
 from orbax_safetensors_layout.mapping.argument_checks import integer, integers
 from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr
-from orbax_safetensors_layout.mapping.expr.opaque import Compute
+from orbax_safetensors_layout.mapping.expr.opaque_ops import Compute
 from orbax_safetensors_layout.mapping.expr.values import as_dtype
 from orbax_safetensors_layout.mapping.integers import is_integer, is_whole
 

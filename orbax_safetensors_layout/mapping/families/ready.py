@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
-from orbax_safetensors_layout.catalog.suggest_names import suggest_names
+from orbax_safetensors_layout.catalog.suggestions import suggest_names
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format.schema import short_repr
 from orbax_safetensors_layout.mapping.expr.values import as_dtype

@@ -14,7 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.analysis.estimate import ClusterEstimate, HostRate, LeafCost, RuleUse
+from orbax_safetensors_layout.analysis.cluster_estimate import (
+    ClusterEstimate,
+    HostRate,
+    LeafCost,
+    RuleUse,
+)
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.load import metadata, plan_load
