@@ -16,176 +16,216 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orbax_safetensors_layout.adapters.install import install, uninstall
-    from orbax_safetensors_layout.adapters.layout import SafetensorsLayout
-    from orbax_safetensors_layout.adapters.settings import using
-    from orbax_safetensors_layout.adapters.v0 import (
-        SafetensorsCheckpointHandler,
-        SafetensorsRestore,
-        SafetensorsSave,
+    from .adapters import (
+        SafetensorsCheckpointHandler as SafetensorsCheckpointHandler,
     )
-    from orbax_safetensors_layout.adapters.v0_registry import handler_registry
-    from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
-    from orbax_safetensors_layout.adapters.v1_context import context
-    from orbax_safetensors_layout.analysis.report import Finding, Report
-    from orbax_safetensors_layout.analysis.verify import verify
-    from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-    from orbax_safetensors_layout.conversion.consolidate import consolidate
-    from orbax_safetensors_layout.convert import Converted, convert
-    from orbax_safetensors_layout.errors import (
-        CheckpointExistsError,
-        CheckpointNotFoundError,
-        DtypeMismatchError,
-        FormatError,
-        InvalidHeaderError,
-        InvalidIndexError,
-        InvalidManifestError,
-        MappingError,
-        MismatchError,
-        MissingTensorError,
-        PeerError,
-        SafetensorsLayoutError,
-        ShapeMismatchError,
-        StorageError,
-        TruncatedFileError,
-        UnexpectedTensorError,
-        UnsupportedDtypeError,
+    from .adapters import (
+        SafetensorsHandler as SafetensorsHandler,
     )
-    from orbax_safetensors_layout.load import TensorMetadata, load, metadata, plan_load
-    from orbax_safetensors_layout.mapping import families
-    from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
-    from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
-    from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
-    from orbax_safetensors_layout.mapping.expr.quantized import (
-        dequantize_block,
-        dequantize_int4,
-        dequantize_mxfp4,
+    from .adapters import (
+        SafetensorsLayout as SafetensorsLayout,
     )
-    from orbax_safetensors_layout.mapping.rules import Mapping, rule
-    from orbax_safetensors_layout.options import (
-        ConvertOptions,
-        Progress,
-        ReadOptions,
-        RetryPolicy,
-        WriteOptions,
+    from .adapters import (
+        SafetensorsRestore as SafetensorsRestore,
     )
-    from orbax_safetensors_layout.plan.cost import Cost
-    from orbax_safetensors_layout.plan.reads import ReadPlan
-    from orbax_safetensors_layout.plan.writes import WritePlan
-    from orbax_safetensors_layout.save import plan_save, save
+    from .adapters import (
+        SafetensorsSave as SafetensorsSave,
+    )
+    from .adapters import (
+        context as context,
+    )
+    from .adapters import (
+        handler_registry as handler_registry,
+    )
+    from .adapters import (
+        install as install,
+    )
+    from .adapters import (
+        uninstall as uninstall,
+    )
+    from .adapters import (
+        using as using,
+    )
+    from .analysis import (
+        Finding as Finding,
+    )
+    from .analysis import (
+        Report as Report,
+    )
+    from .analysis import (
+        verify as verify,
+    )
+    from .catalog import (
+        is_safetensors_checkpoint as is_safetensors_checkpoint,
+    )
+    from .conversion import (
+        consolidate as consolidate,
+    )
+    from .convert import (
+        Converted as Converted,
+    )
+    from .convert import (
+        convert as convert,
+    )
+    from .errors import (
+        CheckpointExistsError as CheckpointExistsError,
+    )
+    from .errors import (
+        CheckpointNotFoundError as CheckpointNotFoundError,
+    )
+    from .errors import (
+        DtypeMismatchError as DtypeMismatchError,
+    )
+    from .errors import (
+        FormatError as FormatError,
+    )
+    from .errors import (
+        InvalidHeaderError as InvalidHeaderError,
+    )
+    from .errors import (
+        InvalidIndexError as InvalidIndexError,
+    )
+    from .errors import (
+        InvalidManifestError as InvalidManifestError,
+    )
+    from .errors import (
+        MappingError as MappingError,
+    )
+    from .errors import (
+        MismatchError as MismatchError,
+    )
+    from .errors import (
+        MissingTensorError as MissingTensorError,
+    )
+    from .errors import (
+        PeerError as PeerError,
+    )
+    from .errors import (
+        SafetensorsLayoutError as SafetensorsLayoutError,
+    )
+    from .errors import (
+        ShapeMismatchError as ShapeMismatchError,
+    )
+    from .errors import (
+        StorageError as StorageError,
+    )
+    from .errors import (
+        TruncatedFileError as TruncatedFileError,
+    )
+    from .errors import (
+        UnexpectedTensorError as UnexpectedTensorError,
+    )
+    from .errors import (
+        UnsupportedDtypeError as UnsupportedDtypeError,
+    )
+    from .load import (
+        TensorMetadata as TensorMetadata,
+    )
+    from .load import (
+        load as load,
+    )
+    from .load import (
+        metadata as metadata,
+    )
+    from .load import (
+        plan_load as plan_load,
+    )
+    from .mapping import (
+        Expr as Expr,
+    )
+    from .mapping import (
+        Mapping as Mapping,
+    )
+    from .mapping import (
+        concat as concat,
+    )
+    from .mapping import (
+        dequantize_block as dequantize_block,
+    )
+    from .mapping import (
+        dequantize_int4 as dequantize_int4,
+    )
+    from .mapping import (
+        dequantize_mxfp4 as dequantize_mxfp4,
+    )
+    from .mapping import (
+        families as families,
+    )
+    from .mapping import (
+        fill as fill,
+    )
+    from .mapping import (
+        opaque as opaque,
+    )
+    from .mapping import (
+        rule as rule,
+    )
+    from .mapping import (
+        stack as stack,
+    )
+    from .mapping import (
+        tensor as tensor,
+    )
+    from .options import (
+        ConvertOptions as ConvertOptions,
+    )
+    from .options import (
+        Progress as Progress,
+    )
+    from .options import (
+        ReadOptions as ReadOptions,
+    )
+    from .options import (
+        RetryPolicy as RetryPolicy,
+    )
+    from .options import (
+        WriteOptions as WriteOptions,
+    )
+    from .plan import (
+        Cost as Cost,
+    )
+    from .plan import (
+        ReadPlan as ReadPlan,
+    )
+    from .plan import (
+        WritePlan as WritePlan,
+    )
+    from .save import (
+        plan_save as plan_save,
+    )
+    from .save import (
+        save as save,
+    )
 
 __version__ = "0.1.0.dev0"
 
-_NAMES_BY_MODULE = {
-    "adapters.install": ("install", "uninstall"),
-    "adapters.layout": ("SafetensorsLayout",),
-    "adapters.settings": ("using",),
-    "adapters.v0": ("SafetensorsCheckpointHandler", "SafetensorsRestore", "SafetensorsSave"),
-    "adapters.v0_registry": ("handler_registry",),
-    "adapters.v1": ("SafetensorsHandler",),
-    "adapters.v1_context": ("context",),
-    "consolidate": ("consolidate",),
-    "convert": ("Converted", "convert"),
-    "errors": (
-        "CheckpointExistsError",
-        "CheckpointNotFoundError",
-        "DtypeMismatchError",
-        "FormatError",
-        "InvalidHeaderError",
-        "InvalidIndexError",
-        "InvalidManifestError",
-        "MappingError",
-        "MismatchError",
-        "MissingTensorError",
-        "PeerError",
-        "SafetensorsLayoutError",
-        "ShapeMismatchError",
-        "StorageError",
-        "TruncatedFileError",
-        "UnexpectedTensorError",
-        "UnsupportedDtypeError",
+_NAMES = {
+    "adapters": (
+        "SafetensorsCheckpointHandler SafetensorsHandler SafetensorsLayout SafetensorsRestore "
+        "SafetensorsSave context handler_registry install uninstall using"
     ),
-    "format.survey": ("is_safetensors_checkpoint",),
-    "load": ("TensorMetadata", "load", "metadata", "plan_load"),
-    "mapping": ("families",),
-    "mapping.expression": ("Expr", "fill", "tensor"),
-    "mapping.functions": ("opaque",),
-    "mapping.joins": ("concat", "stack"),
-    "mapping.quantized": ("dequantize_block", "dequantize_int4", "dequantize_mxfp4"),
-    "mapping.rules": ("Mapping", "rule"),
-    "options": ("ConvertOptions", "Progress", "ReadOptions", "RetryPolicy", "WriteOptions"),
-    "plan.cost": ("Cost",),
-    "plan.reads": ("ReadPlan",),
-    "plan.writes": ("WritePlan",),
-    "report": ("Finding", "Report"),
-    "save": ("plan_save", "save"),
-    "verify": ("verify",),
+    "analysis": "Finding Report verify",
+    "catalog": "is_safetensors_checkpoint",
+    "conversion": "consolidate",
+    "convert": "Converted convert",
+    "errors": (
+        "CheckpointExistsError CheckpointNotFoundError DtypeMismatchError FormatError "
+        "InvalidHeaderError InvalidIndexError InvalidManifestError MappingError MismatchError "
+        "MissingTensorError PeerError SafetensorsLayoutError ShapeMismatchError StorageError "
+        "TruncatedFileError UnexpectedTensorError UnsupportedDtypeError"
+    ),
+    "load": "TensorMetadata load metadata plan_load",
+    "mapping": (
+        "Expr Mapping concat dequantize_block dequantize_int4 dequantize_mxfp4 families fill "
+        "opaque rule stack tensor"
+    ),
+    "options": "ConvertOptions Progress ReadOptions RetryPolicy WriteOptions",
+    "plan": "Cost ReadPlan WritePlan",
+    "save": "plan_save save",
 }
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [  # spelled out for type checkers; tests/test_exports.py holds it equal to the table
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
-    "ConvertOptions",
-    "Converted",
-    "Cost",
-    "DtypeMismatchError",
-    "Expr",
-    "Finding",
-    "FormatError",
-    "InvalidHeaderError",
-    "InvalidIndexError",
-    "InvalidManifestError",
-    "Mapping",
-    "MappingError",
-    "MismatchError",
-    "MissingTensorError",
-    "PeerError",
-    "Progress",
-    "ReadOptions",
-    "ReadPlan",
-    "Report",
-    "RetryPolicy",
-    "SafetensorsCheckpointHandler",
-    "SafetensorsHandler",
-    "SafetensorsLayout",
-    "SafetensorsLayoutError",
-    "SafetensorsRestore",
-    "SafetensorsSave",
-    "ShapeMismatchError",
-    "StorageError",
-    "TensorMetadata",
-    "TruncatedFileError",
-    "UnexpectedTensorError",
-    "UnsupportedDtypeError",
-    "WriteOptions",
-    "WritePlan",
-    "__version__",
-    "concat",
-    "consolidate",
-    "context",
-    "convert",
-    "dequantize_block",
-    "dequantize_int4",
-    "dequantize_mxfp4",
-    "families",
-    "fill",
-    "handler_registry",
-    "install",
-    "is_safetensors_checkpoint",
-    "load",
-    "metadata",
-    "opaque",
-    "plan_load",
-    "plan_save",
-    "rule",
-    "save",
-    "stack",
-    "tensor",
-    "uninstall",
-    "using",
-    "verify",
-]
+__all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> object:

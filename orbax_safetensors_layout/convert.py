@@ -12,47 +12,45 @@ from typing import Any, Literal
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.adapters.orbax_format.locate import (
+from orbax_safetensors_layout.adapters import (
     holds_checkpoint,
     is_orbax_checkpoint,
     locate,
     open_reader,
+    orbax_target,
 )
-from orbax_safetensors_layout.adapters.orbax_format.orbax_target import orbax_target
-from orbax_safetensors_layout.conversion.checkpoint_reader import (
+from orbax_safetensors_layout.conversion import (
     CheckpointReader,
-    arrays_of,
-    rerooted,
-)
-from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
-from orbax_safetensors_layout.conversion.pipeline import Conversion, conversion_limits
-from orbax_safetensors_layout.conversion.target import Target
-from orbax_safetensors_layout.conversion.target_tree import (
+    CheckpointRef,
+    Conversion,
+    Target,
     Topology,
+    arrays_of,
+    conversion_limits,
     files_target,
     mapped_tree,
     plain_tree,
+    rerooted,
 )
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.mapping.fingerprint import fingerprint
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import fingerprint
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
-from orbax_safetensors_layout.runtime.gc import frozen_heap
+from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import save_group
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
-from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
-from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.schemes import open_storage
-from orbax_safetensors_layout.writing.commit import (
+from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
+from orbax_safetensors_layout.storage import LocalStorage, open_storage
+from orbax_safetensors_layout.writing import (
     appearance_rank,
     check_documents,
     check_is_folder,
+    companions,
+    given_companions,
 )
-from orbax_safetensors_layout.writing.folder import companions, given_companions
 
 PathLike = str | os.PathLike[str]
 Format = Literal["hf", "sharded", "orbax"]

@@ -14,34 +14,37 @@ import jax
 import numpy as np
 from absl import logging
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.mapping.rules import Mapping
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
-from orbax_safetensors_layout.plan.array_source import MappedSource, bind
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
-from orbax_safetensors_layout.pytree.abstract import AbstractTree, HostLeaf
-from orbax_safetensors_layout.reading.decoding import check_booleans
-from orbax_safetensors_layout.reading.leaf_builder import LeafBuilder
-from orbax_safetensors_layout.reading.materialize import Materializer
-from orbax_safetensors_layout.reading.read import ReadStats, read_leaves
-from orbax_safetensors_layout.reading.replica_exchange import (
+from orbax_safetensors_layout.plan import LeafRead, MappedSource, ReadPlan, bind, plan_reads
+from orbax_safetensors_layout.pytree import AbstractTree, HostLeaf
+from orbax_safetensors_layout.reading import (
     LOADING,
     PLANNING,
+    LeafBuilder,
+    Materializer,
+    ReadStats,
     ReplicaExchange,
+    SavedMetadata,
+    VerifyingReader,
+    adopts,
+    check_booleans,
     fingerprint_of,
+    host_leaves,
     load_group,
+    read_leaves,
+    resolve_leaves,
     steps_of,
 )
-from orbax_safetensors_layout.reading.resolve import adopts, host_leaves, resolve_leaves
-from orbax_safetensors_layout.reading.saved_metadata import SavedMetadata
-from orbax_safetensors_layout.reading.verifying import VerifyingReader
-from orbax_safetensors_layout.runtime.gc import frozen_heap
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup
-from orbax_safetensors_layout.runtime.progress import consecutive, progress_callback
-from orbax_safetensors_layout.sharding.shards import ProcessShards
-from orbax_safetensors_layout.storage.base import RangeReader
-from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.runtime import (
+    ProcessGroup,
+    consecutive,
+    frozen_heap,
+    progress_callback,
+)
+from orbax_safetensors_layout.sharding import ProcessShards
+from orbax_safetensors_layout.storage import LocalStorage, RangeReader
 
 PathLike = str | os.PathLike[str]
 _VERIFYING = "verifying what was read"

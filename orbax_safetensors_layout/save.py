@@ -15,8 +15,8 @@ import jax
 from absl import logging
 
 from orbax_safetensors_layout.errors import redact_urls
-from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, parse_manifest
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import (
     MIB,
     ConvertOptions,
@@ -24,24 +24,30 @@ from orbax_safetensors_layout.options import (
     WriteOptions,
     given_or_default,
 )
-from orbax_safetensors_layout.plan.mapped_writes import ScatterPlan
-from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.reading._jax import DistributedStore
-from orbax_safetensors_layout.runtime.gc import frozen_heap
-from orbax_safetensors_layout.runtime.process_group import Fingerprint, ProcessGroup
-from orbax_safetensors_layout.runtime.progress import progress_callback
-from orbax_safetensors_layout.runtime.write_pool import WritePool
-from orbax_safetensors_layout.sharding.shards import ProcessShards
-from orbax_safetensors_layout.storage.base import Storage
-from orbax_safetensors_layout.storage.schemes import open_storage
-from orbax_safetensors_layout.writing.assemble_files import gather
-from orbax_safetensors_layout.writing.commit import publication_of, publish
-from orbax_safetensors_layout.writing.completion import Completion
-from orbax_safetensors_layout.writing.folder import CheckpointFolder, given_companions
-from orbax_safetensors_layout.writing.host import HostValues
-from orbax_safetensors_layout.writing.prepare_tree import PreparedTree
-from orbax_safetensors_layout.writing.scatter import scatter
-from orbax_safetensors_layout.writing.write import WriteStats, write_parts
+from orbax_safetensors_layout.plan import ScatterPlan, WritePlan
+from orbax_safetensors_layout.reading import DistributedStore
+from orbax_safetensors_layout.runtime import (
+    Fingerprint,
+    ProcessGroup,
+    WritePool,
+    frozen_heap,
+    progress_callback,
+)
+from orbax_safetensors_layout.sharding import ProcessShards
+from orbax_safetensors_layout.storage import Storage, open_storage
+from orbax_safetensors_layout.writing import (
+    CheckpointFolder,
+    Completion,
+    HostValues,
+    PreparedTree,
+    WriteStats,
+    gather,
+    given_companions,
+    publication_of,
+    publish,
+    scatter,
+    write_parts,
+)
 
 PathLike = str | os.PathLike[str]
 _WRITING, _GATHERING = "writing shards", "putting files together"

@@ -430,8 +430,8 @@ def test_keys_are_cleaned_up(store):
 
     count = 3
     for number in range(100):
-        together(store, count, work if number == 0 else lambda g: [g.barrier(str(i)) for i in (0, 1)],
-                 name=f"operation {number}")  # fmt: skip
+        task = work if number == 0 else lambda g: [g.barrier(str(i)) for i in (0, 1)]
+        together(store, count, task, name=f"operation {number}")
     assert most <= 3 * (count + 1) + count
     assert len(store.values) <= 66 * 2 * (count + 1)
     assert not [key for key in store.values if "operation 0" in key]

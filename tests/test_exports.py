@@ -22,9 +22,9 @@ def type_checker_names() -> dict[str, str]:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     return {
-        alias.name: node.module
+        alias.asname or "": f"{osl.__name__}.{node.module}"
         for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
+        if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }
 
@@ -69,7 +69,7 @@ def test_every_error_class_is_public():
     defined = {
         name
         for name, value in vars(errors).items()
-        if inspect.isclass(value) and value.__module__ == errors.__name__
+        if inspect.isclass(value) and issubclass(value, Exception)
     }
     assert defined <= set(osl.__all__)
     assert all(issubclass(getattr(osl, name), osl.SafetensorsLayoutError) for name in defined)

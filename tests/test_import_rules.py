@@ -7,6 +7,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +17,12 @@ import pytest
 PACKAGE = "orbax_safetensors_layout"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-# From the ground up. A floor is a folder, or the top-level modules named in its line.
+# From the ground up: rooms (folders), and the modules at the top of the package. Those of one line
+# may import each other, if without a circle.
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(line.split())
     for line in (
-        "errors options geometry",
+        "lazy errors options geometry",
         "format runtime",
         "storage sharding",
         "catalog pytree",
@@ -37,6 +39,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     )
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
+MOST_ROOMS, MOST_MODULES_AT_THE_TOP, MOST_FLOORS = 16, 8, 15
 
 MAY_IMPORT_JAX = (
     "sharding.serialize",
@@ -84,12 +87,18 @@ PURE_FOLDERS = ("catalog", "format", "geometry", "mapping", "plan", "runtime", "
 
 
 class Import(NamedTuple):
-    """One imported module: `target` is dotted, and inside the package relative to it."""
+    """One import: `target` is the dotted module, of the package relative to it.
+
+    `source` is the module that `name` is taken from, likewise.
+    """
 
     module: str
     target: str
     line: int
     inside: bool
+    source: str
+    name: str
+    is_relative: bool
 
     def __str__(self) -> str:
         return f"{self.module} (line {self.line}) imports {self.target}"
@@ -104,14 +113,25 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def imported_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Dotted absolute names of everything imported; `from a import b` gives `a.b`."""
+def package_of(module: str) -> str:
+    """The folder that a module's relative imports begin at."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def imported_names(module: str) -> Iterator[tuple[str, str, int, bool]]:
+    """Absolute name of everything imported, the module that it is taken from, line, relative."""
+    path = MODULES[module]
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            yield from ((alias.name, alias.name, node.lineno, False) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            source = node.module or ""
+            if node.level:
+                parents = [PACKAGE, *package_of(module).split(".")]
+                above = parents[: len(parents) - node.level + 1]
+                source = ".".join([*above, *source.split(".")]).rstrip(".")
+            for alias in node.names:
+                yield f"{source}.{alias.name}", source, node.lineno, bool(node.level)
 
 
 def resolve(name: str) -> str:
@@ -123,10 +143,13 @@ def resolve(name: str) -> str:
 
 def imports_of(module: str) -> list[Import]:
     found = []
-    for name, line in imported_names(MODULES[module]):
+    for name, source, line, is_relative in imported_names(module):
         top, _, rest = name.partition(".")
         inside = top == PACKAGE
-        found.append(Import(module, resolve(rest) if inside else name, line, inside))
+        source = source.partition(".")[2] if inside else source
+        target = resolve(rest) if inside else name
+        last = name.rpartition(".")[2]
+        found.append(Import(module, target, line, inside, source, last, is_relative))
     return found
 
 
@@ -141,6 +164,10 @@ def part(module: str) -> str:
     return module.partition(".")[0]
 
 
+def is_room(module: str) -> bool:
+    return (ROOT / module).is_dir() and module in MODULES and "." not in module
+
+
 def within(module: str, places: tuple[str, ...]) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
@@ -149,8 +176,19 @@ def offenders(found: list[Import]) -> str:
     return "\n".join(map(str, found))
 
 
-def test_every_module_stands_on_a_floor():
-    assert {part(module) for module in HOUSE} <= set(FLOOR_OF)
+def test_every_module_is_on_a_floor():
+    assert {part(module) for module in HOUSE} == set(FLOOR_OF)
+
+
+def test_the_house_is_small_enough_to_be_known(capsys):
+    rooms = {module for module in HOUSE if is_room(module)}
+    at_the_top = {module for module in MODULES if "." not in module} - rooms
+    with capsys.disabled():
+        print("", *(f"{n:>3}  {'  '.join(sorted(floor))}" for n, floor in enumerate(FLOORS, 1)),
+              sep="\n")  # fmt: skip
+    assert len(rooms) <= MOST_ROOMS
+    assert len(at_the_top) <= MOST_MODULES_AT_THE_TOP
+    assert len(FLOORS) <= MOST_FLOORS
 
 
 def test_nothing_imports_the_package_root():
@@ -165,6 +203,46 @@ def test_imports_go_down_or_stay_on_their_floor():
         if imported.target and FLOOR_OF[part(imported.target)] > FLOOR_OF[part(imported.module)]
     ]
     assert not found, offenders(found)
+
+
+def test_imports_across_rooms_come_from_a_face_and_those_within_one_are_relative():
+    found = [
+        imported
+        for imported in INSIDE
+        if imported.is_relative is not (part(imported.module) == part(imported.source))
+        or (not imported.is_relative and "." in imported.source)
+    ]
+    assert not found, offenders(found)
+
+
+def test_faces_offer_what_exists():
+    """Of a lazy name nothing is known before it is asked for."""
+    names = [
+        (imported.source, imported.name)
+        for imported in INSIDE
+        if is_room(imported.source) and not imported.is_relative
+    ]
+    run_python(
+        "import importlib\n"
+        f"for module, name in {sorted(set(names))}:\n"
+        f"    getattr(importlib.import_module('{PACKAGE}.' + module), name)\n"
+    )
+
+
+def test_names_are_used_once():
+    """Of modules (but the commands of `cli`) and of public classes."""
+    modules = Counter(
+        module.rpartition(".")[2]
+        for module in HOUSE
+        if part(module) != "cli" and MODULES[module].name != "__init__.py"
+    )
+    classes = Counter(
+        node.name
+        for module in HOUSE
+        for node in ast.parse(MODULES[module].read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in (modules + classes).items() if count > 1] == []
 
 
 def test_no_circles():

@@ -7,8 +7,8 @@ from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.adapters import _orbax, routing
-from orbax_safetensors_layout.adapters.layout import SafetensorsLayout
+from . import _orbax, routing
+from .layout import SafetensorsLayout
 
 _lock = threading.Lock()
 _previous: Any = None

@@ -10,14 +10,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orbax_safetensors_layout.adapters import _orbax
-from orbax_safetensors_layout.adapters.background import in_callers_context
 from orbax_safetensors_layout.errors import StorageError
-from orbax_safetensors_layout.format.manifest import MANIFEST
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.format import MANIFEST
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.save import PreparedSave, save_group
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.storage import open_storage
+
+from . import _orbax
+from .background import in_callers_context
 
 _PathLike = str | os.PathLike[str]
 HINT = (

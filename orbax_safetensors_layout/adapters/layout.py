@@ -23,24 +23,24 @@ from typing import Any
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.adapters import _orbax, settings, v1
-from orbax_safetensors_layout.adapters.background import in_background
-from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata
-from orbax_safetensors_layout.adapters.remains import check_remains
-from orbax_safetensors_layout.adapters.routing import LayoutOption, connect, handler_for_save
-from orbax_safetensors_layout.adapters.settings import Settings
-from orbax_safetensors_layout.adapters.v0 import (
+from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
+from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from orbax_safetensors_layout.load import load, load_catalog
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.pytree import dotted_name
+
+from . import _orbax, settings, v1
+from .background import in_background
+from .metadata import CheckpointMetadata
+from .remains import check_remains
+from .routing import LayoutOption, connect, handler_for_save
+from .settings import Settings
+from .v0 import (
     SafetensorsCheckpointHandler,
     SafetensorsRestore,
     SafetensorsSave,
 )
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.errors import CheckpointNotFoundError
-from orbax_safetensors_layout.load import load, load_catalog
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.pytree.keys import dotted_name
 
 _NOT_GIVEN: Any = object()
 

@@ -10,23 +10,23 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from orbax_safetensors_layout.adapters.remains import check_remains
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.format.manifest import (
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.format import (
     Leaf,
     Manifest,
     ShardingRecord,
+    TensorEntry,
     TensorLeaf,
     ValueLeaf,
     leaf_names,
 )
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
-from orbax_safetensors_layout.plan.array_source import bind
-from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.treedef import decode_treedef
-from orbax_safetensors_layout.sharding import serialize
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import TensorSpec
+from orbax_safetensors_layout.plan import bind
+from orbax_safetensors_layout.pytree import decode_treedef, prng
+from orbax_safetensors_layout.sharding import decode_sharding
+
+from .remains import check_remains
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _HOST_KINDS = ("numpy", "numpy_scalar")
@@ -54,7 +54,7 @@ class StoredArrayMetadata(NamedTuple):
     @property
     def placement(self) -> jax.sharding.Sharding | None:
         """The recorded sharding, where this program has the devices."""
-        return None if self.sharding is None else serialize.decode_sharding(self.sharding)
+        return None if self.sharding is None else decode_sharding(self.sharding)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 from jax.tree_util import tree_flatten_with_path
 
-from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA
-from orbax_safetensors_layout.adapters.item_save import HINT
-from orbax_safetensors_layout.adapters.restore_args import HostArray, described, plain_abstract_tree
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.pytree.keys import dotted_name
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
+from orbax_safetensors_layout.pytree import dotted_name
+
+from ._orbax import ITEM_METADATA
+from .item_save import HINT
+from .restore_args import HostArray, described, plain_abstract_tree
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.adapters import _orbax
 from orbax_safetensors_layout.errors import InvalidManifestError
-from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.format import MANIFEST
+
+from . import _orbax
 
 _OURS = __name__.partition(".")[0]
 

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata, StoredArrayMetadata
 from orbax_safetensors_layout.load import load
-from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
-from orbax_safetensors_layout.mapping.rules import Mapping, rule
+from orbax_safetensors_layout.mapping import Expr, Mapping, rule, tensor
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
+from orbax_safetensors_layout.pytree import dotted_name, prng, unboxed_name
+
+from .metadata import CheckpointMetadata, StoredArrayMetadata
 
 
 def load_resized(

@@ -10,11 +10,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
-from orbax_safetensors_layout.adapters.v0_metadata import HostArrayMetadata
 from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
-from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.abstract import SavedLeaf
-from orbax_safetensors_layout.pytree.keys import dotted_name
+from orbax_safetensors_layout.pytree import SavedLeaf, dotted_name, prng
+
+from .v0_metadata import HostArrayMetadata
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _UNSUPPORTED = ("transforms", "legacy_transform_fn")

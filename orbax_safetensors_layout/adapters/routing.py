@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.adapters import _orbax, settings
-from orbax_safetensors_layout.adapters.background import in_background
-from orbax_safetensors_layout.adapters.orbax_item import is_orbax_item
-from orbax_safetensors_layout.adapters.settings import Settings
-from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+
+from . import _orbax, settings
+from .background import in_background
+from .orbax_item import is_orbax_item
+from .settings import Settings
+from .v1 import SafetensorsHandler
 
 _Layouts: Any = ocp.options.CheckpointLayout
 

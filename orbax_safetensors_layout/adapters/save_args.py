@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.adapters import _orbax
 from orbax_safetensors_layout.errors import MismatchError
+
+from . import _orbax
 
 _StorageOptions = ocp.options.ArrayOptions.Saving.StorageOptions
 

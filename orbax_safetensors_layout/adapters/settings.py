@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Self
 
-from orbax_safetensors_layout.adapters import _orbax
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+
+from . import _orbax
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

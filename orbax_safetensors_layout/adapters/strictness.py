@@ -6,11 +6,12 @@ import dataclasses
 import os
 from typing import Any
 
-from orbax_safetensors_layout.adapters.remains import check_remains
 from orbax_safetensors_layout.errors import UnexpectedTensorError
 from orbax_safetensors_layout.load import load
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions
+
+from .remains import check_remains
 
 
 def load_item(

@@ -43,16 +43,17 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
-from orbax_safetensors_layout.adapters import _orbax, orbax_item, settings, v0_metadata
-from orbax_safetensors_layout.adapters.item_save import ItemSave
-from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata
-from orbax_safetensors_layout.adapters.resizing import load_resized
-from orbax_safetensors_layout.adapters.restore_args import abstract_tree_of
-from orbax_safetensors_layout.adapters.save_args import leaf_dtypes
-from orbax_safetensors_layout.adapters.strictness import load_item
-from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, item_name
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+
+from . import _orbax, orbax_item, settings, v0_metadata
+from .item_save import ItemSave
+from .metadata import CheckpointMetadata
+from .resizing import load_resized
+from .restore_args import abstract_tree_of
+from .save_args import leaf_dtypes
+from .strictness import load_item
+from .v1 import SafetensorsHandler, item_name
 
 _SETTLE_SECONDS = 10.0
 

@@ -9,9 +9,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
-from orbax_safetensors_layout.adapters import _orbax
-from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata, StoredArrayMetadata
-from orbax_safetensors_layout.format.manifest import NamedRecord
+from orbax_safetensors_layout.format import NamedRecord
+
+from . import _orbax
+from .metadata import CheckpointMetadata, StoredArrayMetadata
 
 _AXIS_TYPES = {name.lower(): kind for name, kind in AxisType.__members__.items()}
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from orbax_safetensors_layout.adapters.v0 import (
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+
+from .v0 import (
     SAVE_AND_RESTORE,
     SafetensorsCheckpointHandler,
     item_of,
     settle,
 )
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 _DEFAULT = "default"  # what Orbax calls the item of a manager without named items
 _ORBAXS: Any = (

@@ -24,18 +24,19 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 
-from orbax_safetensors_layout.adapters import _orbax, settings
-from orbax_safetensors_layout.adapters.background import in_background
-from orbax_safetensors_layout.adapters.item_save import ItemSave
-from orbax_safetensors_layout.adapters.metadata import CheckpointMetadata, StoredArrayMetadata
-from orbax_safetensors_layout.adapters.orbax_item import is_orbax_item
-from orbax_safetensors_layout.adapters.remains import check_remains
-from orbax_safetensors_layout.adapters.restore_args import HostArray
-from orbax_safetensors_layout.adapters.save_args import storage_dtypes
-from orbax_safetensors_layout.adapters.settings import Settings
-from orbax_safetensors_layout.adapters.strictness import load_item
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+
+from . import _orbax, settings
+from .background import in_background
+from .item_save import ItemSave
+from .metadata import CheckpointMetadata, StoredArrayMetadata
+from .orbax_item import is_orbax_item
+from .remains import check_remains
+from .restore_args import HostArray
+from .save_args import storage_dtypes
+from .settings import Settings
+from .strictness import load_item
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _VALUES = (bool, int, float, str)

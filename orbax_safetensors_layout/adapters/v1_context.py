@@ -9,9 +9,10 @@ from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.adapters import _orbax
-from orbax_safetensors_layout.adapters.v1 import SafetensorsHandler, item_name, settle
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+
+from . import _orbax
+from .v1 import SafetensorsHandler, item_name, settle
 
 _ONCE_STATE = "pytree"
 

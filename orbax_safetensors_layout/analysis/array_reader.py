@@ -8,31 +8,33 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from orbax_safetensors_layout.adapters.orbax_format.locate import open_reader
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.conversion.checkpoint_reader import (
+from orbax_safetensors_layout.adapters import open_reader
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.conversion import (
     CheckpointReader,
+    CheckpointRef,
     SourceArray,
     arrays_of,
     rerooted,
     values_of,
 )
-from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
 from orbax_safetensors_layout.errors import MappingError, StorageError
-from orbax_safetensors_layout.format.manifest import ValueLeaf, leaf_names
-from orbax_safetensors_layout.geometry.blocks import chunk_parts, within
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
+from orbax_safetensors_layout.format import ValueLeaf, leaf_names
+from orbax_safetensors_layout.geometry import Box, chunk_parts, within
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import TensorSpec
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.array_source import ArraySource, MappedSource, StoredSource, bind
-from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.pytree.abstract import AbstractLeaf
-from orbax_safetensors_layout.reading.materialize import Materializer
-from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.reading.resolve import Fidelity, ResolvedLeaf, plan_leaves
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.writing.assemble_files import row_blocks
+from orbax_safetensors_layout.plan import ArraySource, MappedSource, StoredSource, bind, plan_reads
+from orbax_safetensors_layout.pytree import AbstractLeaf
+from orbax_safetensors_layout.reading import (
+    Fidelity,
+    Materializer,
+    ResolvedLeaf,
+    plan_leaves,
+    read_leaves,
+)
+from orbax_safetensors_layout.sharding import AddressableShards
+from orbax_safetensors_layout.writing import row_blocks
 
 BLOCKS_IN_BUDGET = 4
 """Blocks of which a memory budget has room: one of either side, and as much to read it with."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
+from orbax_safetensors_layout.conversion import CheckpointRef
 
 
 def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
@@ -21,7 +21,7 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
     text = os.path.expanduser(os.fsdecode(path))
     if "://" in text or is_safetensors_checkpoint(text):
         return CheckpointRef(text, is_orbax=False, item=None)
-    from orbax_safetensors_layout.adapters.orbax_format.locate import holds_checkpoint, locate
+    from orbax_safetensors_layout.adapters import holds_checkpoint, locate
 
     if not holds_checkpoint(text):
         return CheckpointRef(text, is_orbax=False, item=None)

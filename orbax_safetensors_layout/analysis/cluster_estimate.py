@@ -13,26 +13,31 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from orbax_safetensors_layout.analysis.inspect import read_configuration
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.catalog.quantization import find_quantization
+from orbax_safetensors_layout.catalog import Catalog, find_quantization
 from orbax_safetensors_layout.options import (
     ReadOptions,
     StorageProfile,
     WriteOptions,
     given_or_default,
 )
-from orbax_safetensors_layout.plan.cluster import ClusterPlan, plan_cluster
-from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor, TensorClass
-from orbax_safetensors_layout.plan.cluster_writes import plan_cluster_writes
-from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
-from orbax_safetensors_layout.sharding.sharding_rules import (
+from orbax_safetensors_layout.plan import (
+    ClusterPlan,
+    ClusterTensor,
+    Cost,
+    TensorClass,
+    plan_cluster,
+    plan_cluster_writes,
+)
+from orbax_safetensors_layout.sharding import (
+    MeshShape,
     Misfit,
     Placed,
     ShardingRule,
     ShardingRules,
+    Spec,
 )
+
+from .inspect import read_configuration
 
 _NETWORK_BYTES_PER_SECOND = 25e9 / 8
 

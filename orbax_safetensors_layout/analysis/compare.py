@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.analysis.array_reader import BLOCKS_IN_BUDGET, ArrayBox, ArrayReader
-from orbax_safetensors_layout.analysis.report import Finding
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import TensorSpec
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
+
+from .array_reader import BLOCKS_IN_BUDGET, ArrayBox, ArrayReader
+from .report import Finding
 
 _BLOCK_BYTES = 32 * MIB
 _MOST_PLACES = 3

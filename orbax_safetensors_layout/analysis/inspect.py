@@ -7,13 +7,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.catalog.quantization import Quantization, find_quantization
+from orbax_safetensors_layout.catalog import Catalog, Quantization, find_quantization
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.format.index import SUFFIX
-from orbax_safetensors_layout.format.tree import ValueLeaf, leaf_names
-from orbax_safetensors_layout.mapping.families.config import read_config
+from orbax_safetensors_layout.format import SUFFIX, TensorEntry, ValueLeaf, leaf_names
+from orbax_safetensors_layout.mapping import read_config
 
 
 class TensorFacts(NamedTuple):

@@ -9,17 +9,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
-from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts
-from orbax_safetensors_layout.catalog.select import select_names
-from orbax_safetensors_layout.conversion.checkpoint_reader import (
+from orbax_safetensors_layout.adapters import OrbaxReader
+from orbax_safetensors_layout.catalog import select_names
+from orbax_safetensors_layout.conversion import (
     SourceArray,
     arrays_of,
     rerooted,
     values_of,
 )
 from orbax_safetensors_layout.errors import UnsupportedDtypeError
-from orbax_safetensors_layout.format.dtypes import dtype_from_numpy
+from orbax_safetensors_layout.format import dtype_from_numpy
+
+from .inspect import Inspection, TensorFacts
 
 
 def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Inspection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from orbax_safetensors_layout.errors import grouped, pattern_of
-from orbax_safetensors_layout.runtime.text import number_text
+from orbax_safetensors_layout.runtime import number_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from orbax_safetensors_layout.analysis.report import Finding
-from orbax_safetensors_layout.catalog.discover import Discovery, discover, read_manifest
-from orbax_safetensors_layout.catalog.headers import read_header
-from orbax_safetensors_layout.catalog.piece_catalog import check_save
+from orbax_safetensors_layout.catalog import (
+    Discovery,
+    check_save,
+    discover,
+    read_header,
+    read_manifest,
+)
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.format.header import Header, TensorEntry
-from orbax_safetensors_layout.format.index import SUFFIX
-from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest, TensorLeaf, leaves
-from orbax_safetensors_layout.format.pieces import StoredPieces, piece_name
-from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.format import (
+    MANIFEST,
+    SUFFIX,
+    Header,
+    Manifest,
+    StoredPieces,
+    TensorEntry,
+    TensorLeaf,
+    leaves,
+    piece_name,
+)
+from orbax_safetensors_layout.storage import Storage, join
+
+from .report import Finding
 
 _MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 

@@ -14,22 +14,28 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.analysis.cluster_estimate import (
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.errors import MismatchError
+from orbax_safetensors_layout.load import metadata, plan_load
+from orbax_safetensors_layout.mapping import Mapping
+from orbax_safetensors_layout.options import ReadOptions, given_or_default
+from orbax_safetensors_layout.plan import ReadPlan
+from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+from orbax_safetensors_layout.sharding import (
+    MeshShape,
+    Placed,
+    ShardingRule,
+    ShardingRules,
+    Spec,
+    spec_of,
+)
+
+from .cluster_estimate import (
     ClusterEstimate,
     HostRate,
     LeafCost,
     RuleUse,
 )
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.load import metadata, plan_load
-from orbax_safetensors_layout.mapping.rules import Mapping
-from orbax_safetensors_layout.options import ReadOptions, given_or_default
-from orbax_safetensors_layout.plan.reads import ReadPlan
-from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
-from orbax_safetensors_layout.sharding.sharding_rules import Placed, ShardingRule, ShardingRules
-from orbax_safetensors_layout.sharding.shards import spec_of
 
 PathLike = str | os.PathLike[str]
 

@@ -7,16 +7,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from orbax_safetensors_layout.analysis.checkpoint_path import resolve_checkpoint
-from orbax_safetensors_layout.analysis.report import Finding, Report
-from orbax_safetensors_layout.analysis.structure_check import StructureCheck
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.format.digests import DIGESTS, join_crc32
+from orbax_safetensors_layout.format import DIGESTS, join_crc32
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
-from orbax_safetensors_layout.reading.verifying import file_ranges, read_digests
-from orbax_safetensors_layout.runtime.progress import progress_callback
-from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.reading import file_ranges, read_digests
+from orbax_safetensors_layout.runtime import progress_callback
+from orbax_safetensors_layout.storage import join, open_storage
+
+from .checkpoint_path import resolve_checkpoint
+from .report import Finding, Report
+from .structure_check import StructureCheck
 
 PathLike = str | os.PathLike[str]
 
@@ -76,7 +76,7 @@ def verify(
                 return report
         else:
             report = Report(location.path, ())
-        from orbax_safetensors_layout.analysis import array_reader, compare
+        from . import array_reader, compare
 
         if against is None:
             broken: list[StorageError] = []

@@ -1,1 +1,11 @@
 """Which tensors a checkpoint holds, and where: files, headers, index and pieces as one catalog."""
+
+from .catalog import Catalog
+from .discover import Discovery, discover, is_safetensors_checkpoint, read_manifest
+from .headers import HeaderCache, read_header, read_range
+from .nearby import USUAL_ITEMS
+from .patterns import compile_pattern
+from .piece_catalog import PieceCatalog, check_save
+from .quantization import Quantization, find_quantization
+from .select import select_names
+from .suggestions import suggest_names

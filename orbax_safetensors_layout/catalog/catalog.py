@@ -11,18 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from orbax_safetensors_layout.catalog.discover import Discovery, discover, listed, read_manifest
-from orbax_safetensors_layout.catalog.headers import HeaderCache
-from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
-from orbax_safetensors_layout.catalog.select import missing_names, select_names
 from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
-from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE
-from orbax_safetensors_layout.format.header import Header, TensorEntry
-from orbax_safetensors_layout.format.index import MAIN_INDEX
-from orbax_safetensors_layout.format.manifest import Manifest
+from orbax_safetensors_layout.format import MAIN_INDEX, ONE_A_BYTE, Header, Manifest, TensorEntry
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.storage import Storage, join, open_storage
+
+from .discover import Discovery, discover, listed, read_manifest
+from .headers import HeaderCache
+from .piece_catalog import PieceCatalog
+from .select import missing_names, select_names
 
 _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 

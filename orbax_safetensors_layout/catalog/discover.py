@@ -10,14 +10,6 @@ from typing import NamedTuple
 
 from absl import logging
 
-from orbax_safetensors_layout.catalog.headers import read_range
-from orbax_safetensors_layout.catalog.nearby import (
-    ORBAX_ITEM,
-    ORBAX_STEP,
-    checkpoints_below,
-    has_safetensors,
-    item_of_step,
-)
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidIndexError,
@@ -25,23 +17,30 @@ from orbax_safetensors_layout.errors import (
     StorageError,
     redact_urls,
 )
-from orbax_safetensors_layout.format.index import (
+from orbax_safetensors_layout.format import (
     INDEX_SUFFIX,
     MAIN_INDEX,
+    MANIFEST,
     MAX_INDEX_BYTES,
     SUFFIX,
+    Manifest,
+    Tell,
     WeightIndex,
     parse_index,
-)
-from orbax_safetensors_layout.format.manifest import (
-    MANIFEST,
-    Manifest,
     parse_manifest,
+    refuse,
     refuse_large_manifest,
 )
-from orbax_safetensors_layout.format.telling import Tell, refuse
-from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.storage import Storage, join, open_storage
+
+from .headers import read_range
+from .nearby import (
+    ORBAX_ITEM,
+    ORBAX_STEP,
+    checkpoints_below,
+    has_safetensors,
+    item_of_step,
+)
 
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """How names of files begin that PEFT, Diffusers and Mistral put beside the model's own."""

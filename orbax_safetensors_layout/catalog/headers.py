@@ -7,15 +7,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from orbax_safetensors_layout.format.header import (
+from orbax_safetensors_layout.format import (
     PREFIX_BYTES,
     Header,
+    Tell,
     header_length,
     parse_header,
+    refuse,
 )
-from orbax_safetensors_layout.format.telling import Tell, refuse
 from orbax_safetensors_layout.options import MIB, PROFILES
-from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Storage
+from orbax_safetensors_layout.storage import FIRST_READ_BYTES, Storage
 
 _LARGE_BYTES = 8 * MIB
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import StorageError
-from orbax_safetensors_layout.format.index import INDEX_SUFFIX, SUFFIX
-from orbax_safetensors_layout.storage.base import Storage, join
+from orbax_safetensors_layout.format import INDEX_SUFFIX, SUFFIX
+from orbax_safetensors_layout.storage import Storage, join
 
 ORBAX_ITEM = "_METADATA"
 """The file by which a tree is known that Orbax saved."""

@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from orbax_safetensors_layout.errors import InvalidManifestError
-from orbax_safetensors_layout.format.dtypes import DTYPES, DType
-from orbax_safetensors_layout.format.header import Header, TensorEntry
-from orbax_safetensors_layout.format.pieces import (
+from orbax_safetensors_layout.format import (
+    DTYPES,
     SAVE_ID,
+    DType,
+    Header,
     StoredBox,
     StoredPieces,
+    TensorEntry,
     piece_file_prefix,
     piece_name,
 )
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 
 MIXED = "Files of two saves may be mixed in the folder."
 

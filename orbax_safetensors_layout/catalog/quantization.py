@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.format.schema import short_repr
+from orbax_safetensors_layout.format import TensorEntry, short_repr
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _DEFAULT_BITS = 4

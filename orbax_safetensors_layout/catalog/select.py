@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
-from orbax_safetensors_layout.catalog.suggestions import suggest_names
 from orbax_safetensors_layout.errors import MissingTensorError, pattern_of
+
+from .patterns import compile_pattern, is_plain
+from .suggestions import suggest_names
 
 _MAX_HINTS = 5  # names for which the nearest are looked up; each is a pass over all names
 

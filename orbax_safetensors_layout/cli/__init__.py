@@ -6,9 +6,9 @@ checkpoint; 2 for misuse; 130 after Ctrl-C.
 
 from __future__ import annotations
 
-from orbax_safetensors_layout.cli.sigint import clean_interrupts
+from .sigint import clean_interrupts
 
 with clean_interrupts(lambda: "orbax-safetensors: interrupted. Nothing was done; run it again."):
-    from orbax_safetensors_layout.cli.main import main
+    from .main import main
 
 __all__ = ["main"]

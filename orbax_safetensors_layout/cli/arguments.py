@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orbax_safetensors_layout.options import KIB
-from orbax_safetensors_layout.runtime.text import parse_size
-from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule, parse_rules
+from orbax_safetensors_layout.runtime import parse_size
+from orbax_safetensors_layout.sharding import ShardingRule, parse_rules
 
 _LEAST_BUDGET_BYTES = 64 * KIB
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
-from orbax_safetensors_layout.cli.output import Output
+from .output import Output
 
 Argument = TypeVar("Argument")
 

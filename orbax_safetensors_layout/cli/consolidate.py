@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_safetensors_layout.cli.arguments import memory_budget
-from orbax_safetensors_layout.cli.command import Command, argument
-from orbax_safetensors_layout.cli.output import Output
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.runtime.text import parse_size
+from orbax_safetensors_layout.runtime import parse_size
+
+from .arguments import memory_budget
+from .command import Command, argument
+from .output import Output
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, console: Output) -> int:
-    from orbax_safetensors_layout.conversion.consolidate import consolidate
+    from orbax_safetensors_layout.conversion import consolidate
 
     options = WriteOptions(
         max_file_bytes=parsed.max_file_bytes,

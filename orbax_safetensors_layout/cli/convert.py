@@ -6,12 +6,13 @@ import argparse
 import os
 from typing import Any
 
-from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
-from orbax_safetensors_layout.cli.command import Command, UsageError, argument
-from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
-from orbax_safetensors_layout.cli.output import Output
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.runtime.text import parse_size, size_text
+from orbax_safetensors_layout.runtime import parse_size, size_text
+
+from .arguments import memory_budget, mesh_axes, sharding_rules
+from .command import Command, UsageError, argument
+from .mappings import add_mapping, find_mapping
+from .output import Output
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +152,7 @@ def _mapping(parsed: argparse.Namespace) -> Any:
 
 def _resume(parsed: argparse.Namespace) -> str:
     """What an interrupted conversion leaves: the folder that it works in, if it got so far."""
-    from orbax_safetensors_layout.storage.publish_note import partial_folder
+    from orbax_safetensors_layout.storage import partial_folder
 
     target = os.path.realpath(os.path.expanduser(parsed.target))
     steps = [] if parsed.step is None else [os.path.join(target, str(parsed.step))]

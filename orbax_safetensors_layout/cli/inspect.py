@@ -7,12 +7,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from orbax_safetensors_layout.analysis.checkpoint_path import resolve_checkpoint
-from orbax_safetensors_layout.analysis.inspect import Inspection, TensorFacts, Total, inspect
-from orbax_safetensors_layout.cli.command import Command, add_json
-from orbax_safetensors_layout.cli.families import name_families
-from orbax_safetensors_layout.cli.output import Output, table
-from orbax_safetensors_layout.runtime.text import count_text, number_text, size_text
+from orbax_safetensors_layout.analysis import (
+    Inspection,
+    TensorFacts,
+    Total,
+    inspect,
+    resolve_checkpoint,
+)
+from orbax_safetensors_layout.runtime import count_text, number_text, size_text
+
+from .command import Command, add_json
+from .families import name_families
+from .output import Output, table
 
 _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
     "name": lambda tensor: tensor.name,
@@ -56,7 +62,7 @@ def _inspect(path: str, patterns: list[str] | None) -> Inspection:
     location = resolve_checkpoint(path)
     if not location.is_orbax:
         return inspect(location.path, only=patterns)
-    from orbax_safetensors_layout.analysis.orbax_inspect import inspect_orbax
+    from orbax_safetensors_layout.analysis import inspect_orbax
 
     return inspect_orbax(location.path, only=patterns)
 

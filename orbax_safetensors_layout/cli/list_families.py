@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_safetensors_layout.cli.command import Command, add_json
-from orbax_safetensors_layout.cli.output import Output, table
+from .command import Command, add_json
+from .output import Output, table
 
 
 def _run(parsed: argparse.Namespace, console: Output) -> int:
-    from orbax_safetensors_layout.mapping.families import TARGETS
+    from orbax_safetensors_layout.mapping import TARGETS
 
     if parsed.json:
         console.json(TARGETS)

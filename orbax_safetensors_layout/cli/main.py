@@ -10,7 +10,9 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.cli import (
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+
+from . import (
     consolidate,
     convert,
     inspect,
@@ -18,10 +20,9 @@ from orbax_safetensors_layout.cli import (
     plan,
     verify,
 )
-from orbax_safetensors_layout.cli.command import Command, UsageError
-from orbax_safetensors_layout.cli.output import Output
-from orbax_safetensors_layout.cli.sigint import INTERRUPTED, clean_interrupts
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from .command import Command, UsageError
+from .output import Output
+from .sigint import INTERRUPTED, clean_interrupts
 
 PROGRAM = "orbax-safetensors"
 

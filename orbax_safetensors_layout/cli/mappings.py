@@ -8,8 +8,9 @@ import os
 import sys
 from typing import Any
 
-from orbax_safetensors_layout.cli.command import UsageError
 from orbax_safetensors_layout.errors import MappingError
+
+from .command import UsageError
 
 
 def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:

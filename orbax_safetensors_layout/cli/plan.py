@@ -7,21 +7,21 @@ import itertools
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.analysis.cluster_estimate import (
+from orbax_safetensors_layout.analysis import (
     ClusterEstimate,
     estimate,
     estimate_save,
 )
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.cli.arguments import memory_budget, mesh_axes, sharding_rules
-from orbax_safetensors_layout.cli.command import Command, UsageError, add_json, argument
-from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping, python_object
-from orbax_safetensors_layout.cli.output import Output
-from orbax_safetensors_layout.cli.plan_text import compared, forecast_document, forecast_text
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
-from orbax_safetensors_layout.runtime.text import parse_seconds, parse_size
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
-from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
+from orbax_safetensors_layout.runtime import parse_seconds, parse_size
+from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
+
+from .arguments import memory_budget, mesh_axes, sharding_rules
+from .command import Command, UsageError, add_json, argument
+from .mappings import add_mapping, find_mapping, python_object
+from .output import Output
+from .plan_text import compared, forecast_document, forecast_text
 
 _AUTO = ShardingRule(".*", None)
 
@@ -118,7 +118,7 @@ def _run(parsed: argparse.Namespace, console: Output) -> int:
     else:
         console.result(forecast_text(found[0], parsed.top))
     if parsed.plot:
-        from orbax_safetensors_layout.cli.plot import draw
+        from .plot import draw
 
         draw(found[0], parsed.plot, parsed.plot_files)
         console.message(f"drew {parsed.plot}")
@@ -162,7 +162,7 @@ def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
         return estimate_save(found, writing)
     if parsed.save is not None:
         raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
-    from orbax_safetensors_layout.analysis.tree_estimate import estimate_tree, mesh_of
+    from orbax_safetensors_layout.analysis import estimate_tree, mesh_of
 
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from orbax_safetensors_layout.analysis.cluster_estimate import ClusterEstimate, LeafCost
-from orbax_safetensors_layout.cli.families import name_families
-from orbax_safetensors_layout.cli.output import table
-from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.runtime.text import count_text, number_text, seconds_text, size_text
-from orbax_safetensors_layout.sharding.sharding_rules import spec_text
+from orbax_safetensors_layout.analysis import ClusterEstimate, LeafCost
+from orbax_safetensors_layout.plan import Cost
+from orbax_safetensors_layout.runtime import count_text, number_text, seconds_text, size_text
+from orbax_safetensors_layout.sharding import spec_text
+
+from .families import name_families
+from .output import table
 
 
 def _ratio(value: float) -> str:

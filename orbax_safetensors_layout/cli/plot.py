@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.analysis.cluster_estimate import ClusterEstimate
-from orbax_safetensors_layout.cli.command import UsageError
-from orbax_safetensors_layout.plan.coverage import Coverage, coverage
-from orbax_safetensors_layout.runtime.text import size_text
+from orbax_safetensors_layout.analysis import ClusterEstimate
+from orbax_safetensors_layout.plan import Coverage, coverage
+from orbax_safetensors_layout.runtime import size_text
+
+from .command import UsageError
 
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4

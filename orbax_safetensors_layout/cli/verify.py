@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 from typing import Any
 
-from orbax_safetensors_layout.analysis.checkpoint_path import resolve_checkpoint
-from orbax_safetensors_layout.cli.arguments import memory_budget
-from orbax_safetensors_layout.cli.command import Command, UsageError, add_json, argument
-from orbax_safetensors_layout.cli.mappings import add_mapping, find_mapping
-from orbax_safetensors_layout.cli.output import Output
+from orbax_safetensors_layout.analysis import resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions
+
+from .arguments import memory_budget
+from .command import Command, UsageError, add_json, argument
+from .mappings import add_mapping, find_mapping
+from .output import Output
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, console: Output) -> int:
-    from orbax_safetensors_layout.analysis.verify import verify
+    from orbax_safetensors_layout.analysis import verify
 
     if parsed.mapping and parsed.against is None:
         raise UsageError("--mapping says what PATH is made of in --against OTHER")

@@ -1,1 +1,16 @@
 """One checkpoint streamed into another: sources, targets, groups, and the journal between them."""
+
+from .checkpoint_reader import (
+    CheckpointReader,
+    SafetensorsReader,
+    SourceArray,
+    arrays_of,
+    rerooted,
+    values_of,
+)
+from .checkpoint_ref import CheckpointRef
+from .consolidate import consolidate
+from .pipeline import Conversion, conversion_limits
+from .readable_arrays import LeafRegion, ReadableArrays, TargetLeaf
+from .target import FINISHED, Target
+from .target_tree import TargetArray, Topology, arrays_in, files_target, mapped_tree, plain_tree

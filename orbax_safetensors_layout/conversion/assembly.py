@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.readable_arrays import (
+from orbax_safetensors_layout.geometry import Box, cut
+from orbax_safetensors_layout.storage import LocalStorage
+
+from .readable_arrays import (
     LeafRegion,
     ReadableArrays,
     TargetLeaf,
@@ -24,10 +27,7 @@ from orbax_safetensors_layout.conversion.readable_arrays import (
     bytes_to_read,
     read_regions,
 )
-from orbax_safetensors_layout.conversion.spool import write_box
-from orbax_safetensors_layout.geometry.blocks import cut
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.storage.local import LocalStorage
+from .spool import write_box
 
 _MOST_ORDERS = 24  # of axes that are tried
 

@@ -10,21 +10,19 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.conversion.readable_arrays import (
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.errors import MissingTensorError
+from orbax_safetensors_layout.format import Manifest, TensorEntry, TensorKind, TensorLeaf, ValueLeaf
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
+from orbax_safetensors_layout.writing import row_blocks
+
+from .readable_arrays import (
     LeafRegion,
     ReadableArrays,
     TargetLeaf,
     read_regions,
 )
-from orbax_safetensors_layout.errors import MissingTensorError
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.format.manifest import Manifest, TensorLeaf, ValueLeaf
-from orbax_safetensors_layout.format.tree import TensorKind
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.pytree.treedef import decode_treedef
-from orbax_safetensors_layout.writing.assemble_files import row_blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

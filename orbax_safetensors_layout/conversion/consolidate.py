@@ -6,27 +6,25 @@ import dataclasses
 import math
 import os
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.file_layout import NewTensor
-from orbax_safetensors_layout.format.manifest import (
+from orbax_safetensors_layout.format import (
+    DTYPES,
     Container,
     Manifest,
+    NewTensor,
     Node,
+    StoredPieces,
     TensorLeaf,
     leaves,
 )
-from orbax_safetensors_layout.format.pieces import StoredPieces
 from orbax_safetensors_layout.options import WriteOptions, given_or_default
-from orbax_safetensors_layout.plan.writes import plan_consolidation
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup
+from orbax_safetensors_layout.plan import plan_consolidation
+from orbax_safetensors_layout.runtime import ProcessGroup
 from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
-from orbax_safetensors_layout.sharding.shards import ProcessShards
-from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.local_commit import finish_interrupted
-from orbax_safetensors_layout.writing.folder import companions
-from orbax_safetensors_layout.writing.host import HostValues
+from orbax_safetensors_layout.sharding import ProcessShards
+from orbax_safetensors_layout.storage import LocalStorage, finish_interrupted
+from orbax_safetensors_layout.writing import HostValues, companions
 
 _PACKED = {dtype.numpy.name: dtype for dtype in DTYPES.values() if dtype.packed}
 

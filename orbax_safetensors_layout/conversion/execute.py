@@ -12,26 +12,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.assembly import assembled
-from orbax_safetensors_layout.conversion.checkpoint_reader import (
+from orbax_safetensors_layout.errors import MismatchError
+from orbax_safetensors_layout.options import Progress
+from orbax_safetensors_layout.runtime import ProcessGroup as Processes
+
+from .assembly import assembled
+from .checkpoint_reader import (
     CheckpointReader,
     SourceArray,
     arrays_of,
 )
-from orbax_safetensors_layout.conversion.groups import LeafGroup, shares
-from orbax_safetensors_layout.conversion.journal import Journal
-from orbax_safetensors_layout.conversion.readable_arrays import (
+from .groups import LeafGroup, shares
+from .journal import Journal
+from .readable_arrays import (
     LeafRegion,
     ReadableArrays,
     TargetLeaf,
     batches,
     read_regions,
 )
-from orbax_safetensors_layout.conversion.spool import staged
-from orbax_safetensors_layout.conversion.target import Target, TargetWriter
-from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup as Processes
+from .spool import staged
+from .target import Target, TargetWriter
 
 CONVERTING, VERIFYING = "converting", "verifying what was written"
 _IN_FLIGHT = 2  # blocks that are written while the next one is read

@@ -11,27 +11,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.readable_arrays import LeafRegion, TargetLeaf
-from orbax_safetensors_layout.conversion.target import FINISHED
-from orbax_safetensors_layout.format.dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType
-from orbax_safetensors_layout.format.file_layout import (
+from orbax_safetensors_layout.format import (
+    DTYPES,
+    MAIN_INDEX,
+    MANIFEST,
+    NARROW_INTEGERS,
+    NO_SAVE_ID,
+    ONE_A_BYTE,
+    SAVE_ID,
+    DType,
     FileLayout,
+    Manifest,
     NewTensor,
     index_bytes,
     lay_out,
+    piece_name,
     split,
 )
-from orbax_safetensors_layout.format.index import MAIN_INDEX
-from orbax_safetensors_layout.format.manifest import MANIFEST, Manifest
-from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID, piece_name
-from orbax_safetensors_layout.geometry.blocks import within
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.geometry.packing import pack_bits
+from orbax_safetensors_layout.geometry import Box, pack_bits, within
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
-from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
-from orbax_safetensors_layout.storage.resumable import ResumableFile
-from orbax_safetensors_layout.writing.assemble_files import row_blocks
+from orbax_safetensors_layout.plan import LeafWrite, plan_writes
+from orbax_safetensors_layout.storage import ResumableFile, flush_folder, storage_errors
+from orbax_safetensors_layout.writing import row_blocks
+
+from .readable_arrays import LeafRegion, TargetLeaf
+from .target import FINISHED
 
 
 class _Place(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
-from orbax_safetensors_layout.conversion.readable_arrays import (
+from .checkpoint_reader import CheckpointReader, SourceArray
+from .readable_arrays import (
     LeafRegion,
     TargetLeaf,
     bytes_to_read,

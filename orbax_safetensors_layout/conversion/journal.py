@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.storage.local_write import storage_errors
+from orbax_safetensors_layout.storage import storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
 _VERSION = 3

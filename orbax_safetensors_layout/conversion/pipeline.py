@@ -7,24 +7,28 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
-from orbax_safetensors_layout.conversion.execute import (
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.options import ConvertOptions
+from orbax_safetensors_layout.runtime import Fingerprint, progress_callback
+from orbax_safetensors_layout.runtime import ProcessGroup as Processes
+from orbax_safetensors_layout.storage import (
+    Claim,
+    LocalStorage,
+    check_replaceable,
+    claimed,
+    partial_folder,
+)
+
+from .checkpoint_reader import CheckpointReader, SourceArray
+from .execute import (
     ConversionLimits,
     ProgressReport,
     convert_groups,
     verify_groups,
 )
-from orbax_safetensors_layout.conversion.groups import LeafGroup, make_groups, shares
-from orbax_safetensors_layout.conversion.journal import Journal
-from orbax_safetensors_layout.conversion.target import FINISHED, Target
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.runtime.process_group import Fingerprint
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup as Processes
-from orbax_safetensors_layout.runtime.progress import progress_callback
-from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.local_commit import Claim, check_replaceable, claimed
-from orbax_safetensors_layout.storage.publish_note import partial_folder
+from .groups import LeafGroup, make_groups, shares
+from .journal import Journal
+from .target import FINISHED, Target
 
 _CHUNKS_IN_BUDGET = 4
 _LARGER_BLOCKS = 2  # a continued run may take blocks so many times as large as its own would be

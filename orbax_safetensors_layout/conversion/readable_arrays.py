@@ -7,20 +7,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
+from orbax_safetensors_layout.catalog import PieceCatalog
+from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import BoundExpr
 from orbax_safetensors_layout.options import PROFILES
-from orbax_safetensors_layout.plan.array_source import ArraySource, MappedSource, StoredSource
-from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
-from orbax_safetensors_layout.plan.sources import sources_of
-from orbax_safetensors_layout.pytree.abstract import AbstractLeaf
-from orbax_safetensors_layout.reading.materialize import Materializer
-from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, ResolvedLeaf
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.storage.base import RangeReader
+from orbax_safetensors_layout.plan import (
+    ArraySource,
+    MappedSource,
+    ReadPlan,
+    StoredSource,
+    plan_reads,
+    sources_of,
+)
+from orbax_safetensors_layout.pytree import AbstractLeaf
+from orbax_safetensors_layout.reading import (
+    Fidelity,
+    Materializer,
+    PlannedLeaf,
+    ResolvedLeaf,
+    read_leaves,
+)
+from orbax_safetensors_layout.sharding import AddressableShards
+from orbax_safetensors_layout.storage import RangeReader
 
 
 class TargetLeaf(NamedTuple):

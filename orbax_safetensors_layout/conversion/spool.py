@@ -10,16 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
-from orbax_safetensors_layout.conversion.readable_arrays import LeafRegion, ReadableArrays, batches
-from orbax_safetensors_layout.format.dtypes import DType
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.runtime.memory import Bytes, allocate
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter
-from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.format import DType, TensorEntry
+from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns
+from orbax_safetensors_layout.runtime import Bytes, allocate
+from orbax_safetensors_layout.storage import Buffer, FileWriter, LocalStorage
+
+from .checkpoint_reader import CheckpointReader, SourceArray
+from .readable_arrays import LeafRegion, ReadableArrays, batches
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion.readable_arrays import LeafRegion, TargetLeaf
+from .readable_arrays import LeafRegion, TargetLeaf
 
 FINISHED = "finished"
 """The folder, in the conversion's own, that becomes the checkpoint."""

@@ -11,31 +11,33 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.conversion.checkpoint_reader import (
-    CheckpointReader,
-    SourceArray,
-    arrays_of,
-)
-from orbax_safetensors_layout.conversion.files import FilesTarget, values_dtype
-from orbax_safetensors_layout.conversion.readable_arrays import TargetLeaf
 from orbax_safetensors_layout.errors import (
     MappingError,
     MismatchError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.format.manifest import Manifest
-from orbax_safetensors_layout.format.pieces import NO_SAVE_ID
-from orbax_safetensors_layout.format.tree import TensorKind
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
+from orbax_safetensors_layout.format import NO_SAVE_ID, Manifest, TensorKind
+from orbax_safetensors_layout.mapping import BoundExpr, TensorSpec
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
-from orbax_safetensors_layout.sharding.sharding_rules import Misfit, ShardingRule, ShardingRules
-from orbax_safetensors_layout.sharding.shards import ProcessShards
-from orbax_safetensors_layout.writing.prepare_tree import PreparedTree
+from orbax_safetensors_layout.pytree import dotted_name, prng
+from orbax_safetensors_layout.sharding import (
+    MeshShape,
+    Misfit,
+    ProcessShards,
+    ShardingRule,
+    ShardingRules,
+    Spec,
+)
+from orbax_safetensors_layout.writing import PreparedTree
+
+from .checkpoint_reader import (
+    CheckpointReader,
+    SourceArray,
+    arrays_of,
+)
+from .files import FilesTarget, values_dtype
+from .readable_arrays import TargetLeaf
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 

@@ -1,1 +1,39 @@
 """What is in the files: headers, indices and catalogs, parsed once into types."""
+
+from .digests import DIGESTS, MAX_DIGESTS_BYTES, dump_digests, join_crc32, parse_digests
+from .dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType, dtype_from_numpy, is_floating
+from .file_layout import FileLayout, NewTensor, index_bytes, lay_out, split
+from .header import PREFIX_BYTES, Header, TensorEntry, header_length, parse_header
+from .index import INDEX_SUFFIX, MAIN_INDEX, MAX_INDEX_BYTES, SUFFIX, WeightIndex, parse_index
+from .manifest import MANIFEST, Manifest, parse_manifest, refuse_large_manifest
+from .pieces import (
+    NO_SAVE_ID,
+    SAVE_ID,
+    StoredBox,
+    StoredPieces,
+    StoredTensor,
+    piece_file_prefix,
+    piece_name,
+)
+from .schema import short_repr
+from .shardings import (
+    UNCONSTRAINED,
+    MeshRecord,
+    NamedRecord,
+    ShardingRecord,
+    SingleDeviceRecord,
+    SpecPart,
+)
+from .telling import Tell, refuse
+from .tree import (
+    MAX_DEPTH,
+    Container,
+    Key,
+    Leaf,
+    Node,
+    TensorKind,
+    TensorLeaf,
+    ValueLeaf,
+    leaf_names,
+    leaves,
+)

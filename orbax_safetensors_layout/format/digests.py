@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from orbax_safetensors_layout.errors import InvalidManifestError
-from orbax_safetensors_layout.format import strict_json
-from orbax_safetensors_layout.format.schema import Schema, short_repr
+
+from . import strict_json
+from .schema import Schema, short_repr
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
 MAX_DIGESTS_BYTES = 100_000_000

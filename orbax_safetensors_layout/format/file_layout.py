@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import FormatError
-from orbax_safetensors_layout.format.dtypes import DType
-from orbax_safetensors_layout.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry
-from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID
+
+from .dtypes import DType
+from .header import MAX_HEADER_BYTES, PREFIX_BYTES, TensorEntry
+from .pieces import NO_SAVE_ID, SAVE_ID
 
 DATA_ALIGNMENT = 4096
 """Headers are padded with spaces so that the data begins at a multiple of this many bytes: the

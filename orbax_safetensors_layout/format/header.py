@@ -16,9 +16,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import FormatError, InvalidHeaderError, TruncatedFileError
-from orbax_safetensors_layout.format import strict_json
-from orbax_safetensors_layout.format.dtypes import DType, dtype_from_code
-from orbax_safetensors_layout.format.telling import Tell, refuse
+
+from . import strict_json
+from .dtypes import DType, dtype_from_code
+from .telling import Tell, refuse
 
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000

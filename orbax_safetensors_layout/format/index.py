@@ -6,7 +6,8 @@ import dataclasses
 import re
 
 from orbax_safetensors_layout.errors import InvalidIndexError
-from orbax_safetensors_layout.format import strict_json
+
+from . import strict_json
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

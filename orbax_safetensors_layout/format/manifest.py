@@ -12,9 +12,10 @@ import json
 from typing import Literal
 
 from orbax_safetensors_layout.errors import InvalidManifestError
-from orbax_safetensors_layout.format import strict_json
-from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE, DType
-from orbax_safetensors_layout.format.pieces import (
+
+from . import strict_json
+from .dtypes import ONE_A_BYTE, DType
+from .pieces import (
     StoredBox,
     StoredPieces,
     StoredTensor,
@@ -22,8 +23,8 @@ from orbax_safetensors_layout.format.pieces import (
     parse_pieces,
     piece_name,
 )
-from orbax_safetensors_layout.format.schema import Schema, short_repr
-from orbax_safetensors_layout.format.shardings import (
+from .schema import Schema, short_repr
+from .shardings import (
     UNCONSTRAINED,
     MeshRecord,
     NamedRecord,
@@ -32,7 +33,7 @@ from orbax_safetensors_layout.format.shardings import (
     dump_sharding,
     parse_sharding,
 )
-from orbax_safetensors_layout.format.tree import (
+from .tree import (
     Container,
     Leaf,
     Node,
@@ -41,7 +42,7 @@ from orbax_safetensors_layout.format.tree import (
     leaf_names,
     leaves,
 )
-from orbax_safetensors_layout.format.tree_json import dump_tree, parse_tree
+from .tree_json import dump_tree, parse_tree
 
 __all__ = [
     "MANIFEST",

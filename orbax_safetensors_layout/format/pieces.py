@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.errors import InvalidIndexError
-from orbax_safetensors_layout.format.dtypes import dtype_from_code
-from orbax_safetensors_layout.format.index import check_file_name
-from orbax_safetensors_layout.format.schema import Schema, short_repr
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
+
+from .dtypes import dtype_from_code
+from .index import check_file_name
+from .schema import Schema, short_repr
 
 _MAX_CORNERS = 1 << 21
 _ends_like_a_piece = re.compile(r"@(\d+(,\d+)*)?\Z").search

@@ -7,7 +7,7 @@ import enum
 import math
 from typing import TypeAlias
 
-from orbax_safetensors_layout.format.schema import Schema, short_repr
+from .schema import Schema, short_repr
 
 
 class Unconstrained(enum.Enum):

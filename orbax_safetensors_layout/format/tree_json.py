@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
-from orbax_safetensors_layout.format.dtypes import ONE_A_BYTE
-from orbax_safetensors_layout.format.schema import Schema, short_repr
-from orbax_safetensors_layout.format.tree import (
+from .dtypes import ONE_A_BYTE
+from .schema import Schema, short_repr
+from .tree import (
     MAX_DEPTH,
     Container,
     ContainerKind,

@@ -1,1 +1,7 @@
 """Index arithmetic: boxes of an array and the byte runs they make in a file. No I/O, no JAX."""
+
+from .affine import AffineView, row_major_strides
+from .blocks import chunk_blocks, chunk_parts, cut, within
+from .box import Box, Tile, cover, tile
+from .packing import pack_bits, packed_box, unpack_bits, unpack_box
+from .runs import StridedRuns

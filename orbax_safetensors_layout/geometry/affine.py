@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.geometry.box import Box
+from .box import Box
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:

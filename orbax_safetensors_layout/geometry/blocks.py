@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from orbax_safetensors_layout.geometry.box import Box
+from .box import Box
 
 
 def chunk_blocks(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry.box import Box
+from .box import Box
 
 
 class PackedBox(NamedTuple):

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry.affine import AffineView
+from .affine import AffineView
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

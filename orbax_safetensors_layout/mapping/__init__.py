@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
+from typing import TYPE_CHECKING
 
+from orbax_safetensors_layout.lazy import lazy_exports
 
-def __getattr__(name: str) -> object:
-    if name == "families":  # imported when it is asked for
-        return importlib.import_module(f"{__name__}.families")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from .affine.binding import BoundMapping
+from .affine.bound import BoundExpr
+from .affine.decoded import Computed
+from .affine.leaf_pieces import (
+    AffinePiece,
+    ComputedPiece,
+    FillPiece,
+    Piece,
+    affine_pieces,
+    assemble_box,
+    strided,
+)
+from .casting import Subject, cast, cast_into, check_castable, python_scalar
+from .expr.concat_stack import concat, stack
+from .expr.expression import Expr, fill, tensor
+from .expr.opaque_ops import Whole, opaque
+from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
+from .expr.values import Cast, ValueOp, apply_ops, assign, in_chunks, is_number, rounded, undone
+from .fingerprint import fingerprint
+from .integers import is_whole, to_whole
+from .rules import Mapping, check_mapping, rule
+from .shapes import TensorSpec, TensorSpecs
+
+if TYPE_CHECKING:
+    from . import families
+    from .families.config import read_config
+    from .families.ready import TARGETS
+
+__getattr__ = lazy_exports(
+    __name__,
+    {".families": "", ".families.config": "read_config", ".families.ready": "TARGETS"},
+)

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
-from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
+from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+
+from .shapes import TensorSpec
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.schema import short_repr
+from orbax_safetensors_layout.format import short_repr
 
 _INT64_MAX = (1 << 63) - 1
 

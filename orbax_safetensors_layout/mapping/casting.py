@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
-from orbax_safetensors_layout.mapping.expr.values import assign, is_number, rounded
-from orbax_safetensors_layout.mapping.integers import is_whole, to_whole, whole_or_lost
+
+from .expr.values import assign, is_number, rounded
+from .integers import is_whole, to_whole, whole_or_lost
 
 
 class Subject(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.decoded import Computed
-from orbax_safetensors_layout.mapping.expr.opaque_ops import Whole
+from .affine.bound import BoundExpr
+from .affine.decoded import Computed
+from .expr.opaque_ops import Whole
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from typing import Any
 
-from orbax_safetensors_layout.mapping.rules import Mapping
+from .rules import Mapping
 
 
 def fingerprint(mapping: Mapping) -> str:

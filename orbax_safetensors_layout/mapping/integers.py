@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS as NARROW_INTEGERS
+from orbax_safetensors_layout.format import NARROW_INTEGERS as NARROW_INTEGERS
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:

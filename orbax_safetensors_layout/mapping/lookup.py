@@ -11,12 +11,13 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any, cast
 
-from orbax_safetensors_layout.catalog.suggestions import suggest_names
+from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping import families
-from orbax_safetensors_layout.mapping.families.config import Config
-from orbax_safetensors_layout.mapping.families.ready import Options
-from orbax_safetensors_layout.mapping.rules import Mapping
+
+from . import families
+from .families.config import Config
+from .families.ready import Options
+from .rules import Mapping
 
 FORMS = (
     "FAMILY[:TARGET[-scanned|-unscanned][-quantized]] ('llama:maxtext-scanned'; 'auto' takes the"

@@ -8,10 +8,11 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from orbax_safetensors_layout.errors import pattern_of
-from orbax_safetensors_layout.mapping.expr.expression import Expr
-from orbax_safetensors_layout.mapping.names import NameTree, natural_key, substitute, wildcards
-from orbax_safetensors_layout.mapping.problems import Problem
-from orbax_safetensors_layout.mapping.shapes import TensorSpecs
+
+from .expr.expression import Expr
+from .names import NameTree, natural_key, substitute, wildcards
+from .problems import Problem
+from .shapes import TensorSpecs
 
 LeafShapes = Mapping[str, tuple[int, ...] | None]
 """Leaf name to shape; None where the leaf takes what the checkpoint gives."""

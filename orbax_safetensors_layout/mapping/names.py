@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.argument_checks import text
+
+from .argument_checks import text
 
 Captures = Mapping[str, str]
 """What each wildcard stands for."""

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from orbax_safetensors_layout.catalog.suggestions import suggest_names
+from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MOST_LINES, MappingError
 
 T = TypeVar("T")

@@ -10,27 +10,27 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.catalog.patterns import compile_pattern
+from orbax_safetensors_layout.catalog import Catalog, compile_pattern
 from orbax_safetensors_layout.errors import MappingError, pattern_of
-from orbax_safetensors_layout.mapping.affine.binding import Binder, BoundMapping
-from orbax_safetensors_layout.mapping.argument_checks import several
-from orbax_safetensors_layout.mapping.expr.expression import Apply, Expr, as_expr
-from orbax_safetensors_layout.mapping.expr.opaque_ops import Compute
-from orbax_safetensors_layout.mapping.expr.ops import ValueOperation
-from orbax_safetensors_layout.mapping.expr.values import Scale
-from orbax_safetensors_layout.mapping.inverse.extents import known
-from orbax_safetensors_layout.mapping.inverse.inference import Inference
-from orbax_safetensors_layout.mapping.inverse.invert import invert
-from orbax_safetensors_layout.mapping.matching import (
+
+from .affine.binding import Binder, BoundMapping
+from .argument_checks import several
+from .expr.expression import Apply, Expr, as_expr
+from .expr.opaque_ops import Compute
+from .expr.ops import ValueOperation
+from .expr.values import Scale
+from .inverse.extents import known
+from .inverse.inference import Inference
+from .inverse.invert import invert
+from .matching import (
     LeafShapes,
     Rule,
     RuleTarget,
     match_rules,
 )
-from orbax_safetensors_layout.mapping.names import Captures, substitute, wildcards
-from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
-from orbax_safetensors_layout.mapping.shapes import Shapes, TensorSpec, TensorSpecs
+from .names import Captures, substitute, wildcards
+from .problems import Problem, mapping_error, problems_of
+from .shapes import Shapes, TensorSpec, TensorSpecs
 
 Checkpoint = Shapes | str | os.PathLike[str]
 """A checkpoint's path, or the names, shapes and dtypes of its tensors."""
@@ -227,7 +227,7 @@ class Mapping:
         Raises:
             MappingError: The mapping does not fit the checkpoint.
         """
-        from orbax_safetensors_layout.mapping.abstract_leaves import abstract_tree
+        from .abstract_leaves import abstract_tree
 
         return abstract_tree(self.leaf_facts(checkpoint))
 
@@ -244,7 +244,7 @@ class Mapping:
         """
         leaves = abstract
         if leaves is not None and not _are_shapes(leaves):
-            from orbax_safetensors_layout.mapping.abstract_leaves import leaf_shapes
+            from .abstract_leaves import leaf_shapes
 
             leaves = leaf_shapes(abstract)
         return self.bind(checkpoint, leaves).explain()

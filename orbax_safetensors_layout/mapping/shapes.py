@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.names import NameTree
+from orbax_safetensors_layout.geometry import Box
+
+from .names import NameTree
 
 
 class TensorSpec(NamedTuple):

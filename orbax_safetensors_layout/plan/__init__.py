@@ -1,1 +1,28 @@
 """Pure plans: what will be read, printable and costable without touching a file or a device."""
+
+from .array_source import ArraySource, ComposedBlock, LeafPlan, MappedSource, StoredSource, bind
+from .axes import Axis
+from .bands import Bands, bands_of
+from .cluster import ClusterPlan, plan_cluster
+from .cluster_costs import ClusterTensor, TensorClass
+from .cluster_writes import plan_cluster_writes
+from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
+from .cost import Cost
+from .coverage import Coverage, coverage
+from .exchange_rounds import ExchangeLimits, Fragment, Item, Round, SharedLeaf, Stage, plan_exchange
+from .leaf_reads import LeafRead, TensorPiece
+from .mapped_writes import Contribution, ScatterPlan, plan_scatter
+from .reads import ReadPlan, plan_reads, read_bytes
+from .regions import ByteRegion, RegionPlan, TileKey
+from .sources import sources_of
+from .tiles import TileLayout
+from .writes import (
+    PIECES_FOLDER,
+    FilePart,
+    FileWrite,
+    LeafWrite,
+    WritePlan,
+    plan_consolidation,
+    plan_mapped_writes,
+    plan_writes,
+)

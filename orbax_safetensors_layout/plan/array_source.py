@@ -12,29 +12,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
-from orbax_safetensors_layout.format.dtypes import DType
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.geometry.box import Box, Tile, tile
-from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.mapping.affine.binding import BoundMapping
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.decoded import Computed
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
+from orbax_safetensors_layout.catalog import Catalog, PieceCatalog
+from orbax_safetensors_layout.format import DType, TensorEntry
+from orbax_safetensors_layout.geometry import Box, StridedRuns, Tile, row_major_strides, tile
+from orbax_safetensors_layout.mapping import (
     AffinePiece,
+    BoundExpr,
+    BoundMapping,
+    Computed,
     ComputedPiece,
     FillPiece,
+    Mapping,
     Piece,
+    TensorSpecs,
+    ValueOp,
+    Whole,
     affine_pieces,
+    check_mapping,
 )
-from orbax_safetensors_layout.mapping.expr.opaque_ops import Whole
-from orbax_safetensors_layout.mapping.expr.values import ValueOp
-from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
-from orbax_safetensors_layout.mapping.shapes import TensorSpecs
-from orbax_safetensors_layout.plan.leaf_reads import FillRegion, LeafRead, TensorPiece
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
+from orbax_safetensors_layout.sharding import AddressableShards
+
+from .leaf_reads import FillRegion, LeafRead, TensorPiece
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.plan.tiles import TileLayout
+from orbax_safetensors_layout.geometry import StridedRuns
+
+from .tiles import TileLayout
 
 
 class Axis(NamedTuple):

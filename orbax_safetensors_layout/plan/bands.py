@@ -13,9 +13,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.exchange_rounds import rank_of
-from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
+
+from .exchange_rounds import rank_of
 
 
 class Bands(NamedTuple):

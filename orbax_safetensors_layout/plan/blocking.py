@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.geometry import row_major_strides
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.axes import Axis
+
+from .axes import Axis
 
 _LINE_BYTES = 128
 """A transposing copy should write this many neighbouring bytes at least: two cache lines."""

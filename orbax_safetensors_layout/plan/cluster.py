@@ -15,23 +15,23 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.affine import row_major_strides
+from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.geometry import row_major_strides
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.cluster_costs import (
+from orbax_safetensors_layout.sharding import Ints, MeshShape, Partition
+
+from .cluster_costs import (
     ClusterTensor,
     CostVectors,
     ShardClass,
     TensorClass,
 )
-from orbax_safetensors_layout.plan.coalesce import HeldBound, requests_of
-from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.plan.planner import RegionPlanner
-from orbax_safetensors_layout.plan.reads import held_bytes, slab_bytes
-from orbax_safetensors_layout.plan.regions import ByteRegion
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
-from orbax_safetensors_layout.sharding.partition import Ints, Partition
+from .coalesce import HeldBound, requests_of
+from .cost import Cost
+from .leaf_reads import LeafRead
+from .planner import RegionPlanner
+from .reads import held_bytes, slab_bytes
+from .regions import ByteRegion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.coalesce import MAX_GROUP_BUFFERS, Request, SmallRequest
-from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.reads import staging_bytes
-from orbax_safetensors_layout.sharding.mesh_shape import Spec
-from orbax_safetensors_layout.sharding.partition import Ints
+from orbax_safetensors_layout.sharding import Ints, Spec
+
+from .coalesce import MAX_GROUP_BUFFERS, Request, SmallRequest
+from .cost import Cost
+from .reads import staging_bytes
 
 
 class ClusterTensor(NamedTuple):

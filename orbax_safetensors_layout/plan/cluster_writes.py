@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
-from orbax_safetensors_layout.format.pieces import piece_file_prefix
+from orbax_safetensors_layout.format import NewTensor, lay_out, piece_file_prefix
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor
-from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.writes import LeafWrite, WritePlan, plan_writes
-from orbax_safetensors_layout.sharding.addressable import GlobalShards
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
-from orbax_safetensors_layout.sharding.partition import Partition
+from orbax_safetensors_layout.sharding import GlobalShards, MeshShape, Partition, Spec
+
+from .cluster_costs import ClusterTensor
+from .cost import Cost
+from .writes import LeafWrite, WritePlan, plan_writes
 
 
 def plan_cluster_writes(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.regions import ByteRegion, RegionPlan
+
+from .regions import ByteRegion, RegionPlan
 
 SMALL_REGION_BYTES = 4 << 20
 """Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.plan.cluster import ClusterPlan
+from .cluster import ClusterPlan
 
 
 class Coverage(NamedTuple):

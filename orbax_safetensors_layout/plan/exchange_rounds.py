@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT
-from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT
+from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
 _BYTE = np.dtype(np.uint8)
 _SMALL_BYTES = 1 << 20  # smaller boxes are packed together: one round takes many of them

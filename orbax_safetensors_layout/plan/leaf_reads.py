@@ -17,12 +17,9 @@ from orbax_safetensors_layout.errors import (
     MismatchError,
     UnsupportedDtypeError,
 )
-from orbax_safetensors_layout.format.dtypes import DType
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box, cover
-from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
+from orbax_safetensors_layout.format import DType, TensorEntry
+from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cover
+from orbax_safetensors_layout.sharding import AddressableShards
 
 
 class TensorPiece(NamedTuple):

@@ -11,22 +11,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format.dtypes import (
+from orbax_safetensors_layout.format import (
     DTYPES,
     NARROW_INTEGERS,
     ONE_A_BYTE,
     DType,
+    NewTensor,
     dtype_from_numpy,
 )
-from orbax_safetensors_layout.format.file_layout import NewTensor
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import AffinePiece
-from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, is_number, undone
-from orbax_safetensors_layout.mapping.integers import is_whole
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
-from orbax_safetensors_layout.plan.writes import LeafWrite
+from orbax_safetensors_layout.geometry import AffineView, Box
+from orbax_safetensors_layout.mapping import (
+    AffinePiece,
+    Cast,
+    TensorSpec,
+    ValueOp,
+    is_number,
+    is_whole,
+    undone,
+)
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+
+from .writes import LeafWrite
 
 
 class Contribution(NamedTuple):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry.box import Tile, tile
-from orbax_safetensors_layout.sharding.addressable import GlobalShards
+from orbax_safetensors_layout.geometry import Tile, tile
+from orbax_safetensors_layout.sharding import GlobalShards
 
 _SLACK = 1.1  # a process may own this much more than its even share to own what it holds already
 

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box, Tile, tile
-from orbax_safetensors_layout.geometry.packing import packed_box
+from orbax_safetensors_layout.geometry import AffineView, Box, Tile, packed_box, tile
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
-from orbax_safetensors_layout.plan.regions import ByteRegion, RegionPlan
-from orbax_safetensors_layout.plan.tiles import TileLayout
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
+from orbax_safetensors_layout.sharding import AddressableShards
+
+from .leaf_reads import LeafRead, TensorPiece
+from .regions import ByteRegion, RegionPlan
+from .tiles import TileLayout
 
 
 class RegionPlanner:

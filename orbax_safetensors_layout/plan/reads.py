@@ -14,12 +14,13 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.options import KIB, StorageProfile
-from orbax_safetensors_layout.plan.coalesce import HeldBound, RequestGroup, coalesced
-from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.plan.planner import RegionPlanner
-from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
-from orbax_safetensors_layout.plan.tiles import TileLayout
+
+from .coalesce import HeldBound, RequestGroup, coalesced
+from .cost import Cost
+from .leaf_reads import LeafRead
+from .planner import RegionPlanner
+from .regions import ByteRegion, TileKey
+from .tiles import TileLayout
 
 Batch = tuple[str, tuple[ByteRegion, ...]]
 """A file, and regions of it by offset."""

@@ -9,13 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.geometry.runs import StridedRuns
+from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.axes import Axis, axes_of, memory_runs
-from orbax_safetensors_layout.plan.blocking import Blocking
-from orbax_safetensors_layout.plan.tiles import TileLayout
+
+from .axes import Axis, axes_of, memory_runs
+from .blocking import Blocking
+from .tiles import TileLayout
 
 TileKey = tuple[int, Box]
 """The number of a leaf, and the part of it that the first member of a tile is."""

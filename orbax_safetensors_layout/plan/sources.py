@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.leaf_reads import TensorPiece
+from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.geometry import AffineView, Box
+
+from .leaf_reads import TensorPiece
 
 
 def sources_of(pieces: Sequence[tuple[Box, TensorEntry]]) -> tuple[TensorPiece, ...]:

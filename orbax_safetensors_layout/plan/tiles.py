@@ -6,9 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT
+from orbax_safetensors_layout.geometry import Box, Tile, row_major_strides
+from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

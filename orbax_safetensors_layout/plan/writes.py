@@ -14,20 +14,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format.dtypes import DTYPES, DType
-from orbax_safetensors_layout.format.file_layout import FileLayout, NewTensor, lay_out, split
-from orbax_safetensors_layout.format.manifest import (
+from orbax_safetensors_layout.format import (
+    DTYPES,
+    NO_SAVE_ID,
+    SAVE_ID,
+    DType,
+    FileLayout,
+    NewTensor,
     StoredBox,
     StoredPieces,
     StoredTensor,
+    lay_out,
+    piece_file_prefix,
     piece_name,
+    split,
 )
-from orbax_safetensors_layout.format.pieces import NO_SAVE_ID, SAVE_ID, piece_file_prefix
-from orbax_safetensors_layout.geometry.box import Tile, tile
+from orbax_safetensors_layout.geometry import Tile, tile
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.cost import Cost
-from orbax_safetensors_layout.plan.ownership import PieceWriters, StoredTile, file_owners
-from orbax_safetensors_layout.sharding.addressable import GlobalShards
+from orbax_safetensors_layout.sharding import GlobalShards
+
+from .cost import Cost
+from .ownership import PieceWriters, StoredTile, file_owners
 
 PIECES_FOLDER = "orbax_safetensors_layout.pieces"
 """Where processes leave what the owners of files fetch; it is gone when a save is complete.

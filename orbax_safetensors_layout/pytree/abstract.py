@@ -13,9 +13,10 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
-from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.sharding.shards import Placement, is_abstract
+from orbax_safetensors_layout.sharding import Placement, is_abstract
+
+from . import prng
+from .keys import dotted_name, unboxed_name
 
 PLACEHOLDER = ...
 """A leaf that is left alone: nothing is read for it and it comes back as it is."""

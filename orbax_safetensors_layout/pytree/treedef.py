@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from orbax_safetensors_layout.format.tree import MAX_DEPTH, Container, Key, Leaf, Node
+from orbax_safetensors_layout.format import MAX_DEPTH, Container, Key, Leaf, Node
 
 KeyPath = tuple[Any, ...]
 

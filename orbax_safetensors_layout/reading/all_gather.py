@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.plan.exchange_rounds import Round
-from orbax_safetensors_layout.runtime.memory import allocate
-from orbax_safetensors_layout.sharding.replicas import ReplicaGrid
+from orbax_safetensors_layout.plan import Round
+from orbax_safetensors_layout.runtime import allocate
+from orbax_safetensors_layout.sharding import ReplicaGrid
 
 _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 

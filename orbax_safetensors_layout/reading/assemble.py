@@ -11,9 +11,15 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from orbax_safetensors_layout.reading._jax import batched_device_put
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.sharding.shards import Index, Placement, box_of, sharding_of
+from orbax_safetensors_layout.sharding import (
+    AddressableShards,
+    Index,
+    Placement,
+    box_of,
+    sharding_of,
+)
+
+from ._jax import batched_device_put
 
 
 @functools.cache

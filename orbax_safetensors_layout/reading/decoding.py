@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_safetensors_layout.errors import FormatError
-from orbax_safetensors_layout.format.dtypes import DTYPES, NARROW_INTEGERS
-from orbax_safetensors_layout.mapping.integers import to_whole
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
+from orbax_safetensors_layout.format import DTYPES, NARROW_INTEGERS
+from orbax_safetensors_layout.mapping import to_whole
+from orbax_safetensors_layout.plan import LeafRead
 
 
 def check_booleans(values: Sequence[np.ndarray], *, file: str | None, name: str) -> None:

@@ -12,17 +12,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan.coalesce import RequestGroup
-from orbax_safetensors_layout.reading.staged_blocks import (
+from orbax_safetensors_layout.plan import RequestGroup
+from orbax_safetensors_layout.runtime import Bytes, align
+from orbax_safetensors_layout.storage import Buffer, RangeReader
+
+from .staged_blocks import (
     Block,
     Cut,
     Scratch,
     blocks_of,
     targets_of,
 )
-from orbax_safetensors_layout.reading.tile_buffers import BufferSlice
-from orbax_safetensors_layout.runtime.memory import Bytes, align
-from orbax_safetensors_layout.storage.base import Buffer, RangeReader
+from .tile_buffers import BufferSlice
 
 _JOB_SECONDS = 1e-3  # many small requests share a job that takes about this long
 

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_safetensors_layout.mapping.casting import python_scalar
+from orbax_safetensors_layout.mapping import python_scalar
 from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.reading.assemble import Assembler
-from orbax_safetensors_layout.reading.decoding import check_booleans
-from orbax_safetensors_layout.reading.resolve import ResolvedLeaf, subject_of
-from orbax_safetensors_layout.sharding.shards import sharding_of
+from orbax_safetensors_layout.sharding import sharding_of
+
+from .assemble import Assembler
+from .decoding import check_booleans
+from .resolve import ResolvedLeaf, subject_of
 
 Wait = Callable[[], object]
 

@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import AffinePiece, assemble_box
-from orbax_safetensors_layout.mapping.casting import cast_into
-from orbax_safetensors_layout.mapping.expr.values import ValueOp, apply_ops, in_chunks
-from orbax_safetensors_layout.plan.array_source import ComposedBlock, StoredSource
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.reading.decoding import check_booleans
-from orbax_safetensors_layout.reading.resolve import Fidelity, PlannedLeaf, ResolvedLeaf, subject_of
-from orbax_safetensors_layout.runtime.memory import allocate
+from orbax_safetensors_layout.mapping import (
+    AffinePiece,
+    ValueOp,
+    apply_ops,
+    assemble_box,
+    cast_into,
+    in_chunks,
+)
+from orbax_safetensors_layout.plan import ComposedBlock, LeafRead, StoredSource
+from orbax_safetensors_layout.runtime import allocate
+
+from .decoding import check_booleans
+from .resolve import Fidelity, PlannedLeaf, ResolvedLeaf, subject_of
 
 Wait = Callable[[], object]
 TakeBoxes = Callable[[ResolvedLeaf, Sequence[int], Sequence[np.ndarray]], Wait | None]

@@ -14,21 +14,23 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
+from orbax_safetensors_layout.geometry import Box, packed_box, unpack_box
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.plan.coalesce import RequestGroup
-from orbax_safetensors_layout.plan.reads import ReadPlan, read_bytes
-from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
-from orbax_safetensors_layout.reading.decoding import one_a_byte
-from orbax_safetensors_layout.reading.jobs import Job, jobs_of
-from orbax_safetensors_layout.reading.staged_blocks import Scratch
-from orbax_safetensors_layout.reading.tile_buffers import BufferSlice, TileBuffer, buffer_slices
-from orbax_safetensors_layout.runtime.budget import Budget
-from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT, Staging, allocate
-from orbax_safetensors_layout.runtime.tasks import Then, Workers
-from orbax_safetensors_layout.storage.base import RangeReader
-from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.plan import ByteRegion, ReadPlan, RequestGroup, TileKey, read_bytes
+from orbax_safetensors_layout.runtime import (
+    SLOT_ALIGNMENT,
+    Budget,
+    Staging,
+    Then,
+    Workers,
+    allocate,
+)
+from orbax_safetensors_layout.storage import LocalStorage, RangeReader
+
+from .decoding import one_a_byte
+from .jobs import Job, jobs_of
+from .staged_blocks import Scratch
+from .tile_buffers import BufferSlice, TileBuffer, buffer_slices
 
 _CACHE_PROBES = 16
 

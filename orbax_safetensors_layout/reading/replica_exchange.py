@@ -15,29 +15,35 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import PeerError, redact_urls
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.bands import Bands, bands_of
-from orbax_safetensors_layout.plan.exchange_rounds import (
+from orbax_safetensors_layout.plan import (
+    Bands,
     ExchangeLimits,
     Fragment,
     Item,
     Round,
     SharedLeaf,
     Stage,
+    bands_of,
     plan_exchange,
 )
-from orbax_safetensors_layout.reading._jax import DistributedStore
-from orbax_safetensors_layout.reading.all_gather import Gathered, SendBuffer, stays_on_devices
-from orbax_safetensors_layout.reading.leaf_builder import LeafBuilder
-from orbax_safetensors_layout.reading.materialize import TakeBoxes, Wait, source_of
-from orbax_safetensors_layout.reading.resolve import PlannedLeaf, ResolvedLeaf, plan_leaves
-from orbax_safetensors_layout.runtime.process_group import Fingerprint, ProcessGroup
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.sharding.replicas import Replicas
-from orbax_safetensors_layout.sharding.shards import ProcessShards, is_abstract, sharding_of
+from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup
+from orbax_safetensors_layout.sharding import (
+    AddressableShards,
+    ProcessShards,
+    Replicas,
+    is_abstract,
+    sharding_of,
+)
+
+from ._jax import DistributedStore
+from .all_gather import Gathered, SendBuffer, stays_on_devices
+from .leaf_builder import LeafBuilder
+from .materialize import TakeBoxes, Wait, source_of
+from .resolve import PlannedLeaf, ResolvedLeaf, plan_leaves
 
 PLANNING, LOADING = "planning the load", "loading tensors"
 _ROUNDS_IN_BUDGET = 8

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -19,28 +19,28 @@ from orbax_safetensors_layout.errors import (
     ShapeMismatchError,
     UnexpectedTensorError,
 )
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.casting import Subject, check_castable
-from orbax_safetensors_layout.mapping.rules import Mapping, check_mapping
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import Mapping, Subject, check_castable, check_mapping
 from orbax_safetensors_layout.options import KIB, MIB
-from orbax_safetensors_layout.plan.array_source import (
+from orbax_safetensors_layout.plan import (
     ArraySource,
     LeafPlan,
+    LeafRead,
     MappedSource,
     StoredSource,
     bind,
+    sources_of,
 )
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.plan.sources import sources_of
-from orbax_safetensors_layout.pytree.abstract import AbstractLeaf, AbstractTree, in_host_memory
-from orbax_safetensors_layout.reading.assemble import jax_holds
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.sharding.shards import (
+from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory
+from orbax_safetensors_layout.sharding import (
+    AddressableShards,
     Placement,
     ProcessShards,
     is_abstract,
     sharding_of,
 )
+
+from .assemble import jax_holds
 
 _BLOCKS_IN_BUDGET = 4  # of all boxes of a leaf: some are read while others are computed
 _MOST_BLOCK_BYTES = 8 * MIB

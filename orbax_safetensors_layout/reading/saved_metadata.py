@@ -12,13 +12,13 @@ import numpy as np
 from absl import logging
 from jax.sharding import Sharding
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
     ShapeMismatchError,
 )
-from orbax_safetensors_layout.format.manifest import (
+from orbax_safetensors_layout.format import (
     Leaf,
     Manifest,
     Node,
@@ -27,14 +27,11 @@ from orbax_safetensors_layout.format.manifest import (
     leaf_names,
     leaves,
 )
-from orbax_safetensors_layout.mapping.casting import Subject, cast, check_castable
-from orbax_safetensors_layout.mapping.expr.values import rounded
-from orbax_safetensors_layout.mapping.integers import is_whole
-from orbax_safetensors_layout.pytree.abstract import AbstractLeaf, AbstractTree
-from orbax_safetensors_layout.pytree.treedef import decode_treedef
-from orbax_safetensors_layout.reading.resolve import check_placeable, jax_dtype, raise_all
-from orbax_safetensors_layout.sharding import serialize
-from orbax_safetensors_layout.sharding.shards import is_abstract, sharding_of
+from orbax_safetensors_layout.mapping import Subject, cast, check_castable, is_whole, rounded
+from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, decode_treedef
+from orbax_safetensors_layout.sharding import decode_sharding, is_abstract, sharding_of
+
+from .resolve import check_placeable, jax_dtype, raise_all
 
 SavedValue = bool | int | float | str
 
@@ -151,7 +148,7 @@ class SavedMetadata:
         if leaf.sharding is None or self.manifest is None:
             return None
         if leaf.sharding not in self._placements:
-            found = serialize.decode_sharding(self.manifest.shardings[leaf.sharding])
+            found = decode_sharding(self.manifest.shardings[leaf.sharding])
             self._placements[leaf.sharding] = found
             if found is None:
                 logging.warning(

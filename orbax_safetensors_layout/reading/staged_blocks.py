@@ -10,14 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.geometry.runs import StridedRuns
-from orbax_safetensors_layout.plan.axes import Axis
-from orbax_safetensors_layout.plan.coalesce import Request
-from orbax_safetensors_layout.plan.regions import RegionPlan
-from orbax_safetensors_layout.reading.tile_buffers import BufferSlice
-from orbax_safetensors_layout.runtime.memory import Bytes, allocate
-from orbax_safetensors_layout.storage.base import Buffer
+from orbax_safetensors_layout.geometry import StridedRuns, row_major_strides
+from orbax_safetensors_layout.plan import Axis, RegionPlan, Request
+from orbax_safetensors_layout.runtime import Bytes, allocate
+from orbax_safetensors_layout.storage import Buffer
+
+from .tile_buffers import BufferSlice
 
 _SHORT_LOOP = 8  # numpy's inner loop should be longer
 _LONG_LOOP = 32

@@ -7,12 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format.dtypes import DType
-from orbax_safetensors_layout.plan.coalesce import SMALL_REGION_BYTES, RequestGroup
-from orbax_safetensors_layout.plan.regions import ByteRegion, TileKey
-from orbax_safetensors_layout.plan.tiles import TileLayout
-from orbax_safetensors_layout.runtime.memory import Bytes, Staging, allocate
-from orbax_safetensors_layout.storage.base import Buffer
+from orbax_safetensors_layout.format import DType
+from orbax_safetensors_layout.plan import (
+    SMALL_REGION_BYTES,
+    ByteRegion,
+    RequestGroup,
+    TileKey,
+    TileLayout,
+)
+from orbax_safetensors_layout.runtime import Bytes, Staging, allocate
+from orbax_safetensors_layout.storage import Buffer
 
 TINY_TILE_BYTES = 64 << 10
 """Tiles below this share memory with their like only, never with larger ones."""

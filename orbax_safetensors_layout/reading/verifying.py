@@ -7,21 +7,21 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from orbax_safetensors_layout.catalog.headers import read_range
+from orbax_safetensors_layout.catalog import read_range
 from orbax_safetensors_layout.errors import (
     FormatError,
     InvalidManifestError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.format.digests import (
+from orbax_safetensors_layout.format import (
     DIGESTS,
     MAX_DIGESTS_BYTES,
+    SUFFIX,
     join_crc32,
     parse_digests,
 )
-from orbax_safetensors_layout.format.index import SUFFIX
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.storage.base import Buffer, RangeReader, Storage, join
+from orbax_safetensors_layout.storage import Buffer, RangeReader, Storage, join
 
 _BLOCK_BYTES = 8 * MIB
 

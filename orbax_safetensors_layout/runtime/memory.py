@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.runtime.direct import HUGE_PAGE_BYTES
+
+from .direct import HUGE_PAGE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 

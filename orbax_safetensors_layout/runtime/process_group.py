@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
-from orbax_safetensors_layout.runtime import heartbeat
+
+from . import heartbeat
 
 _PREFIX = "orbax_safetensors_layout"
 _FIRST_PAUSE_SECONDS = 0.005

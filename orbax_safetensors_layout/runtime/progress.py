@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.runtime.text import seconds_text, size_text
+
+from .text import seconds_text, size_text
 
 _LINE_SECONDS = 10.0
 

@@ -1,1 +1,25 @@
 """Who holds what: shardings, device grids and sharding rules as boxes of arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orbax_safetensors_layout.lazy import lazy_exports
+
+from .addressable import AddressableShards, GlobalShards
+from .mesh_shape import MeshShape, Spec
+from .partition import Ints, Partition
+from .replicas import ReplicaGrid, Replicas
+from .sharding_rules import Misfit, Placed, ShardingRule, ShardingRules, parse_rules, spec_text
+
+if TYPE_CHECKING:
+    from .serialize import ShardingTable, decode_sharding, encode_sharding
+    from .shards import Index, Placement, ProcessShards, box_of, is_abstract, sharding_of, spec_of
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        ".serialize": "ShardingTable decode_sharding encode_sharding",
+        ".shards": "Index Placement ProcessShards box_of is_abstract sharding_of spec_of",
+    },
+)

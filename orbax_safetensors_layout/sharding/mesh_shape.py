@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 
 Spec: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""

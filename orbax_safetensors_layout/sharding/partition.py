@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.sharding.addressable import AddressableShards, GlobalShards
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, ShardIndices, Spec
+from orbax_safetensors_layout.geometry import Box, row_major_strides
+
+from .addressable import AddressableShards, GlobalShards
+from .mesh_shape import MeshShape, ShardIndices, Spec
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 
 
 class ReplicaGrid(NamedTuple):

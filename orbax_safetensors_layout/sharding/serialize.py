@@ -16,7 +16,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from orbax_safetensors_layout.format.shardings import (
+from orbax_safetensors_layout.format import (
     UNCONSTRAINED,
     MeshRecord,
     NamedRecord,

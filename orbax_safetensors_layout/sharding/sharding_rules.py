@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Spec
+from .mesh_shape import MeshShape, Spec
 
 AUTO, REPLICATED = "auto", "replicated"
 _UNSPLIT = ("", "-", "none", "None")

@@ -17,10 +17,11 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.sharding.addressable import AddressableShards, GlobalShards
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, ShardIndices, Spec
-from orbax_safetensors_layout.sharding.replicas import ReplicaGrid, Replicas
+from orbax_safetensors_layout.geometry import Box
+
+from .addressable import AddressableShards, GlobalShards
+from .mesh_shape import MeshShape, ShardIndices, Spec
+from .replicas import ReplicaGrid, Replicas
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format

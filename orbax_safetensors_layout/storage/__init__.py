@@ -1,1 +1,18 @@
 """Where bytes live: one small protocol, one module per kind of place."""
+
+from .base import (
+    FIRST_READ_BYTES,
+    Buffer,
+    ByteBuffer,
+    FileWriter,
+    Publication,
+    RangeReader,
+    Storage,
+    join,
+)
+from .local import LocalStorage
+from .local_commit import Claim, check_replaceable, claimed, finish_interrupted, link_tree
+from .local_write import flush_folder, storage_errors
+from .publish_note import partial_folder
+from .resumable import FULL, ResumableFile
+from .schemes import open_storage

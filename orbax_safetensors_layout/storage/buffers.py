@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from orbax_safetensors_layout.errors import TruncatedFileError
-from orbax_safetensors_layout.storage.base import Buffer
+
+from .base import Buffer
 
 
 def skip(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:

@@ -20,18 +20,19 @@ from obstore import exceptions
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank, join
-from orbax_safetensors_layout.storage.buffers import fill, truncated
-from orbax_safetensors_layout.storage.cloud_client import (
+
+from .base import Buffer, FileWriter, Publication, Rank, join
+from .buffers import fill, truncated
+from .cloud_client import (
     NOT_FOUND,
     Client,
     classify,
     open_client,
 )
-from orbax_safetensors_layout.storage.cloud_commit import InPlace, StagedCopy
-from orbax_safetensors_layout.storage.cloud_object import Seen, not_alone, replaced
-from orbax_safetensors_layout.storage.cloud_write import CloudFileWriter, part_bytes
-from orbax_safetensors_layout.storage.retry import Retrier
+from .cloud_commit import InPlace, StagedCopy
+from .cloud_object import Seen, not_alone, replaced
+from .cloud_write import CloudFileWriter, part_bytes
+from .retry import Retrier
 
 T = TypeVar("T")
 

@@ -14,7 +14,8 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from orbax_safetensors_layout.errors import StorageError, redact
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.retry import (
+
+from .retry import (
     Failure,
     RequestFailed,
     is_transient_status,

@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.storage.base import Rank, Storage, join
-from orbax_safetensors_layout.storage.cloud_object import not_alone
+
+from .base import Rank, Storage, join
+from .cloud_object import not_alone
 
 _AT_ONCE = 16
 _RENEWAL_SECONDS = 10.0

@@ -18,10 +18,11 @@ from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError, redact
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.storage.base import ByteBuffer
-from orbax_safetensors_layout.storage.cloud_client import classify
-from orbax_safetensors_layout.storage.local_write import storage_errors
-from orbax_safetensors_layout.storage.retry import RequestFailed
+
+from .base import ByteBuffer
+from .cloud_client import classify
+from .local_write import storage_errors
+from .retry import RequestFailed
 
 PARTS_AT_ONCE = 4
 """Parts of one object that are on their way together; one more is being filled."""

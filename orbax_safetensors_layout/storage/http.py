@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from orbax_safetensors_layout.errors import Sent
 from orbax_safetensors_layout.options import KIB
-from orbax_safetensors_layout.storage.base import Buffer
+
+from .base import Buffer
 
 _CONNECT_SECONDS = 20.0
 _SLOWEST_BYTES_PER_SECOND = 16 * KIB  # a longer body may take longer, but not come slower

@@ -9,11 +9,12 @@ import threading
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage import hub_api
-from orbax_safetensors_layout.storage.hub_path import HubPath
-from orbax_safetensors_layout.storage.remote import RemoteStorage
-from orbax_safetensors_layout.storage.remote_file import Place
-from orbax_safetensors_layout.storage.retry import within
+
+from . import hub_api
+from .hub_path import HubPath
+from .remote import RemoteStorage
+from .remote_file import Place
+from .retry import within
 
 
 class HubStorage(RemoteStorage):

@@ -11,10 +11,11 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError, redact_urls
-from orbax_safetensors_layout.storage.http import HttpHeaders, Origin
-from orbax_safetensors_layout.storage.hub_path import HubPath
-from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
-from orbax_safetensors_layout.storage.retry import (
+
+from .http import HttpHeaders, Origin
+from .hub_path import HubPath
+from .remote_file import AccessDenied, Place
+from .retry import (
     Failure,
     is_transient_status,
     retry_after_seconds,

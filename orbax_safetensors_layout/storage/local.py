@@ -20,16 +20,17 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.runtime.direct import DIRECT_CHUNK_BYTES, DirectScratch
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
-from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
-from orbax_safetensors_layout.storage.local_commit import FolderExchange
-from orbax_safetensors_layout.storage.local_write import (
+from orbax_safetensors_layout.runtime import DIRECT_CHUNK_BYTES, DirectScratch
+
+from .base import Buffer, FileWriter, Publication, Rank
+from .buffers import scatter, skip, truncated
+from .local_commit import FolderExchange
+from .local_write import (
     LocalFileWriter,
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.storage.publish_note import folder_being_replaced
+from .publish_note import folder_being_replaced
 
 _PAGE = mmap.PAGESIZE
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.storage.base import Rank, Storage
-from orbax_safetensors_layout.storage.local_write import flush_folder, storage_errors
-from orbax_safetensors_layout.storage.publish_note import (
+
+from .base import Rank, Storage
+from .local_write import flush_folder, storage_errors
+from .publish_note import (
     Note,
     aside_folder,
     lock_file,

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import StorageError
-from orbax_safetensors_layout.runtime.direct import DIRECT_CHUNK_BYTES, DirectScratch
-from orbax_safetensors_layout.storage.base import ByteBuffer
+from orbax_safetensors_layout.runtime import DIRECT_CHUNK_BYTES, DirectScratch
+
+from .base import ByteBuffer
 
 PARTIAL_SUFFIX = ".partial"
 """What is appended to a file's name until it is complete."""

@@ -14,11 +14,12 @@ from typing import Self, TypeVar
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import Buffer, FileWriter, Publication, Rank
-from orbax_safetensors_layout.storage.buffers import scatter, skip, truncated
-from orbax_safetensors_layout.storage.http import Connections
-from orbax_safetensors_layout.storage.remote_file import Place, RemoteFile, classify
-from orbax_safetensors_layout.storage.retry import Retrier
+
+from .base import Buffer, FileWriter, Publication, Rank
+from .buffers import scatter, skip, truncated
+from .http import Connections
+from .remote_file import Place, RemoteFile, classify
+from .retry import Retrier
 
 T = TypeVar("T")
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import KIB, MIB
-from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES, Buffer
-from orbax_safetensors_layout.storage.buffers import scatter, skip
-from orbax_safetensors_layout.storage.http import Answer, Connections, HttpHeaders, Origin, quoted
-from orbax_safetensors_layout.storage.retry import (
+
+from .base import FIRST_READ_BYTES, Buffer
+from .buffers import scatter, skip
+from .http import Answer, Connections, HttpHeaders, Origin, quoted
+from .retry import (
     Failure,
     http_date,
     is_transient_status,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.storage.base import ByteBuffer
-from orbax_safetensors_layout.storage.local_write import (
+from .base import ByteBuffer
+from .local_write import (
     allocate_file,
     storage_errors,
     write_fully,

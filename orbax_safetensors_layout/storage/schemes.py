@@ -7,9 +7,10 @@ import urllib.parse
 
 from orbax_safetensors_layout.errors import StorageError, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import Storage
-from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.web import WebStorage
+
+from .base import Storage
+from .local import LocalStorage
+from .web import WebStorage
 
 CLOUDS = ("gs", "s3", "az")
 """Schemes of object stores."""
@@ -70,7 +71,7 @@ def _check_no_lost_slash(text: str) -> None:
 
 def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
     try:
-        from orbax_safetensors_layout.storage.cloud import CloudStorage  # needs an extra
+        from .cloud import CloudStorage  # needs an extra
     except ImportError as error:
         raise StorageError(
             f"{scheme}:// paths need the package `obstore`",
@@ -93,7 +94,7 @@ def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[St
 
 def _open_hub(path: str, retries: RetryPolicy | None) -> Storage:
     try:
-        from orbax_safetensors_layout.storage.hub import HubStorage  # needs an extra
+        from .hub import HubStorage  # needs an extra
     except ImportError as error:
         raise StorageError(
             "hf:// paths need the package `huggingface_hub`",

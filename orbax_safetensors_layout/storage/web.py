@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.http import HttpHeaders, Origin, basic_login, quoted
-from orbax_safetensors_layout.storage.remote import RemoteStorage
-from orbax_safetensors_layout.storage.remote_file import AccessDenied, Place
+
+from .base import join
+from .http import HttpHeaders, Origin, basic_login, quoted
+from .remote import RemoteStorage
+from .remote_file import AccessDenied, Place
 
 ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
 """Environment variable: 1 to read `http://` paths of other machines, too."""

@@ -10,23 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.headers import HeaderCache
-from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
-from orbax_safetensors_layout.format.dtypes import DTYPES, DType
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.geometry.packing import pack_bits
+from orbax_safetensors_layout.catalog import HeaderCache, PieceCatalog
+from orbax_safetensors_layout.format import DTYPES, DType, TensorEntry
+from orbax_safetensors_layout.geometry import Box, pack_bits
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.plan.sources import sources_of
-from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.writing.completion import Completion
-from orbax_safetensors_layout.writing.open_files import FileSet, OpenFile
-from orbax_safetensors_layout.writing.write import WriteStats
+from orbax_safetensors_layout.plan import LeafRead, WritePlan, plan_reads, sources_of
+from orbax_safetensors_layout.reading import read_leaves
+from orbax_safetensors_layout.sharding import AddressableShards
+from orbax_safetensors_layout.storage import join
+
+from .completion import Completion
+from .open_files import FileSet, OpenFile
+from .write import WriteStats
 
 _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.catalog.headers import read_range
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint, read_range
 from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
-from orbax_safetensors_layout.format.digests import DIGESTS
-from orbax_safetensors_layout.format.index import INDEX_SUFFIX, SUFFIX
-from orbax_safetensors_layout.format.manifest import MANIFEST
-from orbax_safetensors_layout.plan.writes import PIECES_FOLDER
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup
-from orbax_safetensors_layout.storage.base import Publication, Storage, join
+from orbax_safetensors_layout.format import DIGESTS, INDEX_SUFFIX, MANIFEST, SUFFIX
+from orbax_safetensors_layout.plan import PIECES_FOLDER
+from orbax_safetensors_layout.runtime import ProcessGroup
+from orbax_safetensors_layout.storage import Publication, Storage, join
 
 
 def publication_of(

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.runtime.write_pool import WritePool
-from orbax_safetensors_layout.storage.base import Storage
-from orbax_safetensors_layout.writing.open_files import FileSet
+from orbax_safetensors_layout.plan import WritePlan
+from orbax_safetensors_layout.runtime import WritePool
+from orbax_safetensors_layout.storage import Storage
+
+from .open_files import FileSet
 
 
 class Completion(NamedTuple):

@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from orbax_safetensors_layout.format.digests import join_crc32
-from orbax_safetensors_layout.storage.base import ByteBuffer, FileWriter
+from orbax_safetensors_layout.format import join_crc32
+from orbax_safetensors_layout.storage import ByteBuffer, FileWriter
 
 
 class DigestingWriter:

@@ -6,18 +6,22 @@ import os
 import zlib
 from collections.abc import Mapping
 
-from orbax_safetensors_layout.catalog.headers import read_range
+from orbax_safetensors_layout.catalog import read_range
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
-from orbax_safetensors_layout.format.digests import DIGESTS, dump_digests, parse_digests
-from orbax_safetensors_layout.format.file_layout import index_bytes
-from orbax_safetensors_layout.format.index import MAIN_INDEX
-from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.format import (
+    DIGESTS,
+    MAIN_INDEX,
+    MANIFEST,
+    dump_digests,
+    index_bytes,
+    parse_digests,
+)
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.writes import PIECES_FOLDER, WritePlan
-from orbax_safetensors_layout.storage.base import Storage, join
-from orbax_safetensors_layout.storage.schemes import open_storage
-from orbax_safetensors_layout.writing.commit import appearance_rank
-from orbax_safetensors_layout.writing.open_files import FileSet
+from orbax_safetensors_layout.plan import PIECES_FOLDER, WritePlan
+from orbax_safetensors_layout.storage import Storage, join, open_storage
+
+from .commit import appearance_rank
+from .open_files import FileSet
 
 
 class CheckpointFolder:

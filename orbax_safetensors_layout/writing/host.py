@@ -11,12 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS
-from orbax_safetensors_layout.geometry.box import Box, Tile
+from orbax_safetensors_layout.format import NARROW_INTEGERS
+from orbax_safetensors_layout.geometry import Box, Tile
 from orbax_safetensors_layout.options import KIB
-from orbax_safetensors_layout.plan.writes import FilePart, LeafWrite
-from orbax_safetensors_layout.sharding.shards import box_of
-from orbax_safetensors_layout.writing.parts import SUB_BYTE_FLOATS, FetchShards
+from orbax_safetensors_layout.plan import FilePart, LeafWrite
+from orbax_safetensors_layout.sharding import box_of
+
+from .parts import SUB_BYTE_FLOATS, FetchShards
 
 _SLABS = 4  # that fit the budget together: some are written while the next come
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones

@@ -6,9 +6,10 @@ import functools
 import threading
 from typing import NamedTuple
 
-from orbax_safetensors_layout.plan.writes import FileWrite
-from orbax_safetensors_layout.storage.base import FileWriter, Storage, join
-from orbax_safetensors_layout.writing.digesting import DigestingWriter
+from orbax_safetensors_layout.plan import FileWrite
+from orbax_safetensors_layout.storage import FileWriter, Storage, join
+
+from .digesting import DigestingWriter
 
 
 class OpenFile(NamedTuple):

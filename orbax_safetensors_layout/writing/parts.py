@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.geometry.packing import pack_bits
-from orbax_safetensors_layout.mapping.expr.values import assign
-from orbax_safetensors_layout.plan.writes import FilePart, LeafWrite
-from orbax_safetensors_layout.storage.base import ByteBuffer
+from orbax_safetensors_layout.format import DTYPES
+from orbax_safetensors_layout.geometry import pack_bits
+from orbax_safetensors_layout.mapping import assign
+from orbax_safetensors_layout.plan import FilePart, LeafWrite
+from orbax_safetensors_layout.storage import ByteBuffer
 
 SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
 """Dtypes of which files hold fewer bits an element than numpy."""

@@ -18,40 +18,36 @@ from orbax_safetensors_layout.errors import (
     UnsupportedDtypeError,
     lines_of,
 )
-from orbax_safetensors_layout.format.dtypes import (
+from orbax_safetensors_layout.format import (
     DTYPES,
     NARROW_INTEGERS,
     ONE_A_BYTE,
-    DType,
-    dtype_from_numpy,
-    is_floating,
-)
-from orbax_safetensors_layout.format.file_layout import NewTensor
-from orbax_safetensors_layout.format.shardings import ShardingRecord
-from orbax_safetensors_layout.format.tree import (
     Container,
+    DType,
     Leaf,
+    NewTensor,
     Node,
+    ShardingRecord,
     TensorKind,
     TensorLeaf,
     ValueLeaf,
+    dtype_from_numpy,
+    is_floating,
     leaf_names,
 )
-from orbax_safetensors_layout.mapping.rules import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping.rules import check_mapping
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import check_mapping
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.mapped_writes import ScatterPlan, plan_scatter
-from orbax_safetensors_layout.plan.writes import (
+from orbax_safetensors_layout.plan import (
     LeafWrite,
+    ScatterPlan,
     WritePlan,
     plan_mapped_writes,
+    plan_scatter,
     plan_writes,
 )
-from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.pytree.treedef import encode_treedef
-from orbax_safetensors_layout.sharding.serialize import ShardingTable
-from orbax_safetensors_layout.sharding.shards import ProcessShards
+from orbax_safetensors_layout.pytree import dotted_name, encode_treedef, prng
+from orbax_safetensors_layout.sharding import ProcessShards, ShardingTable
 
 _RESERVED = "__metadata__"
 

@@ -10,28 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog.headers import HeaderCache
-from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.geometry.packing import pack_bits
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import strided
-from orbax_safetensors_layout.mapping.expr.values import apply_ops
+from orbax_safetensors_layout.catalog import HeaderCache, PieceCatalog
+from orbax_safetensors_layout.format import DTYPES, TensorEntry
+from orbax_safetensors_layout.geometry import AffineView, Box, pack_bits
+from orbax_safetensors_layout.mapping import apply_ops, strided
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
-from orbax_safetensors_layout.plan.mapped_writes import Contribution
-from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.plan.writes import WritePlan
-from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.runtime.memory import allocate
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.writing.completion import Completion
-from orbax_safetensors_layout.writing.host import HostValues
-from orbax_safetensors_layout.writing.open_files import FileSet, OpenFile
-from orbax_safetensors_layout.writing.write import WriteStats
+from orbax_safetensors_layout.plan import Contribution, LeafRead, TensorPiece, WritePlan, plan_reads
+from orbax_safetensors_layout.reading import read_leaves
+from orbax_safetensors_layout.runtime import allocate
+from orbax_safetensors_layout.sharding import AddressableShards
+from orbax_safetensors_layout.storage import join
+
+from .completion import Completion
+from .host import HostValues
+from .open_files import FileSet, OpenFile
+from .write import WriteStats
 
 
 class _Tensor:

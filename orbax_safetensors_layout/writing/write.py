@@ -17,12 +17,12 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import MIB, Progress
-from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite
-from orbax_safetensors_layout.runtime.memory import align, allocate
-from orbax_safetensors_layout.runtime.write_pool import WritePool
-from orbax_safetensors_layout.storage.base import ByteBuffer
-from orbax_safetensors_layout.writing.open_files import FileSet, OpenFile
-from orbax_safetensors_layout.writing.parts import FetchShards, PartBytes
+from orbax_safetensors_layout.plan import FilePart, FileWrite, LeafWrite
+from orbax_safetensors_layout.runtime import WritePool, align, allocate
+from orbax_safetensors_layout.storage import ByteBuffer
+
+from .open_files import FileSet, OpenFile
+from .parts import FetchShards, PartBytes
 
 _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes

@@ -6,16 +6,16 @@ import os
 import re
 from collections.abc import Callable
 
-from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA, STEP_METADATA
-from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.catalog.nearby import USUAL_ITEMS
-from orbax_safetensors_layout.conversion.checkpoint_reader import (
+from orbax_safetensors_layout.catalog import USUAL_ITEMS, is_safetensors_checkpoint
+from orbax_safetensors_layout.conversion import (
     CheckpointReader,
+    CheckpointRef,
     SafetensorsReader,
 )
-from orbax_safetensors_layout.conversion.checkpoint_ref import CheckpointRef
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+
+from .._orbax import ITEM_METADATA, STEP_METADATA
+from .orbax_reader import OrbaxReader
 
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")
 

@@ -11,17 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_safetensors_layout.adapters.orbax_format.tensorstore_io import (
+from orbax_safetensors_layout.conversion import ReadableArrays, SourceArray
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
+from orbax_safetensors_layout.format import TensorKind
+from orbax_safetensors_layout.geometry import Box, chunk_blocks
+
+from .tensorstore_io import (
     OpenArray,
     custom_metadata,
     open_tree,
 )
-from orbax_safetensors_layout.conversion.checkpoint_reader import SourceArray
-from orbax_safetensors_layout.conversion.readable_arrays import ReadableArrays
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
-from orbax_safetensors_layout.format.tree import TensorKind
-from orbax_safetensors_layout.geometry.blocks import chunk_blocks
-from orbax_safetensors_layout.geometry.box import Box
 
 _MOST_TEXT = 500  # characters of an error of others
 

@@ -12,29 +12,34 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_safetensors_layout.adapters._orbax import ITEM_METADATA
-from orbax_safetensors_layout.adapters.orbax_format.tensorstore_io import (
-    ArrayFormat,
-    Written,
-    context,
-    save_written,
+from orbax_safetensors_layout.conversion import (
+    FINISHED,
+    CheckpointReader,
+    LeafRegion,
+    SourceArray,
+    TargetArray,
+    TargetLeaf,
+    Topology,
+    arrays_in,
 )
-from orbax_safetensors_layout.conversion.checkpoint_reader import CheckpointReader, SourceArray
-from orbax_safetensors_layout.conversion.readable_arrays import LeafRegion, TargetLeaf
-from orbax_safetensors_layout.conversion.target import FINISHED
-from orbax_safetensors_layout.conversion.target_tree import TargetArray, Topology, arrays_in
 from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     StorageError,
     UnsupportedDtypeError,
 )
-from orbax_safetensors_layout.format.dtypes import is_floating
-from orbax_safetensors_layout.geometry.blocks import chunk_blocks
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.format import is_floating
+from orbax_safetensors_layout.geometry import Box, chunk_blocks
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.pytree.keys import dotted_name
-from orbax_safetensors_layout.storage.resumable import FULL
+from orbax_safetensors_layout.pytree import dotted_name, prng
+from orbax_safetensors_layout.storage import FULL
+
+from .._orbax import ITEM_METADATA
+from .tensorstore_io import (
+    ArrayFormat,
+    Written,
+    context,
+    save_written,
+)
 
 _WRITTEN = "written"
 _MOST_NAME_BYTES = 255  # of a file

@@ -23,7 +23,7 @@ from orbax.checkpoint import future
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.storage.local_commit import link_tree
+from orbax_safetensors_layout.storage import link_tree
 
 _handlers: Any = ocp.type_handlers
 _ArrayHandler: Any = ocp.type_handlers.ArrayHandler

@@ -8,19 +8,20 @@ import re
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.explanation import table
-from orbax_safetensors_layout.mapping.expr.expression import Expr, given
-from orbax_safetensors_layout.mapping.matching import (
+
+from ..explanation import table
+from ..expr.expression import Expr, given
+from ..matching import (
     LeafShapes,
     Rule,
     RuleTarget,
     group_by_pattern,
     match_rules,
 )
-from orbax_safetensors_layout.mapping.names import WILDCARD, Captures, substitute
-from orbax_safetensors_layout.mapping.problems import Problem, mapping_error, problems_of
-from orbax_safetensors_layout.mapping.shapes import TensorSpec, TensorSpecs
+from ..names import WILDCARD, Captures, substitute
+from ..problems import Problem, mapping_error, problems_of
+from ..shapes import TensorSpec, TensorSpecs
+from .bound import BoundExpr
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

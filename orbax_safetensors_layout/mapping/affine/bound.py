@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
+from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
+
+from ..expr.values import Cast, ValueOp, apply_ops
+from .leaf_pieces import (
     AffinePiece,
     FillPiece,
     Piece,
     merged,
 )
-from orbax_safetensors_layout.mapping.affine.window import Window
-from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, apply_ops
+from .window import Window
 
 _strides = functools.lru_cache(4096)(row_major_strides)
 

@@ -8,12 +8,13 @@ import math
 import operator
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.geometry.affine import row_major_strides
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink, refined_view
-from orbax_safetensors_layout.mapping.affine.index_builders import sliced
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import ComputedPiece, Decoder
-from orbax_safetensors_layout.mapping.affine.window import Window
-from orbax_safetensors_layout.mapping.expr.values import ValueOp
+from orbax_safetensors_layout.geometry import row_major_strides
+
+from ..expr.values import ValueOp
+from .bound import BoundExpr, Sink, refined_view
+from .index_builders import sliced
+from .leaf_pieces import ComputedPiece, Decoder
+from .window import Window
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.index_nodes import (
+from .bound import BoundExpr
+from .index_nodes import (
     AxisGroup,
     Concatenated,
     Interleaved,

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink, filled
-from orbax_safetensors_layout.mapping.affine.window import ColumnPart, Window, divide, split
-from orbax_safetensors_layout.mapping.expr.values import ValueOp
+from ..expr.values import ValueOp
+from .bound import BoundExpr, Sink, filled
+from .window import ColumnPart, Window, divide, split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.expr.values import ValueOp, apply_ops
+from orbax_safetensors_layout.geometry import AffineView, Box
+
+from ..expr.values import ValueOp, apply_ops
 
 _MANY_PIECES = 16
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, WholeTensor
-from orbax_safetensors_layout.mapping.affine.index_builders import concatenated
+from orbax_safetensors_layout.geometry import Box
+
+from .bound import BoundExpr, WholeTensor
+from .index_builders import concatenated
 
 Pieces = Sequence[tuple[Box, str]]
 """Boxes that tile a tensor, each with the name of the tensor that holds it."""

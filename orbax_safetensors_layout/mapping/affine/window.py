@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 
 
 class Dim(NamedTuple):

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Sink
-from orbax_safetensors_layout.mapping.affine.decoded import Computed
-from orbax_safetensors_layout.mapping.affine.window import Window
-from orbax_safetensors_layout.mapping.expr import ops
-from orbax_safetensors_layout.mapping.expr.expression import Expr, given
-from orbax_safetensors_layout.mapping.expr.values import ValueOp
-from orbax_safetensors_layout.mapping.inverse.inference import Inference
-from orbax_safetensors_layout.mapping.names import Captures, substitute
-from orbax_safetensors_layout.mapping.shapes import TensorSpecs
+from orbax_safetensors_layout.geometry import Box
+
+from ..affine.bound import BoundExpr, Sink
+from ..affine.decoded import Computed
+from ..affine.window import Window
+from ..inverse.inference import Inference
+from ..names import Captures, substitute
+from ..shapes import TensorSpecs
+from . import ops
+from .expression import Expr, given
+from .values import ValueOp
 
 _CHUNK_BYTES = 1 << 20
 

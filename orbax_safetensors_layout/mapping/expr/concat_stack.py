@@ -9,16 +9,17 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.index_builders import concatenated, stacked
-from orbax_safetensors_layout.mapping.argument_checks import integer, integers, several, text
-from orbax_safetensors_layout.mapping.expr import ops
-from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr, given
-from orbax_safetensors_layout.mapping.inverse.extents import Extent
-from orbax_safetensors_layout.mapping.inverse.inference import LIKE, Inference
-from orbax_safetensors_layout.mapping.names import Captures, is_index, substitute
-from orbax_safetensors_layout.mapping.problems import Problem, Problems, gather
-from orbax_safetensors_layout.mapping.shapes import TensorSpecs
+
+from ..affine.bound import BoundExpr
+from ..affine.index_builders import concatenated, stacked
+from ..argument_checks import integer, integers, several, text
+from ..inverse.extents import Extent
+from ..inverse.inference import LIKE, Inference
+from ..names import Captures, is_index, substitute
+from ..problems import Problem, Problems, gather
+from ..shapes import TensorSpecs
+from . import ops
+from .expression import Expr, as_expr, given
 
 Indices = tuple[int, ...] | slice | None
 _MOST_GAPS = 100

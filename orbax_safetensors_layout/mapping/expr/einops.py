@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.inverse.extents import Extent, product, quotient
+
+from ..inverse.extents import Extent, product, quotient
 
 _TOKEN = re.compile(r"\s*(\.\.\.|\(|\)|\w+|\S)")
 _ELLIPSIS = ("...",)

@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, WholeTensor
-from orbax_safetensors_layout.mapping.affine.stored_pieces import divided
-from orbax_safetensors_layout.mapping.argument_checks import integer, integers, number
-from orbax_safetensors_layout.mapping.expr import ops
-from orbax_safetensors_layout.mapping.expr.values import Add, Cast, Scale, as_dtype
-from orbax_safetensors_layout.mapping.inverse.inference import Inference
-from orbax_safetensors_layout.mapping.names import Captures, parse_pattern, substitute
-from orbax_safetensors_layout.mapping.problems import Problem, Problems, within
-from orbax_safetensors_layout.mapping.shapes import Shapes, TensorSpecs
+
+from ..affine.bound import BoundExpr, Constant, WholeTensor
+from ..affine.stored_pieces import divided
+from ..argument_checks import integer, integers, number
+from ..inverse.inference import Inference
+from ..names import Captures, parse_pattern, substitute
+from ..problems import Problem, Problems, within
+from ..shapes import Shapes, TensorSpecs
+from . import ops
+from .values import Add, Cast, Scale, as_dtype
 
 
 class Expr(abc.ABC):

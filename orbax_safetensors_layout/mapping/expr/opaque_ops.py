@@ -11,16 +11,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.decoded import Computed
-from orbax_safetensors_layout.mapping.expr import ops
-from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr, as_shape, given
-from orbax_safetensors_layout.mapping.expr.values import as_dtype
-from orbax_safetensors_layout.mapping.inverse.inference import Inference
-from orbax_safetensors_layout.mapping.names import Captures
-from orbax_safetensors_layout.mapping.problems import gather, within
-from orbax_safetensors_layout.mapping.shapes import TensorSpecs
+from orbax_safetensors_layout.geometry import Box
+
+from ..affine.bound import BoundExpr
+from ..affine.decoded import Computed
+from ..inverse.inference import Inference
+from ..names import Captures
+from ..problems import gather, within
+from ..shapes import TensorSpecs
+from . import ops
+from .expression import Expr, as_expr, as_shape, given
+from .values import as_dtype
 
 
 class Kernel(Protocol):

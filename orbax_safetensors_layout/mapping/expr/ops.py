@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.schema import short_repr
-from orbax_safetensors_layout.mapping import argument_checks
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Valued
-from orbax_safetensors_layout.mapping.affine.index_builders import (
+from orbax_safetensors_layout.format import short_repr
+
+from .. import argument_checks
+from ..affine.bound import BoundExpr, Valued
+from ..affine.index_builders import (
     padded,
     permuted,
     repeated,
@@ -21,12 +22,12 @@ from orbax_safetensors_layout.mapping.affine.index_builders import (
     sliced,
     taken,
 )
-from orbax_safetensors_layout.mapping.affine.index_nodes import inverse_permutation
-from orbax_safetensors_layout.mapping.expr import einops
-from orbax_safetensors_layout.mapping.expr.values import ValueOp, rounded
-from orbax_safetensors_layout.mapping.integers import is_whole, whole_or_lost
-from orbax_safetensors_layout.mapping.inverse.extents import Extent, product, quotient
-from orbax_safetensors_layout.mapping.inverse.inference import LIKE
+from ..affine.index_nodes import inverse_permutation
+from ..integers import is_whole, whole_or_lost
+from ..inverse.extents import Extent, product, quotient
+from ..inverse.inference import LIKE
+from . import einops
+from .values import ValueOp, rounded
 
 Extents = tuple[Extent, ...]
 

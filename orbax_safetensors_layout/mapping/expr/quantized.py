@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.geometry.packing import unpack_bits
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.decoded import Computed
-from orbax_safetensors_layout.mapping.argument_checks import integer, integers
-from orbax_safetensors_layout.mapping.expr.expression import Expr, as_expr
-from orbax_safetensors_layout.mapping.expr.opaque_ops import Compute
-from orbax_safetensors_layout.mapping.expr.values import as_dtype
-from orbax_safetensors_layout.mapping.integers import is_integer, is_whole
+from orbax_safetensors_layout.geometry import Box, unpack_bits
+
+from ..affine.bound import BoundExpr
+from ..affine.decoded import Computed
+from ..argument_checks import integer, integers
+from ..integers import is_integer, is_whole
+from .expression import Expr, as_expr
+from .opaque_ops import Compute
+from .values import as_dtype
 
 MXFP4_GROUP = 32
 """Elements that share a scale, two a byte (OCP Microscaling Formats 1.0, section 5)."""

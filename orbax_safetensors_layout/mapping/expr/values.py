@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
-from orbax_safetensors_layout.mapping.integers import is_integer, is_whole, to_whole
+
+from ..integers import is_integer, is_whole, to_whole
 
 _CHUNK_ELEMENTS = 1 << 16  # bounds what a chain of operations holds besides its result
 

@@ -1,6 +1,6 @@
 """Ready mappings for common model families: Hugging Face's names to those of JAX models."""
 
-from orbax_safetensors_layout.mapping.families.ready import (
+from .ready import (
     TARGETS,
     Options,
     deepseek_v3,

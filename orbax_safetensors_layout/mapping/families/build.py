@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from orbax_safetensors_layout.mapping.expr.choices import Either, Same
-from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
-from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
-from orbax_safetensors_layout.mapping.families.dims import Dims
-from orbax_safetensors_layout.mapping.families.steps import (
+from ..expr.choices import Either, Same
+from ..expr.concat_stack import concat, stack
+from ..expr.expression import Expr, tensor
+from ..matching import Rule
+from ..rules import Mapping, rule
+from .dims import Dims
+from .steps import (
     AS_IT_IS,
     FamilyLeaf,
     LayerGroup,
     TensorStep,
     Tree,
 )
-from orbax_safetensors_layout.mapping.matching import Rule
-from orbax_safetensors_layout.mapping.rules import Mapping, rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
-from orbax_safetensors_layout.format.schema import short_repr
-from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.format import short_repr
+from orbax_safetensors_layout.storage import join, open_storage
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 """A `config.json` as a dict, or the folder it is in, or its path."""

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbax_safetensors_layout.mapping.families.config import Section
-from orbax_safetensors_layout.mapping.families.weight_format import (
+from .config import Section
+from .weight_format import (
     WeightFormat,
     weight_format,
 )

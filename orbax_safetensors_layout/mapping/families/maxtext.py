@@ -15,10 +15,11 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.schema import short_repr
-from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
-from orbax_safetensors_layout.mapping.families.dims import Dims
-from orbax_safetensors_layout.mapping.families.steps import (
+from orbax_safetensors_layout.format import short_repr
+
+from .build import EMBEDDING_TENSOR, HEAD
+from .dims import Dims
+from .steps import (
     EMBEDDING,
     LINEAR,
     ROUTER,

@@ -6,9 +6,9 @@ quantised weights saves back to the same bits.
 
 from __future__ import annotations
 
-from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
-from orbax_safetensors_layout.mapping.families.dims import Dims
-from orbax_safetensors_layout.mapping.families.steps import (
+from .build import EMBEDDING_TENSOR, HEAD
+from .dims import Dims
+from .steps import (
     EMBEDDING,
     LINEAR,
     ROUTER,

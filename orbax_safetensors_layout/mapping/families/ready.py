@@ -7,27 +7,28 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
-from orbax_safetensors_layout.catalog.suggestions import suggest_names
+from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.schema import short_repr
-from orbax_safetensors_layout.mapping.expr.values import as_dtype
-from orbax_safetensors_layout.mapping.families import maxtext, plain, tunix
-from orbax_safetensors_layout.mapping.families.build import (
+from orbax_safetensors_layout.format import short_repr
+
+from ..expr.values import as_dtype
+from ..rules import Mapping
+from . import maxtext, plain, tunix
+from .build import (
     EMBEDDING_TENSOR,
     FamilySettings,
     build,
     head_name,
 )
-from orbax_safetensors_layout.mapping.families.config import (
+from .config import (
     Config,
     count_stored,
     find_prefix,
     read_config,
     stored_names,
 )
-from orbax_safetensors_layout.mapping.families.dims import FAMILIES, Dims, dims_of
-from orbax_safetensors_layout.mapping.families.steps import Tree
-from orbax_safetensors_layout.mapping.rules import Mapping
+from .dims import FAMILIES, Dims, dims_of
+from .steps import Tree
 
 
 class _Target(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from orbax_safetensors_layout.mapping.expr.expression import Expr
+from ..expr.expression import Expr
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

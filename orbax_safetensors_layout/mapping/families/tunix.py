@@ -7,9 +7,10 @@ beside them. Layers are never stacked. Norms and embeddings are those of the che
 from __future__ import annotations
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.families.build import EMBEDDING_TENSOR, HEAD
-from orbax_safetensors_layout.mapping.families.dims import Dims
-from orbax_safetensors_layout.mapping.families.steps import (
+
+from .build import EMBEDDING_TENSOR, HEAD
+from .dims import Dims
+from .steps import (
     EMBEDDING,
     LINEAR,
     ROUTER,

@@ -7,15 +7,16 @@ import re
 from typing import Literal
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format.schema import short_repr
-from orbax_safetensors_layout.mapping.expr.expression import Expr, tensor
-from orbax_safetensors_layout.mapping.expr.quantized import (
+from orbax_safetensors_layout.format import short_repr
+
+from ..expr.expression import Expr, tensor
+from ..expr.quantized import (
     dequantize_block,
     dequantize_int4,
     dequantize_mxfp4,
 )
-from orbax_safetensors_layout.mapping.families.config import SIZES, Section
-from orbax_safetensors_layout.mapping.families.steps import TensorStep
+from .config import SIZES, Section
+from .steps import TensorStep
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _REGEX = "re:"

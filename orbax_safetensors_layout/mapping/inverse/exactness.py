@@ -13,9 +13,10 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Valued, WholeTensor
-from orbax_safetensors_layout.mapping.expr.values import Cast, ValueOp, undone
-from orbax_safetensors_layout.mapping.integers import (
+
+from ..affine.bound import BoundExpr, Valued, WholeTensor
+from ..expr.values import Cast, ValueOp, undone
+from ..integers import (
     NARROW_INTEGERS,
     is_whole,
     whole_or_lost,

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.inverse.extents import Extent
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
+
+from ..shapes import TensorSpec
+from .extents import Extent
 
 LIKE = "save through mapping.like(path), with a checkpoint that has the names and shapes"
 """What can be done where leaves do not tell enough; for hints."""

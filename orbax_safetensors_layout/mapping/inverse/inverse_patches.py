@@ -14,10 +14,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, Valued, WholeTensor
-from orbax_safetensors_layout.mapping.affine.decoded import Computed
-from orbax_safetensors_layout.mapping.affine.index_builders import permuted, reshaped, sliced
-from orbax_safetensors_layout.mapping.affine.index_nodes import (
+
+from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
+from ..affine.decoded import Computed
+from ..affine.index_builders import permuted, reshaped, sliced
+from ..affine.index_nodes import (
     Concatenated,
     Padded,
     Permuted,
@@ -28,8 +29,8 @@ from orbax_safetensors_layout.mapping.affine.index_nodes import (
     Taken,
     inverse_permutation,
 )
-from orbax_safetensors_layout.mapping.expr.choices import Copies
-from orbax_safetensors_layout.mapping.expr.values import undone
+from ..expr.choices import Copies
+from ..expr.values import undone
 
 _OnAxis: TypeAlias = Sliced | Taken | Padded | Repeated
 """Nodes that change the indices of one axis."""

@@ -8,15 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr, Constant, WholeTensor
-from orbax_safetensors_layout.mapping.affine.index_builders import (
+
+from ..affine.bound import BoundExpr, Constant, WholeTensor
+from ..affine.index_builders import (
     concatenated,
     interleaved,
     reshaped,
     sliced,
 )
-from orbax_safetensors_layout.mapping.inverse.exactness import check_exact
-from orbax_safetensors_layout.mapping.inverse.inverse_patches import (
+from ..problems import Problem, Problems, problems_of
+from ..shapes import TensorSpec
+from .exactness import check_exact
+from .inverse_patches import (
     Factor,
     Patch,
     coarsen,
@@ -25,8 +28,6 @@ from orbax_safetensors_layout.mapping.inverse.inverse_patches import (
     steps_of,
     trace,
 )
-from orbax_safetensors_layout.mapping.problems import Problem, Problems, problems_of
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
 
 
 class InversePart(NamedTuple):
