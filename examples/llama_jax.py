@@ -2,7 +2,7 @@
 
 Small and whole: embedding, RMSNorm, rotary embedding, grouped attention, SwiGLU, logits. `params`
 is flat, by dotted name, with layers stacked, as `osl.families.mapping(config)` gives it; all
-float32. `tests/test_families.py` compares its logits with those of transformers.
+float32. `tests/mapping/test_families.py` compares its logits with those of transformers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 SLOT_ALIGNMENT = 64
 """Shards begin at multiples of this many bytes: what JAX's CPU backend asks of a buffer that it
-adopts without a copy (seen with jax 0.10 and 0.12; `tests/test_adoption.py` checks it)."""
+adopts without a copy (seen with jax 0.10 and 0.12; `tests/reading/test_adoption.py` checks it)."""
 
 _SLOW_TOUCH_SECONDS = 1e-3
 """Processor time of the first write to a huge page, above which small pages cost less.

@@ -28,7 +28,7 @@ class HostValues:
 
     On the CPU backend the arrays are views of the shards' own memory: JAX does not reuse it while
     they live, also not for a donated array (seen with jax 0.7 to 0.12;
-    `tests/test_save_v0.py` checks it). From other devices they are brought over when asked for.
+    `tests/adapters/test_save_v0.py` checks it). From other devices they are brought over when asked for.
     Numpy arrays, too, are views, until `capture` says that the caller may overwrite them.
 
     Args:

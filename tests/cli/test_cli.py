@@ -199,7 +199,7 @@ def test_a_size_that_is_none_is_named(capsys):
 
 
 def test_the_script_is_declared():
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     scripts = tomllib.loads(text)["project"]["scripts"]
     assert scripts == {"orbax-safetensors": "orbax_safetensors_layout.cli:main"}
     assert callable(cli.main)

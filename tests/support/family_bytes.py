@@ -1,6 +1,6 @@
 """What one process of eight reads of models of real sizes, through the ready mappings.
 
-`python tests/family_bytes.py` prints the table of `docs/families.md`.
+`python tests/support/family_bytes.py` prints the table of `docs/families.md`.
 """
 
 from __future__ import annotations

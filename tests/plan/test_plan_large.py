@@ -18,7 +18,7 @@ from orbax_safetensors_layout.sharding.addressable import AddressableShards
 from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
 from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MOST_BYTES = 500e6
 
 MAKE = """

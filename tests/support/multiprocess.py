@@ -57,7 +57,7 @@ def run_processes(
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parents[1])]),
     }
     port = free_port()
     code = _PRELUDE + textwrap.dedent(source) + _EPILOGUE

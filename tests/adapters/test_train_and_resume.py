@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "train_and_resume.py"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from family_bytes import CASES, MODEL, plans_of, ratio, row
 
-DOCS = (Path(__file__).parent.parent / "docs" / "families.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
 MAX_GAP_BYTES = MODEL.profile("local").max_gap_bytes
 
 
@@ -39,4 +39,6 @@ def test_a_process_reads_its_own_bytes(name, target):
             leaf, needed, read = by_tensor[number]
             assert read <= 1.05 * needed, (split, leaf)
     assert ratio(plans["replicated"][0]) <= 1.05
-    assert row(name, target, plans) in DOCS, "the table is old: python tests/family_bytes.py"
+    assert row(name, target, plans) in DOCS, (
+        "the table is old: python tests/support/family_bytes.py"
+    )

@@ -129,7 +129,7 @@ class ForkServer:
         tests = Path(__file__).parent
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parents[1])]),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
             "OPENBLAS_NUM_THREADS": "1",

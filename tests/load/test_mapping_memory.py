@@ -212,7 +212,7 @@ def test_stacked_experts_take_their_arrays_and_the_budget(tmp_path, split):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     done = subprocess.run(
         [sys.executable, "-c", SOURCE, str(tmp_path), json.dumps(split)],

@@ -29,7 +29,7 @@ FAMILY["gemma3_full_heads"] = "gemma3"
 NOT_IN_MAXTEXT = ("llama_biased", "qwen3_moe_mixed")
 NOT_IN_TUNIX = ("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "deepseek_v3", "gpt_oss")
 
-TREES = json.loads((Path(__file__).parent / "family_trees.json").read_text())
+TREES = json.loads((Path(__file__).parents[1] / "support" / "family_trees.json").read_text())
 del TREES["provenance"]
 
 CASES = [

@@ -73,7 +73,7 @@ def test_processes_must_divide_the_devices(tmp_path):
 
 def deepseek():
     """The index that `benchmarks/plan.py` makes: sparse files with real headers."""
-    path = Path(__file__).parent.parent / "benchmarks" / "deepseek.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "deepseek.py"
     spec = importlib.util.spec_from_file_location("deepseek", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

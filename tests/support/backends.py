@@ -1,7 +1,7 @@
 """The storages that pass one contract: each a place where a test puts files behind its back.
 
 To register a backend, add a class like those here and its name to `BACKENDS`; everything in
-tests/test_storage_contract.py, and what else is parametrised by them, then runs on it.
+tests/storage/test_storage_contract.py, and what else is parametrised by them, then runs on it.
 """
 
 from __future__ import annotations
