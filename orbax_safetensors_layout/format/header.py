@@ -1,8 +1,8 @@
 """The header of a `.safetensors` file, parsed into types; all validation of it.
 
 A file is an 8-byte little-endian length N, N bytes of JSON, and the tensors' bytes. What is
-accepted is what the `safetensors` Rust library 0.8.0 accepts (`tests/format/test_format_differential.py`
-holds the two against each other), except that a key may not be repeated, that the JSON has to
+accepted is what the `safetensors` Rust library 0.8.0 accepts (`test_format_differential.py` holds
+the two against each other), except that a key may not be repeated, that the JSON has to
 begin with `{` at once, as the format's specification asks, and that a value that is no string, so
 a tensor's entry, may have at most 8,192 characters: of a shape of 64 dimensions it has some 1,400.
 """

@@ -3,8 +3,8 @@
 Nothing is sampled. Processes whose shards lie alike are one; what is left of them goes through the
 tensors of each file together, as vectors. What is large is read by itself, so its cost depends on
 its shape alone; only small regions, which may share a request with their neighbours in the file,
-are looked at one after the other, by the rules of `groups.grouped`. `tests/plan/test_fleet.py` holds
-the result equal to the `ReadPlan` of each process.
+are looked at one after the other, by the rules of `coalesce.coalesced`. `test_fleet.py` holds the
+result equal to the `ReadPlan` of each process.
 """
 
 from __future__ import annotations

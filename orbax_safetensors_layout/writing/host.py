@@ -27,9 +27,9 @@ class HostValues:
     """The values of leaves that this process holds, one numpy array a shard.
 
     On the CPU backend the arrays are views of the shards' own memory: JAX does not reuse it while
-    they live, also not for a donated array (seen with jax 0.7 to 0.12;
-    `tests/adapters/test_save_v0.py` checks it). From other devices they are brought over when asked for.
-    Numpy arrays, too, are views, until `capture` says that the caller may overwrite them.
+    they live, also not for a donated array (seen with jax 0.7 to 0.12; `test_save_v0.py` checks
+    it). From other devices they are brought over when asked for. Numpy arrays, too, are views,
+    until `capture` says that the caller may overwrite them.
 
     Args:
         values: A `jax.Array` or numpy array a leaf.
