@@ -38,7 +38,7 @@ class DType(NamedTuple):
     @property
     def one_a_byte(self) -> bool:
         """Whether the file stores sub-byte elements one a byte, under the code of that byte."""
-        return ONE_A_BYTE.get(self.numpy.name) == self
+        return self.code in ("U8", "I8") and ONE_A_BYTE.get(self.numpy.name) == self
 
     @property
     def label(self) -> str:
