@@ -33,17 +33,17 @@ def find_mapping(text: str, path: str) -> Any:
     """The mapping that an argument names; modules of the working folder count.
 
     Args:
-        text: As for `mapping.lookup.find_mapping`.
+        text: As for `mapping.find_mapping`.
         path: The checkpoint whose configuration a ready mapping goes by.
 
     Raises:
         UsageError: There is none.
     """
-    from orbax_safetensors_layout.mapping import lookup
+    from orbax_safetensors_layout.mapping import find_mapping as find
 
     _see_working_folder()
     try:
-        return lookup.find_mapping(text, path)
+        return find(text, path)
     except MappingError as error:
         raise UsageError(str(error)) from error
 

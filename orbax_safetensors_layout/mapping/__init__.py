@@ -26,6 +26,7 @@ from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, assign, in_chunks, is_number, rounded, undone
 from .fingerprint import fingerprint
 from .integers import is_whole, to_whole
+from .lookup import find_mapping
 from .rules import Mapping, check_mapping, rule
 from .shapes import TensorSpec, TensorSpecs
 

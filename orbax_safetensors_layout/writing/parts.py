@@ -20,6 +20,7 @@ from orbax_safetensors_layout.format import DTYPES
 from orbax_safetensors_layout.geometry import pack_bits
 from orbax_safetensors_layout.mapping import assign
 from orbax_safetensors_layout.plan import FilePart, LeafWrite
+from orbax_safetensors_layout.runtime import Bytes
 from orbax_safetensors_layout.storage import ByteBuffer
 
 SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
@@ -106,7 +107,7 @@ class PartBytes:
         """Bytes of the largest staged block; of a direct part, no bound."""
         return self.rows.block * self.rows.elements * self.part.dtype.bits // 8
 
-    def buffers(self, start: int, stop: int, scratch: ByteBuffer | None) -> list[ByteBuffer]:
+    def buffers(self, start: int, stop: int, scratch: Bytes | None) -> list[ByteBuffer]:
         """The part's bytes `start` to `stop`; of a staged part, whole blocks of rows.
 
         Args:
@@ -135,7 +136,7 @@ class PartBytes:
             return self._members
 
     def _stage(
-        self, members: Sequence[np.ndarray], start: int, stop: int, scratch: ByteBuffer
+        self, members: Sequence[np.ndarray], start: int, stop: int, scratch: Bytes
     ) -> ByteBuffer:
         rows, bits = self.rows, self.part.dtype.bits
         first = start * 8 // (rows.elements * bits)

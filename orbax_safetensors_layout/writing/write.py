@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import MIB, Progress
 from orbax_safetensors_layout.plan import FilePart, FileWrite, LeafWrite
-from orbax_safetensors_layout.runtime import WritePool, align, allocate
+from orbax_safetensors_layout.runtime import Bytes, WritePool, align, allocate
 from orbax_safetensors_layout.storage import ByteBuffer
 
 from .open_files import FileSet, OpenFile
@@ -261,9 +261,9 @@ class _PartWriter:
                 buffers += source.buffers(start, stop, None)
         yield first, buffers
 
-    def _take(self, nbytes: int, offset: int) -> ByteBuffer:
+    def _take(self, nbytes: int, offset: int) -> Bytes:
         """Memory of this thread, from which whole pages of the file can be written directly."""
-        memory: ByteBuffer | None = getattr(self._scratch, "memory", None)
+        memory: Bytes | None = getattr(self._scratch, "memory", None)
         if memory is None or memory.size < nbytes + mmap.PAGESIZE:
             memory = self._scratch.memory = allocate(nbytes + mmap.PAGESIZE)
         shift = (offset - memory.ctypes.data) % mmap.PAGESIZE
