@@ -19,9 +19,9 @@ from orbax_safetensors_layout.adapters import (
     open_reader,
     orbax_target,
 )
+from orbax_safetensors_layout.catalog import CheckpointRef
 from orbax_safetensors_layout.conversion import (
     CheckpointReader,
-    CheckpointRef,
     Conversion,
     Target,
     Topology,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from orbax_safetensors_layout.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .install import install, uninstall
     from .layout import SafetensorsLayout
     from .orbax_format.locate import holds_checkpoint, is_orbax_checkpoint, locate, open_reader
     from .orbax_format.orbax_reader import OrbaxReader
     from .orbax_format.orbax_target import orbax_target
+    from .registration import install, uninstall
     from .settings import using
     from .v0 import SafetensorsCheckpointHandler, SafetensorsRestore, SafetensorsSave
     from .v0_registry import handler_registry
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        ".install": "install uninstall",
+        ".registration": "install uninstall",
         ".layout": "SafetensorsLayout",
         ".orbax_format.locate": "holds_checkpoint is_orbax_checkpoint locate open_reader",
         ".orbax_format.orbax_reader": "OrbaxReader",

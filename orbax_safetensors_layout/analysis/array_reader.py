@@ -9,10 +9,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from orbax_safetensors_layout.adapters import open_reader
-from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog, CheckpointRef
 from orbax_safetensors_layout.conversion import (
     CheckpointReader,
-    CheckpointRef,
     SourceArray,
     arrays_of,
     rerooted,

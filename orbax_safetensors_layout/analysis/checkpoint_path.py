@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
-from orbax_safetensors_layout.conversion import CheckpointRef
+from orbax_safetensors_layout.catalog import CheckpointRef, is_safetensors_checkpoint
 
 
 def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:

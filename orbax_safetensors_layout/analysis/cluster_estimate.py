@@ -37,7 +37,7 @@ from orbax_safetensors_layout.sharding import (
     Spec,
 )
 
-from .inspect import read_configuration
+from .inspection import read_configuration
 
 _NETWORK_BYTES_PER_SECOND = 25e9 / 8
 

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.conversion import (
 from orbax_safetensors_layout.errors import UnsupportedDtypeError
 from orbax_safetensors_layout.format import dtype_from_numpy
 
-from .inspect import Inspection, TensorFacts
+from .inspection import Inspection, TensorFacts
 
 
 def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Inspection:

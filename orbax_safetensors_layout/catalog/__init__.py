@@ -1,6 +1,7 @@
 """Which tensors a checkpoint holds, and where: files, headers, index and pieces as one catalog."""
 
 from .catalog import Catalog
+from .checkpoint_ref import CheckpointRef
 from .discover import Discovery, discover, is_safetensors_checkpoint, read_manifest
 from .headers import HeaderCache, read_header, read_range
 from .nearby import USUAL_ITEMS

@@ -8,7 +8,6 @@ from .checkpoint_reader import (
     rerooted,
     values_of,
 )
-from .checkpoint_ref import CheckpointRef
 from .consolidate import consolidate
 from .pipeline import Conversion, conversion_limits
 from .readable_arrays import LeafRegion, ReadableArrays, TargetLeaf

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import save
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.inspect import inspect
+from orbax_safetensors_layout.analysis.inspection import inspect
 
 
 def places(root, *folders):

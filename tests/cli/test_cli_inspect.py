@@ -20,7 +20,7 @@ from random_trees import mesh_of, place
 from test_cli import run
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.inspect import inspect
+from orbax_safetensors_layout.analysis.inspection import inspect
 from orbax_safetensors_layout.catalog.patterns import compile_pattern
 from orbax_safetensors_layout.cli.families import name_families
 from orbax_safetensors_layout.cli.main import main

@@ -16,7 +16,7 @@ from saved_files import raw_tensors
 from states import mesh
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.inspect import inspect
+from orbax_safetensors_layout.analysis.inspection import inspect
 from orbax_safetensors_layout.format.manifest import MANIFEST
 
 FLOATS = ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"]

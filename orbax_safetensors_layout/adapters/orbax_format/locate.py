@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Callable
 
-from orbax_safetensors_layout.catalog import USUAL_ITEMS, is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import USUAL_ITEMS, CheckpointRef, is_safetensors_checkpoint
 from orbax_safetensors_layout.conversion import (
     CheckpointReader,
-    CheckpointRef,
     SafetensorsReader,
 )
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
