@@ -55,7 +55,7 @@ class Task(NamedTuple):
     oldest: bool = False
 
 
-PYTEST = ("-m", "pytest")
+PYTEST = ("-m", "pytest", "--numprocesses=auto", "--dist=loadfile")
 TASKS = {
     "quickstart": Task("examples", (("examples/quickstart.py",),)),
     "test": Task("test", (PYTEST,), models=True, torch_extra="test-transformers"),
