@@ -13,31 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from house import FLOORS
 
 PACKAGE = "orbax_safetensors_layout"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-# From the ground up: rooms (folders), and the modules at the top of the package. Those of one line
-# may import each other, if without a circle.
-FLOORS: tuple[frozenset[str], ...] = tuple(
-    frozenset(line.split())
-    for line in (
-        "lazy errors options geometry",
-        "format runtime",
-        "storage sharding",
-        "catalog pytree",
-        "mapping",
-        "plan",
-        "reading",
-        "load writing",
-        "save",
-        "conversion",
-        "adapters",
-        "analysis convert",
-        "cli",
-        "__main__",
-    )
-)
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 MOST_ROOMS, MOST_MODULES_AT_THE_TOP, MOST_FLOORS = 16, 8, 15
 
