@@ -12,14 +12,7 @@ from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
-from . import (
-    consolidate,
-    convert,
-    inspect,
-    list_families,
-    plan,
-    verify,
-)
+from . import consolidate, convert, inspect, list_families, plan, verify
 from .command import Command, UsageError
 from .output import Output
 from .sigint import INTERRUPTED, clean_interrupts

@@ -7,11 +7,7 @@ import itertools
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.analysis import (
-    ClusterEstimate,
-    estimate,
-    estimate_save,
-)
+from orbax_safetensors_layout.analysis import ClusterEstimate, estimate, estimate_save
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size

@@ -79,11 +79,7 @@ def draw(found: ClusterEstimate, path: str, files: str = "*") -> None:
     mesh = ",".join(f"{name}={size}" for name, size in found.grid.axes.items())
     of = f"{count} of {found.grid.processes:,} hosts" if count < found.grid.processes else "host"
     name = found.path.rstrip("/").rpartition("/")[2]
-    figure.suptitle(
-        f"What each {of} needs and reads of {name}, mesh {mesh}",
-        x=0.01,
-        ha="left",
-    )
+    figure.suptitle(f"What each {of} needs and reads of {name}, mesh {mesh}", x=0.01, ha="left")
     bar = figure.colorbar(image, ax=[above, below], pad=0.01, fraction=0.03)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     bar.ax.yaxis.set_minor_formatter("")

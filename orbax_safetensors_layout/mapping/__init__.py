@@ -36,6 +36,5 @@ if TYPE_CHECKING:
     from .families.ready import TARGETS
 
 __getattr__ = lazy_exports(
-    __name__,
-    {".families": "", ".families.config": "read_config", ".families.ready": "TARGETS"},
+    __name__, {".families": "", ".families.config": "read_config", ".families.ready": "TARGETS"}
 )

@@ -22,12 +22,7 @@ from .expr.values import Scale
 from .inverse.extents import known
 from .inverse.inference import Inference
 from .inverse.invert import invert
-from .matching import (
-    LeafShapes,
-    Rule,
-    RuleTarget,
-    match_rules,
-)
+from .matching import LeafShapes, Rule, RuleTarget, match_rules
 from .names import Captures, substitute, wildcards
 from .problems import Problem, mapping_error, problems_of
 from .shapes import Shapes, TensorSpec, TensorSpecs
@@ -39,11 +34,7 @@ _MOST_KINDS = 5
 
 
 def rule(
-    target_pattern: str,
-    expr: Expr | None,
-    *,
-    tied_to: str | None = None,
-    optional: bool = False,
+    target_pattern: str, expr: Expr | None, *, tied_to: str | None = None, optional: bool = False
 ) -> Rule:
     """How the leaves of one name pattern are made.
 

@@ -90,10 +90,7 @@ class Axis(NamedTuple):
 
 
 def axes_of(
-    layout: TileLayout,
-    extents: Sequence[int],
-    strides: Sequence[int],
-    phases: Sequence[int],
+    layout: TileLayout, extents: Sequence[int], strides: Sequence[int], phases: Sequence[int]
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """The axes of a region, outermost in the file first, and those that repeat elements.
 

@@ -36,10 +36,7 @@ class Bands(NamedTuple):
 
 
 def bands_of(
-    replicas: Replicas,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    gap_bytes: int,
+    replicas: Replicas, shape: Sequence[int], strides: Sequence[int], gap_bytes: int
 ) -> Bands | None:
     """The bands of an array whose boxes would be read through gaps; None if there are none.
 
@@ -74,10 +71,7 @@ def bands_of(
 
 
 def _cut_axes(
-    box: Sequence[int],
-    shape: Sequence[int],
-    strides: Sequence[int],
-    gap_bytes: int,
+    box: Sequence[int], shape: Sequence[int], strides: Sequence[int], gap_bytes: int
 ) -> tuple[int, ...]:
     """The split dimensions along which others' values lie in short gaps between those of a box."""
     axes = []

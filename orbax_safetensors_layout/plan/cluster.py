@@ -20,12 +20,7 @@ from orbax_safetensors_layout.geometry import row_major_strides
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.sharding import Ints, MeshShape, Partition
 
-from .cluster_costs import (
-    ClusterTensor,
-    CostVectors,
-    ShardClass,
-    TensorClass,
-)
+from .cluster_costs import ClusterTensor, CostVectors, ShardClass, TensorClass
 from .coalesce import HeldBound, requests_of
 from .cost import Cost
 from .leaf_reads import LeafRead

@@ -12,11 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import (
-    DtypeMismatchError,
-    MismatchError,
-    UnsupportedDtypeError,
-)
+from orbax_safetensors_layout.errors import DtypeMismatchError, MismatchError, UnsupportedDtypeError
 from orbax_safetensors_layout.format import DType, TensorEntry
 from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cover
 from orbax_safetensors_layout.sharding import AddressableShards

@@ -240,11 +240,7 @@ def plan_mapped_writes(
         stored, pieces = planner.pieces(range(len(leaves)), folder=PIECES_FOLDER)
     empty = StoredPieces((), (), {})
     files = plan_consolidation(
-        tensors,
-        empty,
-        options=options,
-        process_index=process_index,
-        process_count=process_count,
+        tensors, empty, options=options, process_index=process_index, process_count=process_count
     )
     first = len(leaves)
     own = tuple(

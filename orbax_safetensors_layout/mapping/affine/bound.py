@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `BoundExpr`)
 """Bound expressions: every name, shape and dtype is known, so that regions can be pulled back.
 
 An expression of `expression.py` is bound by the names and shapes of one side of a mapping. What

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `BoundExpr`)
 """Bound expressions that are functions of others, and not elementwise."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `BoundExpr`)
 """Bound expressions that move indices and leave values alone; see `bound.py`.
 
 `builders.py` builds them.

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `Expr`, `BoundExpr` and `Decoder`)
 """Expressions that depend on which tensors a checkpoint has: for weights that are tied or not."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `Expr`)
 """Expressions of several: stacks over a wildcard, and concatenations."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `Expr`)
 """Expressions: how a leaf of a model is made of the tensors of a checkpoint, as data.
 
 An expression is an immutable tree. Its names may have wildcards; `bind` gives them values and

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `Expr`, `Kernel` and `Decoder`)
 """Expressions that are computed: the escape hatch `opaque`, and what decoders share."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `Op`)
 """Operations on one expression: how each is written, bound, and read backwards for shapes."""
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ from orbax_safetensors_layout.format import short_repr
 
 from .. import argument_checks
 from ..affine.bound import BoundExpr, Valued
-from ..affine.index_builders import (
-    padded,
-    permuted,
-    repeated,
-    reshaped,
-    sliced,
-    taken,
-)
+from ..affine.index_builders import padded, permuted, repeated, reshaped, sliced, taken
 from ..affine.index_nodes import inverse_permutation
 from ..integers import is_whole, whole_or_lost
 from ..inverse.extents import Extent, product, quotient

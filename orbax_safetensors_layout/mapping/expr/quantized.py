@@ -1,4 +1,3 @@
-# ruff: noqa: D102 (methods are documented by `Kernel` and `Decoder`)
 """Quantised tensors decoded on the shard that a process holds.
 
 A shard needs its own part of the stored values and, of the scales, those of the blocks that it

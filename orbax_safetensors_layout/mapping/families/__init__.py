@@ -15,19 +15,3 @@ from .ready import (
     qwen3,
     qwen3_moe,
 )
-
-__all__ = [
-    "TARGETS",
-    "Options",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3",
-    "gpt_oss",
-    "llama",
-    "mapping",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-]

@@ -11,13 +11,7 @@ from ..expr.expression import Expr, tensor
 from ..matching import Rule
 from ..rules import Mapping, rule
 from .dims import Dims
-from .steps import (
-    AS_IT_IS,
-    FamilyLeaf,
-    LayerGroup,
-    TensorStep,
-    Tree,
-)
+from .steps import AS_IT_IS, FamilyLeaf, LayerGroup, TensorStep, Tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .config import Section
-from .weight_format import (
-    WeightFormat,
-    weight_format,
-)
+from .weight_format import WeightFormat, weight_format
 
 FAMILIES = (
     "llama",

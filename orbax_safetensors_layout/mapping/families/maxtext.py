@@ -314,10 +314,7 @@ def _biases(dims: Dims, module: str) -> list[FamilyLeaf]:
 
 
 def _scales(
-    names: Iterable[tuple[str, str]],
-    step: TensorStep,
-    before: str = "",
-    source: str = "",
+    names: Iterable[tuple[str, str]], step: TensorStep, before: str = "", source: str = ""
 ) -> list[FamilyLeaf]:
     return [FamilyLeaf(f"{before}{a}.scale", f"{source}{b}.weight", step) for a, b in names]
 

@@ -14,19 +14,8 @@ from orbax_safetensors_layout.format import short_repr
 from ..expr.values import as_dtype
 from ..rules import Mapping
 from . import maxtext, plain, tunix
-from .build import (
-    EMBEDDING_TENSOR,
-    FamilySettings,
-    build,
-    head_name,
-)
-from .config import (
-    Config,
-    count_stored,
-    find_prefix,
-    read_config,
-    stored_names,
-)
+from .build import EMBEDDING_TENSOR, FamilySettings, build, head_name
+from .config import Config, count_stored, find_prefix, read_config, stored_names
 from .dims import FAMILIES, Dims, dims_of
 from .steps import Tree
 
@@ -204,10 +193,7 @@ def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
 
 
 def _made(
-    family: str,
-    config: Config,
-    parsed: collections.abc.Mapping[str, object],
-    options: Options,
+    family: str, config: Config, parsed: collections.abc.Mapping[str, object], options: Options
 ) -> Mapping:
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:

@@ -10,11 +10,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
 from ..expr.expression import Expr, tensor
-from ..expr.quantized import (
-    dequantize_block,
-    dequantize_int4,
-    dequantize_mxfp4,
-)
+from ..expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .config import SIZES, Section
 from .steps import TensorStep
 

@@ -16,12 +16,7 @@ from orbax_safetensors_layout.errors import MappingError
 
 from ..affine.bound import BoundExpr, Valued, WholeTensor
 from ..expr.values import Cast, ValueOp, undone
-from ..integers import (
-    NARROW_INTEGERS,
-    is_whole,
-    whole_or_lost,
-    whole_range,
-)
+from ..integers import NARROW_INTEGERS, is_whole, whole_or_lost, whole_range
 
 
 def check_exact(expression: BoundExpr, leaf: np.dtype[Any]) -> None:

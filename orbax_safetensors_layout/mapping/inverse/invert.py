@@ -10,24 +10,11 @@ from typing import NamedTuple
 from orbax_safetensors_layout.errors import MappingError
 
 from ..affine.bound import BoundExpr, Constant, WholeTensor
-from ..affine.index_builders import (
-    concatenated,
-    interleaved,
-    reshaped,
-    sliced,
-)
+from ..affine.index_builders import concatenated, interleaved, reshaped, sliced
 from ..problems import Problem, Problems, problems_of
 from ..shapes import TensorSpec
 from .exactness import check_exact
-from .inverse_patches import (
-    Factor,
-    Patch,
-    coarsen,
-    confine,
-    restrict,
-    steps_of,
-    trace,
-)
+from .inverse_patches import Factor, Patch, coarsen, confine, restrict, steps_of, trace
 
 
 class InversePart(NamedTuple):
