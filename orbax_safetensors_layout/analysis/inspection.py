@@ -124,7 +124,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
             values = {name: leaf.value for name, leaf in named if isinstance(leaf, ValueLeaf)}
         return Inspection(
             path=catalog.path,
-            layout="hf" if catalog.pieces is None else "sharded",
+            layout=catalog.layout,
             tensors=tuple(
                 _facts(catalog, entries[name], parameters.get(name), root) for name in names
             ),
@@ -138,13 +138,6 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
 
 
 def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: str) -> TensorFacts:
-    files: tuple[str, ...] = (entry.file.removeprefix(root),)
-    pieces = 1
-    if catalog.pieces is not None:
-        stored = catalog.pieces.stored
-        boxes = stored.boxes(entry.name)
-        pieces = len({box.box for box in boxes})
-        files = tuple(stored.files[number] for number in sorted({box.file for box in boxes}))
     elements = math.prod(entry.shape)
     return TensorFacts(
         entry.name,
@@ -152,8 +145,8 @@ def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: s
         entry.shape,
         entry.nbytes,
         elements if parameters is None else parameters,
-        files,
-        pieces,
+        tuple(file.removeprefix(root) for file in catalog.files_of(entry.name)),
+        max(1, len(catalog.pieces([entry.name]).get(entry.name, ()))),
     )
 
 

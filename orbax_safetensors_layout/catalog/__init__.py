@@ -6,7 +6,7 @@ from .discover import Discovery, discover, is_safetensors_checkpoint, read_manif
 from .headers import HeaderCache, read_header, read_range
 from .nearby import USUAL_ITEMS
 from .patterns import compile_pattern
-from .piece_catalog import PieceCatalog, check_save
+from .piece_catalog import check_save
 from .quantization import Quantization, find_quantization
 from .select import select_names
 from .suggestions import suggest_names

@@ -6,13 +6,23 @@ of its tensors is asked for, once.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
-from orbax_safetensors_layout.format import MAIN_INDEX, ONE_A_BYTE, Header, Manifest, TensorEntry
+from orbax_safetensors_layout.format import (
+    MAIN_INDEX,
+    ONE_A_BYTE,
+    Header,
+    Layout,
+    Manifest,
+    StoredPieces,
+    TensorEntry,
+)
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.storage import Storage, join, open_storage
 
@@ -33,7 +43,7 @@ class Catalog:
         files: Paths of the `.safetensors` files that count, sorted.
         names: Names of all tensors: in the order of the index if there is one, else file by file in
             the order of their bytes.
-        pieces: Where the pieces of its tensors are, in layout `sharded`; else None.
+        layout: How the tensors are stored: `hf` whole, `sharded` in pieces.
     """
 
     def __init__(
@@ -48,18 +58,19 @@ class Catalog:
         self.path = path
         self.storage = storage
         self.files = tuple(sorted(survey.files))
-        self.pieces: PieceCatalog | None = None
+        self.layout: Layout = "hf"
+        self._pieces: PieceCatalog | None = None
         self._manifest_file = survey.manifest_file
         self._manifest = survey.manifest
         self._owns_storage = owns_storage
         self._headers = HeaderCache(storage, concurrency)
         self._file_of: Mapping[str, str]
         if survey.manifest is not None and survey.manifest.pieces is not None:
-            stored = survey.manifest.pieces
-            self.pieces = PieceCatalog(
-                stored, survey.files, self._headers.fetch, survey.manifest.dtypes()
+            self.layout = "sharded"
+            self._pieces = PieceCatalog(
+                survey.manifest.pieces, survey.files, self._headers.fetch, survey.manifest.dtypes()
             )
-            self._file_of = dict.fromkeys(stored.tensors, survey.files[0])
+            self._file_of = dict.fromkeys(survey.manifest.pieces.tensors, "")
         elif survey.weights is None:
             self._file_of = _file_of(self._headers.fetch(self.files), path)
         else:
@@ -115,6 +126,13 @@ class Catalog:
                 storage.close()
             raise
 
+    @classmethod
+    def of_pieces(cls, storage: Storage, folder: str, pieces: StoredPieces) -> Self:
+        """Return the catalog of pieces in a folder that has no manifest yet."""
+        files = [join(folder, name) for name in pieces.files]
+        found = Discovery(folder, files, manifest=Manifest("sharded", pieces=pieces))
+        return cls(folder, storage=storage, survey=found, owns_storage=False, concurrency=None)
+
     def close(self) -> None:
         """Closes the storage, if `open` opened it."""
         if self._owns_storage:
@@ -144,7 +162,7 @@ class Catalog:
         """The entries of some tensors, in the given order.
 
         Only headers of files that hold one of them are fetched, concurrently, and kept. A tensor
-        that is stored in pieces is described as a whole; `pieces` says where it is. Where the
+        that is stored in pieces is described as a whole; `locate` says where it is. Where the
         manifest records that bytes hold sub-byte elements, the dtype is theirs.
 
         Args:
@@ -161,8 +179,8 @@ class Catalog:
         if missing:
             problems = [(f"Tensor '{name}' not found", name) for name in missing]
             raise missing_names(problems, self.names, path=self.path)
-        if self.pieces is not None:
-            return {name: self.pieces.whole(name) for name in wanted}
+        if self._pieces is not None:
+            return {name: self._pieces.whole(name) for name in wanted}
         headers = self._headers.fetch(sorted({self._file_of[name] for name in wanted}))
         found: dict[str, TensorEntry] = {}
         for name in wanted:
@@ -171,6 +189,45 @@ class Catalog:
                 raise self._contradiction(wanted, headers)
             found[name] = entry
         return self._as_recorded(found)
+
+    def locate(
+        self, regions: Mapping[str, Sequence[Box]]
+    ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:
+        """Return the stored arrays that regions of tensors are made of.
+
+        Of many tensors at once, so that the headers of their files are fetched together.
+
+        Args:
+            regions: For each tensor's name boxes of the tensor.
+
+        Returns:
+            For each name the boxes that overlap a region, each stored as a row-major array of its
+            own. A tensor that is stored whole is one box.
+
+        Raises:
+            MissingTensorError: The checkpoint lacks some of them; names them all.
+            InvalidManifestError: A file lacks a piece, or has it in another shape.
+            FormatError: A header is malformed.
+            StorageError: A read failed.
+        """
+        if self._pieces is not None:
+            return self._pieces.find(regions)
+        entries = self.entries(regions)
+        return {name: ((_whole(entry.shape), entry),) for name, entry in entries.items()}
+
+    def pieces(self, names: Iterable[str]) -> dict[str, tuple[Box, ...]]:
+        """Return the boxes of those of some tensors that are stored in pieces, by name."""
+        pieces = self._pieces
+        return {} if pieces is None else {name: pieces.boxes(name) for name in names}
+
+    def files_of(self, name: str) -> tuple[str, ...]:
+        """Return the paths of the files that hold a tensor or pieces of it."""
+        return (self._file_of[name],) if self._pieces is None else self._pieces.files_of(name)
+
+    def prefer(self, process: int) -> None:
+        """Chooses, of files that hold the same piece, those that suit a process of a load."""
+        if self._pieces is not None:
+            self._pieces.prefer(process)
 
     def _as_recorded(self, found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         """The entries, of sub-byte elements that are stored one a byte with their own dtype.
@@ -220,7 +277,7 @@ class Catalog:
         """
         headers = self._headers.fetch(self.files)
         merged: dict[str, str] = {}
-        if self.pieces is not None and self._manifest is not None:
+        if self._pieces is not None and self._manifest is not None:
             return dict(self._manifest.metadata)
         for file in reversed(self.files):
             merged.update(headers[file].metadata)
@@ -253,6 +310,11 @@ class Catalog:
             expected="every tensor of the index in the file that the index gives it",
             found=f"{len(lacking)} that are not",
         )
+
+
+@functools.lru_cache(1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box.whole(shape)
 
 
 def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:

@@ -89,29 +89,22 @@ class PieceCatalog:
         file = self._files[self.stored.boxes(name)[0].file]
         return TensorEntry(name, dtype, tensor.shape, file, 0, nbytes)
 
+    def files_of(self, name: str) -> tuple[str, ...]:
+        """Return the paths of the files that hold a piece of a tensor."""
+        numbers = sorted({stored.file for stored in self.stored.boxes(name)})
+        return tuple(self._files[number] for number in numbers)
+
     def boxes(self, name: str) -> tuple[Box, ...]:
         """The boxes that a tensor is stored in, each once."""
         return tuple(dict.fromkeys(stored.box for stored in self.stored.boxes(name)))
 
     def find(
-        self, wanted: Mapping[str, tuple[Box, ...]]
+        self, wanted: Mapping[str, Sequence[Box]]
     ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:
-        """The pieces that some regions of some tensors are made of.
-
-        Args:
-            wanted: The regions by the tensor's name.
-
-        Returns:
-            For each name the pieces that overlap a region, with where they are.
-
-        Raises:
-            InvalidManifestError: A file lacks a piece, or has it in another shape.
-            FormatError: A header is malformed.
-            StorageError: A read failed.
-        """
+        """Return the pieces that regions of tensors are made of; see `Catalog.locate`."""
         # Where there is no choice first: the others then take what is opened for these.
         in_order = sorted(wanted, key=self._has_choice)
-        found = {name: self._choose(name, wanted[name]) for name in in_order}
+        found = {name: self._choose(name, tuple(wanted[name])) for name in in_order}
         chosen = {name: found[name] for name in wanted}
         numbers = sorted({stored.file for boxes in chosen.values() for stored in boxes})
         headers = self._fetch([self._files[number] for number in numbers])

@@ -142,7 +142,7 @@ def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
         raise UsageError("--mapping and --abstract exclude each other")
     with Catalog.open(parsed.path) as catalog:
         options = _options(parsed, catalog.storage.kind)
-        in_pieces = catalog.pieces is not None
+        in_pieces = catalog.layout == "sharded"
     rules = sharding_rules(parsed.spec) or (_AUTO,)
     if not (parsed.mapping or parsed.abstract or in_pieces):
         found = estimate(

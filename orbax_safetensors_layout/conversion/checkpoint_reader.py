@@ -168,7 +168,7 @@ class SafetensorsReader:
         self.path = self._catalog.path
         self._entries: Mapping[str, TensorEntry] = self._catalog.all_entries()
         manifest = self._catalog.manifest()
-        self.kind = "hf" if self._catalog.pieces is None else "sharded"
+        self.kind: str = self._catalog.layout
         self.is_recorded = manifest is not None and manifest.tree is not None
         self.metadata: Mapping[str, str] = self._catalog.metadata()
         self.custom = None if manifest is None else manifest.custom
@@ -199,7 +199,8 @@ class SafetensorsReader:
     def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays:
         """The files themselves."""
         entries = {array.name: self._entries[array.stored] for array in arrays}
-        return ReadableArrays(entries, self._catalog.storage, self._catalog.pieces)
+        pieces = self._catalog if self._catalog.layout == "sharded" else None
+        return ReadableArrays(entries, self._catalog.storage, pieces)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         """Rows, which stand in the file one after the other."""

@@ -73,7 +73,7 @@ def consolidate(
         Catalog.open(path, retries=options.retries) as catalog,
     ):
         manifest = catalog.manifest()
-        if manifest is None or manifest.pieces is None or catalog.pieces is None:
+        if manifest is None or manifest.pieces is None:
             if target is None and _was_interrupted(catalog, group):
                 return
             raise SafetensorsLayoutError(

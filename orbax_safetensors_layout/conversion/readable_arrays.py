@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import PieceCatalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import BoundExpr
@@ -90,12 +90,12 @@ class ReadableArrays(NamedTuple):
     Attributes:
         entries: Where each array is, by its name.
         storage: What reads it.
-        pieces: Where its pieces are, if it is stored in pieces.
+        pieces: The catalog of a checkpoint that is stored in pieces.
     """
 
     entries: Mapping[str, TensorEntry]
     storage: RangeReader
-    pieces: PieceCatalog | None = None
+    pieces: Catalog | None = None
 
 
 def read_regions(
@@ -166,7 +166,7 @@ def _planned_leaf(lease: ReadableArrays, number: int, leaf: TargetLeaf, box: Box
         origin = StoredSource(entry)
         plan = origin.plan(leaf.name, local, leaf.dtype)
         if lease.pieces is not None and plan.read is not None:
-            found = lease.pieces.find({entry.name: (box,)})[entry.name]
+            found = lease.pieces.locate({entry.name: (box,)})[entry.name]
             plan = plan._replace(read=plan.read._replace(sources=sources_of(found)))
     else:
         origin = MappedSource(leaf.made_of, lease.entries)

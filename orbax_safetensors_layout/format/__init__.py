@@ -5,7 +5,7 @@ from .dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType, dtype_from_numpy
 from .file_layout import FileLayout, NewTensor, index_bytes, lay_out, split
 from .header import PREFIX_BYTES, Header, TensorEntry, header_length, parse_header
 from .index import INDEX_SUFFIX, MAIN_INDEX, MAX_INDEX_BYTES, SUFFIX, WeightIndex, parse_index
-from .manifest import MANIFEST, Manifest, parse_manifest, refuse_large_manifest
+from .manifest import MANIFEST, Layout, Manifest, parse_manifest, refuse_large_manifest
 from .pieces import (
     NO_SAVE_ID,
     SAVE_ID,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import Catalog, PieceCatalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import DType, TensorEntry
 from orbax_safetensors_layout.geometry import Box, StridedRuns, Tile, row_major_strides, tile
 from orbax_safetensors_layout.mapping import (
@@ -321,9 +321,7 @@ def bind(
     check_mapping(mapping)
     entries = catalog.entries(mapping.needs(catalog.names, leaves))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
-    if catalog.pieces is None:
-        return mapping.bind(TensorSpecs(shapes, catalog.names), leaves), entries
-    stored = _StoredEntries(entries, catalog.pieces)
+    stored = _StoredEntries(entries, catalog)
     return mapping.bind(TensorSpecs(shapes, catalog.names, stored.pieces), leaves), stored
 
 
@@ -338,17 +336,20 @@ class _StoredEntries(dict[str, TensorEntry]):
         pieces: Of each tensor the boxes that it is stored in, with a name for each.
     """
 
-    def __init__(self, entries: Dict[str, TensorEntry], catalog: PieceCatalog) -> None:
+    def __init__(self, entries: Dict[str, TensorEntry], catalog: Catalog) -> None:
         super().__init__(entries)
         self._catalog = catalog
-        self.pieces = {name: [(b, f"{name} {b}") for b in catalog.boxes(name)] for name in entries}
+        self.pieces = {
+            name: [(box, f"{name} {box}") for box in boxes]
+            for name, boxes in catalog.pieces(entries).items()
+        }
         self._places = {
             place: (name, box) for name, some in self.pieces.items() for box, place in some
         }
 
     def __missing__(self, place: str) -> TensorEntry:
         name, box = self._places[place]
-        ((_, entry),) = self._catalog.find({name: (box,)})[name]
+        ((_, entry),) = self._catalog.locate({name: (box,)})[name]
         self[place] = entry
         return entry
 

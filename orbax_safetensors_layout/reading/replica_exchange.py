@@ -97,7 +97,7 @@ def steps_of(
             gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
         )
         # Pieces are read by those that hold them, each from files of its own.
-        sharing = _Sharing(shards, limits, has_bands=catalog.pieces is None)
+        sharing = _Sharing(shards, limits, has_bands=catalog.layout == "hf")
         stages = plan_exchange(filter(None, map(sharing.leaf, _tied(leaves))), limits)
     index, budget = shards.process_index, options.memory_budget_bytes
     local_boxes = functools.lru_cache(None)(_local_boxes)

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import HeaderCache, PieceCatalog
-from orbax_safetensors_layout.format import DTYPES, DType, TensorEntry
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.format import DType, TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits
 from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.plan import LeafRead, WritePlan, plan_reads, sources_of
 from orbax_safetensors_layout.reading import read_leaves
 from orbax_safetensors_layout.sharding import AddressableShards
-from orbax_safetensors_layout.storage import join
 
 from .completion import Completion
 from .open_files import FileSet, OpenFile
@@ -51,9 +50,7 @@ def gather(work: Completion) -> WriteStats:
     plan, files, pool, storage = work.plan, work.files, work.pool, work.storage
     unfinished = files.unfinished()
     assert plan.stored is not None
-    paths = [join(work.pieces_folder, name) for name in plan.stored.files]
-    headers = HeaderCache(storage)
-    pieces = PieceCatalog(plan.stored, paths, headers.fetch)
+    pieces = Catalog.of_pieces(storage, work.pieces_folder, plan.stored)
     leaves: list[LeafRead] = []
     blocks: list[_Block] = []
     most = min(_MOST_BLOCK_BYTES, work.memory_budget_bytes // _BLOCKS_IN_FLIGHT)
@@ -104,7 +101,7 @@ def _write(files: FileSet, block: _Block, values: np.ndarray) -> None:
 
 
 def _blocks(
-    plan: WritePlan, file: OpenFile, pieces: PieceCatalog, most_bytes: int
+    plan: WritePlan, file: OpenFile, pieces: Catalog, most_bytes: int
 ) -> Iterator[tuple[LeafRead, _Block]]:
     gathered = {plan.leaves[number].tensor.name for number in file.plan.gathered}
     for entry in file.plan.layout.tensors:
@@ -119,9 +116,9 @@ def _blocks(
             yield _leaf(pieces, entry, box), _Block(file, entry.dtype, start)
 
 
-def _leaf(pieces: PieceCatalog, entry: TensorEntry, box: Box) -> LeafRead:
-    stored = DTYPES[pieces.stored.tensors[entry.name].dtype]
-    sources = sources_of(pieces.find({entry.name: (box,)})[entry.name])
+def _leaf(pieces: Catalog, entry: TensorEntry, box: Box) -> LeafRead:
+    stored = pieces.entries([entry.name])[entry.name].dtype
+    sources = sources_of(pieces.locate({entry.name: (box,)})[entry.name])
     local = AddressableShards((box,), (False,))
     return LeafRead(entry.name, entry.shape, stored, sources, local, stored.numpy)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import HeaderCache, PieceCatalog
-from orbax_safetensors_layout.format import DTYPES, TensorEntry
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import AffineView, Box, pack_bits
 from orbax_safetensors_layout.mapping import apply_ops, strided
 from orbax_safetensors_layout.options import Progress, ReadOptions
@@ -19,7 +19,6 @@ from orbax_safetensors_layout.plan import Contribution, LeafRead, TensorPiece, W
 from orbax_safetensors_layout.reading import read_leaves
 from orbax_safetensors_layout.runtime import allocate
 from orbax_safetensors_layout.sharding import AddressableShards
-from orbax_safetensors_layout.storage import join
 
 from .completion import Completion
 from .host import HostValues
@@ -149,12 +148,11 @@ class _Wanted(NamedTuple):
     part: Contribution
 
 
-def _stored(work: Completion) -> PieceCatalog:
+def _stored(work: Completion) -> Catalog:
     """The pieces that all processes have written."""
     stored = work.plan.stored
     assert stored is not None
-    paths = [join(work.pieces_folder, name) for name in stored.files]
-    return PieceCatalog(stored, paths, HeaderCache(work.storage).fetch)
+    return Catalog.of_pieces(work.storage, work.pieces_folder, stored)
 
 
 def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) -> int:
@@ -195,13 +193,13 @@ def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) ->
     return stats.bytes_read
 
 
-def _leaf(plan: WritePlan, pieces: PieceCatalog, part: Contribution) -> LeafRead:
+def _leaf(plan: WritePlan, pieces: Catalog, part: Contribution) -> LeafRead:
     leaf = plan.leaves[part.leaf]
     name = leaf.tensor.name
-    stored = DTYPES[pieces.stored.tensors[name].dtype]
+    stored = pieces.entries([name])[name].dtype
     region = Box.whole(part.box.shape)
     sources = []
-    for box, entry in pieces.find({name: (part.box,)})[name]:
+    for box, entry in pieces.locate({name: (part.box,)})[name]:
         common = box.intersect(part.box)
         assert common is not None
         view = AffineView.row_major(box.shape).restrict(common.within(box))
