@@ -257,6 +257,20 @@ def lines_of(problems: Sequence[SafetensorsLayoutError]) -> list[str]:
 class FormatError(SafetensorsLayoutError, ValueError):
     """The bytes of a checkpoint are not what the safetensors format asks for."""
 
+    @classmethod
+    def check_size(
+        cls, subject: str, size: int, most_bytes: int, *, file: str, hint: str | None = None
+    ) -> None:
+        """Raises this error if a file, called `subject` in it, is larger than it may be."""
+        if size > most_bytes:
+            raise cls(
+                f"{subject} is too large",
+                file=file,
+                expected=f"at most {most_bytes} bytes",
+                found=f"{size} bytes",
+                hint=hint,
+            )
+
 
 class InvalidHeaderError(FormatError):
     """The header of a `.safetensors` file is malformed."""

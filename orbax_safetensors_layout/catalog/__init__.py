@@ -3,7 +3,7 @@
 from .catalog import Catalog
 from .checkpoint_ref import CheckpointRef
 from .discover import Discovery, discover, is_safetensors_checkpoint, read_manifest
-from .headers import HeaderCache, read_header, read_range
+from .headers import read_header
 from .nearby import USUAL_ITEMS
 from .patterns import compile_pattern
 from .piece_catalog import check_save

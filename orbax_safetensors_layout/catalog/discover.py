@@ -21,7 +21,6 @@ from orbax_safetensors_layout.format import (
     INDEX_SUFFIX,
     MAIN_INDEX,
     MANIFEST,
-    MAX_INDEX_BYTES,
     SUFFIX,
     Manifest,
     Tell,
@@ -29,11 +28,9 @@ from orbax_safetensors_layout.format import (
     parse_index,
     parse_manifest,
     refuse,
-    refuse_large_manifest,
 )
-from orbax_safetensors_layout.storage import Storage, join, open_storage
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
-from .headers import read_range
 from .nearby import (
     ORBAX_ITEM,
     ORBAX_STEP,
@@ -236,15 +233,8 @@ def _index_name(names: Sequence[str], path: str) -> str | None:
 
 
 def _read_index(storage: Storage, file: str) -> WeightIndex:
-    size = storage.size(file)
-    if size > MAX_INDEX_BYTES:
-        raise InvalidIndexError(
-            "the index is too large",
-            file=file,
-            expected=f"at most {MAX_INDEX_BYTES} bytes",
-            found=f"{size} bytes",
-        )
-    return parse_index(read_range(storage, file, 0, size), file=file)
+    data = read_file(storage, file, "the index", error=InvalidIndexError)
+    return parse_index(data, file=file)
 
 
 def read_manifest(storage: Storage, file: str) -> Manifest:
@@ -254,9 +244,8 @@ def read_manifest(storage: Storage, file: str) -> Manifest:
         InvalidManifestError: It is malformed, or of a newer version.
         StorageError: The read failed.
     """
-    size = storage.size(file)
-    refuse_large_manifest(size, file)
-    return parse_manifest(read_range(storage, file, 0, size), file=file)
+    data = read_file(storage, file, "the manifest", error=InvalidManifestError)
+    return parse_manifest(data, file=file)
 
 
 def _present(

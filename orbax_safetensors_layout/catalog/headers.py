@@ -16,7 +16,7 @@ from orbax_safetensors_layout.format import (
     refuse,
 )
 from orbax_safetensors_layout.options import MIB, PROFILES
-from orbax_safetensors_layout.storage import FIRST_READ_BYTES, Storage
+from orbax_safetensors_layout.storage import FIRST_READ_BYTES, Storage, read_range
 
 _LARGE_BYTES = 8 * MIB
 
@@ -115,15 +115,3 @@ def read_header(
         if len(header) < length:
             header += read_range(storage, file, len(data), length - len(header))
         return parse_header(header, file=file, file_size=file_size, tell=tell)
-
-
-def read_range(storage: Storage, file: str, start: int, size: int) -> bytes:
-    """Bytes of a file.
-
-    Raises:
-        StorageError: The read failed.
-    """
-    data = bytearray(size)
-    if size:
-        storage.read_into(file, start, [memoryview(data)])
-    return bytes(data)

@@ -1,11 +1,11 @@
 """What is in the files: headers, indices and catalogs, parsed once into types."""
 
-from .digests import DIGESTS, MAX_DIGESTS_BYTES, dump_digests, join_crc32, parse_digests
+from .digests import DIGESTS, dump_digests, join_crc32, parse_digests
 from .dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType, dtype_from_numpy, is_floating
 from .file_layout import FileLayout, NewTensor, index_bytes, lay_out, split
 from .header import PREFIX_BYTES, Header, TensorEntry, header_length, parse_header
-from .index import INDEX_SUFFIX, MAIN_INDEX, MAX_INDEX_BYTES, SUFFIX, WeightIndex, parse_index
-from .manifest import MANIFEST, Layout, Manifest, parse_manifest, refuse_large_manifest
+from .index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX, WeightIndex, parse_index
+from .manifest import MANIFEST, Layout, Manifest, parse_manifest
 from .pieces import (
     NO_SAVE_ID,
     SAVE_ID,

@@ -17,7 +17,6 @@ from . import strict_json
 from .schema import Schema, short_repr
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
-MAX_DIGESTS_BYTES = 100_000_000
 
 _VERSION_KEY, _VERSION = "orbax_safetensors_layout_digests", 1
 _ALGORITHM = "crc32"

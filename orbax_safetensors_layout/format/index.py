@@ -12,7 +12,6 @@ from . import strict_json
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAIN_INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 100_000_000  # as for headers; 100,000 tensors need 10 MB
 
 _DRIVE = re.compile(r"[A-Za-z]:")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")

@@ -66,7 +66,6 @@ __all__ = [
     "leaves",
     "parse_manifest",
     "piece_name",
-    "refuse_large_manifest",
 ]
 
 MANIFEST = "orbax_safetensors_layout.json"
@@ -112,7 +111,7 @@ class Manifest:
         Raises:
             TypeError: The custom metadata is no JSON value.
             ValueError: A name is not Unicode text.
-            InvalidManifestError: It is larger than what `parse_manifest`'s callers read.
+            InvalidManifestError: It is larger than what is read again.
 
         Example:
             >>> tree = Container("dict", (TensorLeaf("w"), ValueLeaf(7)), ("w", "step"))
@@ -136,28 +135,14 @@ class Manifest:
             document["pieces"] = dump_pieces(self.pieces)
         lines = [f"{_dumps(key)}:{_dumps(value)}" for key, value in document.items()]
         data = "{\n{}\n}\n".replace("{}", ",\n".join(lines)).encode()
-        refuse_large_manifest(len(data), MANIFEST)
-        return data
-
-
-def refuse_large_manifest(size: int, file: str) -> None:
-    """Refuses a manifest by its size: parsing takes up to 30 times as much memory.
-
-    Args:
-        size: Its size in bytes.
-        file: Its path, for the error.
-
-    Raises:
-        InvalidManifestError: It is too large.
-    """
-    if size > MAX_MANIFEST_BYTES:
-        raise InvalidManifestError(
-            "the manifest is too large",
-            file=file,
-            expected=f"at most {MAX_MANIFEST_BYTES} bytes",
-            found=f"{size} bytes",
+        InvalidManifestError.check_size(
+            "the manifest",
+            len(data),
+            MAX_MANIFEST_BYTES,
+            file=MANIFEST,
             hint="Store long texts and large custom metadata in files of their own.",
         )
+        return data
 
 
 def parse_manifest(data: bytes, *, file: str) -> Manifest:

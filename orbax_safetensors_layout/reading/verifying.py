@@ -7,7 +7,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from orbax_safetensors_layout.catalog import read_range
 from orbax_safetensors_layout.errors import (
     FormatError,
     InvalidManifestError,
@@ -15,13 +14,12 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.format import (
     DIGESTS,
-    MAX_DIGESTS_BYTES,
     SUFFIX,
     join_crc32,
     parse_digests,
 )
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.storage import Buffer, RangeReader, Storage, join
+from orbax_safetensors_layout.storage import Buffer, RangeReader, Storage, join, read_file
 
 _BLOCK_BYTES = 8 * MIB
 
@@ -142,15 +140,8 @@ def read_digests(storage: Storage, folder: str) -> dict[str, int] | None:
     if DIGESTS not in storage.list(folder):
         return None
     file = join(folder, DIGESTS)
-    size = storage.size(file)
-    if size > MAX_DIGESTS_BYTES:
-        raise InvalidManifestError(
-            "the list of checksums is too large",
-            file=file,
-            expected=f"at most {MAX_DIGESTS_BYTES} bytes",
-            found=f"{size} bytes",
-        )
-    return parse_digests(read_range(storage, file, 0, size), file=file)
+    data = read_file(storage, file, "the list of checksums", error=InvalidManifestError)
+    return parse_digests(data, file=file)
 
 
 def file_ranges(

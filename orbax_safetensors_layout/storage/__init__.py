@@ -9,6 +9,8 @@ from .base import (
     RangeReader,
     Storage,
     join,
+    read_file,
+    read_range,
 )
 from .local import LocalStorage
 from .local_commit import Claim, check_replaceable, claimed, finish_interrupted, link_tree

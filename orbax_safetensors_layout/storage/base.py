@@ -8,6 +8,7 @@ from typing import Protocol, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from orbax_safetensors_layout.errors import FormatError
 from orbax_safetensors_layout.options import KIB
 
 Buffer: TypeAlias = memoryview
@@ -236,6 +237,50 @@ class Storage(RangeReader, Protocol):
     def __exit__(self, *_: object) -> None:
         """Closes the storage."""
         ...
+
+
+MAX_DOCUMENT_BYTES = 100_000_000
+"""An index of 100,000 tensors has 10 MB, a manifest of 92,000 in pieces over 64 files 17 MB.
+Parsing takes up to 30 times as much memory."""
+
+
+def read_file(
+    storage: Storage,
+    file: str,
+    subject: str,
+    *,
+    most_bytes: int = MAX_DOCUMENT_BYTES,
+    error: type[FormatError] = FormatError,
+) -> bytes:
+    """Return the bytes of a small file, read at once.
+
+    Args:
+        storage: Where it is.
+        file: Its path.
+        subject: What the file is called in errors.
+        most_bytes: Its largest size; a hostile file may be of any.
+        error: The error of a larger one.
+
+    Raises:
+        FormatError: It is larger.
+        CheckpointNotFoundError: There is no such file.
+        StorageError: The read failed.
+    """
+    size = storage.size(file)
+    error.check_size(subject, size, most_bytes, file=file)
+    return read_range(storage, file, 0, size)
+
+
+def read_range(storage: RangeReader, file: str, start: int, size: int) -> bytes:
+    """Return `size` bytes of a file from byte `start` on.
+
+    Raises:
+        StorageError: The read failed.
+    """
+    data = bytearray(size)
+    if size:
+        storage.read_into(file, start, [memoryview(data)])
+    return bytes(data)
 
 
 def join(folder: str, name: str) -> str:

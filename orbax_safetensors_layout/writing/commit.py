@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from orbax_safetensors_layout.catalog import is_safetensors_checkpoint, read_range
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import DIGESTS, INDEX_SUFFIX, MANIFEST, SUFFIX
 from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.runtime import ProcessGroup
-from orbax_safetensors_layout.storage import Publication, Storage, join
+from orbax_safetensors_layout.storage import Publication, Storage, join, read_range
 
 
 def publication_of(

@@ -6,7 +6,6 @@ import os
 import zlib
 from collections.abc import Mapping
 
-from orbax_safetensors_layout.catalog import read_range
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.format import (
     DIGESTS,
@@ -18,7 +17,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan import PIECES_FOLDER, WritePlan
-from orbax_safetensors_layout.storage import Storage, join, open_storage
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
 
 from .commit import appearance_rank
 from .open_files import FileSet

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
 from orbax_safetensors_layout.format import short_repr
-from orbax_safetensors_layout.storage import join, open_storage
+from orbax_safetensors_layout.storage import join, open_storage, read_file
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 """A `config.json` as a dict, or the folder it is in, or its path."""
@@ -33,16 +33,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     storage, text = open_storage(path)
     with storage:
         file = text if text.endswith(".json") else join(text, CONFIG_FILE)
-        size = storage.size(file)
-        if size > _MAX_FILE_BYTES:
-            raise FormatError(
-                "a model's configuration is too large",
-                file=file,
-                expected=f"at most {_MAX_FILE_BYTES:,} bytes",
-                found=f"{size:,}",
-            )
-        data = bytearray(size)
-        storage.read_into(file, 0, [memoryview(data)])
+        data = read_file(storage, file, "a model's configuration", most_bytes=_MAX_FILE_BYTES)
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
