@@ -29,7 +29,7 @@ from orbax_safetensors_layout.reading import DistributedStore
 from orbax_safetensors_layout.runtime import (
     Fingerprint,
     ProcessGroup,
-    WritePool,
+    Workers,
     frozen_heap,
     progress_callback,
 )
@@ -321,8 +321,11 @@ class PreparedSave:
             run = _Run(
                 CheckpointFolder(folder, storage, options),
                 group,
-                WritePool(
-                    options.writers, storage.interrupt, functools.partial(group.check, "saving")
+                Workers(
+                    options.writers,
+                    "safetensors-write",
+                    storage.interrupt,
+                    functools.partial(group.check, "saving"),
                 ),
                 options.memory_budget_bytes or _BUDGET_BYTES,
                 progress,
@@ -431,7 +434,7 @@ class _Run(NamedTuple):
 
     folder: CheckpointFolder
     group: ProcessGroup
-    pool: WritePool
+    pool: Workers
     memory_budget_bytes: int
     progress: Callable[[Progress], None] | None
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from orbax_safetensors_layout.format import (
     PREFIX_BYTES,
@@ -16,6 +16,7 @@ from orbax_safetensors_layout.format import (
     refuse,
 )
 from orbax_safetensors_layout.options import MIB, PROFILES
+from orbax_safetensors_layout.runtime import Workers
 from orbax_safetensors_layout.storage import FIRST_READ_BYTES, Storage, read_range
 
 _LARGE_BYTES = 8 * MIB
@@ -48,21 +49,16 @@ class HeaderCache:
             if len(lacking) == 1:
                 self._found[lacking[0]] = read_header(self._storage, lacking[0])
             elif lacking:
-                pool = ThreadPoolExecutor(min(self._concurrency, len(lacking)), "catalog")
                 turns = _Turns()
-                try:
-                    jobs = [
-                        pool.submit(read_header, self._storage, file, turns=turns)
-                        for file in lacking
-                    ]
-                    for file, job in zip(lacking, jobs, strict=True):
-                        self._found[file] = job.result()
-                except BaseException:
-                    self._storage.interrupt()  # no use in waiting for the others
-                    raise
-                finally:
-                    pool.shutdown(cancel_futures=True)
+                threads = min(self._concurrency, len(lacking))
+                with Workers(threads, "catalog", self._storage.interrupt) as workers:
+                    for file in lacking:
+                        workers.submit(functools.partial(self._read, file, turns))
+                    workers.join()
             return {file: self._found[file] for file in files}
+
+    def _read(self, file: str, turns: _Turns) -> None:
+        self._found[file] = read_header(self._storage, file, turns=turns)
 
 
 class _Turns:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import StorageError
-from orbax_safetensors_layout.format import INDEX_SUFFIX, SUFFIX
+from orbax_safetensors_layout.format import INDEX_SUFFIX, SUFFIX, natural_key
 from orbax_safetensors_layout.storage import Storage, join
 
 ORBAX_ITEM = "_METADATA"
@@ -82,12 +81,6 @@ def checkpoints_below(storage: Storage, folder: str) -> CheckpointsBelow:
                     below.orbax.append(inner)
             elif inner.count("/") + bool(inner) < _DEPTH:
                 found = [name for name in storage.folders(place) if not name.startswith(".")]
-                found.sort(key=_natural)
+                found.sort(key=natural_key)
                 left += [join(inner, name) if inner else name for name in found]
     return below
-
-
-def _natural(name: str) -> list[int | str]:
-    """Orders names by the numbers in them."""
-    parts = re.split(r"([0-9]+)", name)
-    return [int(part) if number % 2 else part for number, part in enumerate(parts)]

@@ -8,9 +8,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from orbax_safetensors_layout.errors import pattern_of
+from orbax_safetensors_layout.format import natural_key
 
 from .expr.expression import Expr
-from .names import NameTree, natural_key, substitute, wildcards
+from .names import NameTree, substitute, wildcards
 from .problems import Problem
 from .shapes import TensorSpecs
 

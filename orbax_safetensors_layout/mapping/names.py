@@ -18,7 +18,6 @@ Captures = Mapping[str, str]
 WILDCARD = re.compile(r"\{([^{}]*)\}")
 """A wildcard in a pattern."""
 
-_DIGITS = re.compile(r"([0-9]+)")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # that a numpy index can be
 
 
@@ -112,20 +111,6 @@ def substitute(pattern: str, captures: Captures) -> str:
 def is_index(text: str) -> bool:
     """Whether a text is a decimal number as a name has it: without sign or leading zeros."""
     return _NUMBER.fullmatch(text) is not None
-
-
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts numbers in names by their value.
-
-    >>> sorted(["a.10", "a.9", "a.b"], key=natural_key)
-    ['a.9', 'a.10', 'a.b']
-    """
-    parts = [part for part in _DIGITS.split(name) if part]
-    digits = [part.lstrip("0") if _DIGITS.fullmatch(part) else None for part in parts]
-    return tuple(
-        (1, 0, part) if number is None else (0, len(number), number)
-        for part, number in zip(parts, digits, strict=True)
-    )
 
 
 class NameTree:

@@ -166,7 +166,7 @@ class _Reader:
                     self._num_reads += 1
                     if not self._adopt_mapped(group):
                         self._schedule(group)
-                self._workers.take_all()
+                self._workers.join()
         finally:
             self._tiles.clear()  # an error's traceback holds this object
             self._boxes.clear()
@@ -206,11 +206,10 @@ class _Reader:
                     self._region_done(destination)
 
         for job in jobs_of(group, destinations, self._plan.profile):
-            self._workers.make_room()
             outstanding[0] += 1
             self._submit_job(job, done)
         done()
-        self._workers.take_finished()
+        self._workers.progress_finished()
 
     def _destinations(self, group: RequestGroup) -> list[BufferSlice]:
         """The memory of a group's regions; waits until there is room for tiles that are new."""
@@ -239,7 +238,7 @@ class _Reader:
                 if (region.leaf, member) not in self._reserved:
                     self._reserved.add((region.leaf, member))
                     held += self._box_bytes(region.leaf, member)
-        self._budget.reserve(held, self._workers.take)
+        self._budget.reserve(held, self._workers.progress)
 
     def _read_bytes(self, region: ByteRegion) -> int:
         """Host bytes of a tile as it is read, where the budget counts them."""
@@ -268,7 +267,12 @@ class _Reader:
         self._submit(work, job.file, [d.region for d in job.destinations])
 
     def _submit(
-        self, work: Callable[[], Then], file: str | None, regions: Sequence[ByteRegion]
+        self,
+        work: Callable[[], Then],
+        file: str | None,
+        regions: Sequence[ByteRegion],
+        *,
+        wait: bool = True,
     ) -> None:
         def explain(error: BaseException) -> None:
             if not isinstance(error, SafetensorsLayoutError):
@@ -276,7 +280,7 @@ class _Reader:
             elif error.tensor is None:
                 error.tensor = self._tensor(regions[0])
 
-        self._workers.submit(work, explain)
+        self._workers.submit(work, explain, wait=wait)
 
     def _names(self, regions: Sequence[ByteRegion]) -> str:
         more = f" and {len(regions) - 1} more tensors" if len(regions) > 1 else ""
@@ -327,7 +331,7 @@ class _Reader:
                 self._compute(region.leaf, box, value, out)
             return lambda: self._computed(region, nbytes)
 
-        self._submit(work, leaf.file, [region])
+        self._submit(work, leaf.file, [region], wait=False)
 
     def _open(self, number: int, member: int, part: Box) -> np.ndarray:
         """Where a part of a box goes, in the memory of the array."""

@@ -8,4 +8,3 @@ from .process_group import Fingerprint, ProcessGroup
 from .progress import consecutive, progress_callback
 from .tasks import Then, Workers
 from .text import count_text, number_text, parse_seconds, parse_size, seconds_text, size_text
-from .write_pool import WritePool

@@ -5,48 +5,47 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self, TypeAlias
 
 _CHECK_SECONDS = 1.0
 
-Then = Callable[[], None]
-"""What follows from a piece of work, on the calling thread."""
-
-
-class _Failure(NamedTuple):
-    """What a worker thread puts into the queue in place of a finished piece of work."""
-
-    error: BaseException
+Then: TypeAlias = Callable[[], None] | None
+"""What follows from a task, on the calling thread."""
 
 
 class Workers:
-    """A pool whose results are taken, in the order in which they come, by the calling thread.
+    """Threads that run tasks, a bounded number ahead, for one calling thread.
 
-    After the first failure nothing more is started. Leaving the `with` block waits for what is in
-    flight and drops what nobody took.
+    The first failure ends all: later tasks are not run, and whoever waits is given its error.
+    Leaving the `with` block waits for what is running and drops what nobody took.
+
+    Attributes:
+        threads: How many.
 
     Args:
-        concurrency: Threads.
+        threads: How many.
         name: Prefix of their names.
-        interrupt: Called after a failure, perhaps repeatedly: shortens what is in flight.
-        check: Called by `take`, while it waits about once a second: what it raises is a failure.
+        interrupt: Called after a failure, perhaps repeatedly: shortens what is running.
+        check: Called while the calling thread waits, about once a second; raises to end the wait.
     """
 
     def __init__(
         self,
-        concurrency: int,
+        threads: int,
         name: str,
         interrupt: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix=name)
-        self._cancelled = threading.Event()
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._interrupt = interrupt
         self._check = check
-        self._events: queue.SimpleQueue[Then | _Failure] = queue.SimpleQueue()
-        self._most_in_flight = 3 * concurrency
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._is_stopped = False
+        self._finished: queue.SimpleQueue[Then] = queue.SimpleQueue()
         self._in_flight = 0
 
     def __enter__(self) -> Self:
@@ -58,72 +57,84 @@ class Workers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._cancelled.set()
         if error is not None:
+            self._is_stopped = True
             self._interrupt()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._events = queue.SimpleQueue()  # what is left in it holds buffers
+        self.stop()
 
-    def submit(self, work: Callable[[], Then], explain: Callable[[BaseException], None]) -> None:
-        """Runs `work` on the pool, and what it returns on the calling thread.
+    def submit(
+        self,
+        task: Callable[[], Then],
+        explain: Callable[[BaseException], None] = lambda error: None,
+        *,
+        wait: bool = True,
+    ) -> Future[None]:
+        """Runs a task on a thread, and what it returns on the calling thread.
 
         Args:
-            work: The work.
-            explain: Adds to an error of `work` what it was about.
-        """
-        self._in_flight += 1
-        self._pool.submit(self._run, work, explain)
-
-    def take(self) -> bool:
-        """Waits for one piece of work, and does what follows; False if none is in flight.
+            task: The task.
+            explain: Adds to an error of the task what it was about.
+            wait: Wait until few enough tasks are in flight to keep all threads busy.
 
         Raises:
-            BaseException: The work failed.
+            BaseException: An earlier task failed.
+        """
+        while wait and self._in_flight >= 3 * self.threads:
+            self.progress()
+        self._in_flight += 1
+        return self._pool.submit(self._run, task, explain)
+
+    def progress(self) -> bool:
+        """Waits for one task, and does what follows; False if none is in flight.
+
+        Raises:
+            BaseException: A task failed.
         """
         if not self._in_flight:
             return False
-        event = self._next()
-        if isinstance(event, _Failure):
-            try:
-                raise event.error
-            finally:
-                del event  # the error's traceback holds this frame
-        self._in_flight -= 1
-        event()
-        return True
-
-    def _next(self) -> Then | _Failure:
         while True:
             self._check()
             try:
-                return self._events.get(timeout=_CHECK_SECONDS)
+                then = self._finished.get(timeout=_CHECK_SECONDS)
             except queue.Empty:
                 continue
+            if self._error is not None:
+                raise self._error
+            self._in_flight -= 1
+            if then is not None:
+                then()
+            return True
 
-    def take_finished(self) -> None:
-        """Does what follows from all work that is finished."""
-        while not self._events.empty():
-            self.take()
+    def progress_finished(self) -> None:
+        """Does what follows from all tasks that are finished."""
+        while not self._finished.empty():
+            self.progress()
 
-    def take_all(self) -> None:
-        """Waits for all work, and does what follows."""
-        while self.take():
+    def join(self) -> None:
+        """Waits for all tasks, and does what follows."""
+        while self.progress():
             pass
 
-    def make_room(self) -> None:
-        """Waits until few enough pieces of work are in flight to keep all threads busy."""
-        while self._in_flight >= self._most_in_flight:
-            self.take()
+    def stop(self) -> None:
+        """Starts nothing more, and waits for what is running."""
+        self._is_stopped = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._finished = queue.SimpleQueue()  # what is left in it holds buffers
+        self._error = None  # its traceback holds this object
 
-    def _run(self, work: Callable[[], Then], explain: Callable[[BaseException], None]) -> None:
-        if self._cancelled.is_set():
-            return
+    def _run(self, task: Callable[[], Then], explain: Callable[[BaseException], None]) -> None:
+        if self._error is not None:  # what is left out has failed, too: nobody may count on it
+            raise self._error
+        if self._is_stopped:
+            raise CancelledError
         try:
-            then = work()
+            then = task()
         except BaseException as error:
-            self._cancelled.set()
-            self._interrupt()
             explain(error)
-            self._events.put(_Failure(error))
-        else:
-            self._events.put(then)
+            with self._lock:
+                if self._error is None:
+                    self._error = error
+            self._interrupt()
+            self._finished.put(None)
+            raise
+        self._finished.put(then)

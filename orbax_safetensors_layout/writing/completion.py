@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan import WritePlan
-from orbax_safetensors_layout.runtime import WritePool
+from orbax_safetensors_layout.runtime import Workers
 from orbax_safetensors_layout.storage import Storage
 
 from .open_files import FileSet
@@ -30,7 +30,7 @@ class Completion(NamedTuple):
 
     plan: WritePlan
     files: FileSet
-    pool: WritePool
+    pool: Workers
     storage: Storage
     pieces_folder: str
     in_order: bool

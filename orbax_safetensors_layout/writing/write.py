@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import MIB, Progress
 from orbax_safetensors_layout.plan import FilePart, FileWrite, LeafWrite
-from orbax_safetensors_layout.runtime import Bytes, WritePool, align, allocate
+from orbax_safetensors_layout.runtime import Bytes, Workers, align, allocate
 from orbax_safetensors_layout.storage import ByteBuffer
 
 from .open_files import FileSet, OpenFile
@@ -75,7 +75,7 @@ def write_parts(
     leaves: Sequence[LeafWrite],
     values: Values,
     files: FileSet,
-    pool: WritePool,
+    pool: Workers,
     *,
     memory_budget_bytes: int | None,
     progress: Callable[[Progress], None] | None,
@@ -114,7 +114,7 @@ class _PartWriter:
         leaves: Sequence[LeafWrite],
         values: Values,
         files: FileSet,
-        pool: WritePool,
+        pool: Workers,
         budget: int | None,
         progress: Callable[[Progress], None] | None,
         check: Callable[[], None],

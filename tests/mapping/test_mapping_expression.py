@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from mapping_expressions import evaluate, same
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format import natural_key
 from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.einops import parse
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
 from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
 from orbax_safetensors_layout.mapping.expr.values import Add, Scale
-from orbax_safetensors_layout.mapping.names import NameTree, natural_key, substitute
+from orbax_safetensors_layout.mapping.names import NameTree, substitute
 from orbax_safetensors_layout.mapping.rules import rule
 
 F32 = np.dtype(np.float32)

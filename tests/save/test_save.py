@@ -34,7 +34,7 @@ from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
 from orbax_safetensors_layout.geometry.box import Box, Tile
 from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite
-from orbax_safetensors_layout.runtime.write_pool import WritePool
+from orbax_safetensors_layout.runtime.tasks import Workers
 from orbax_safetensors_layout.sharding.addressable import GlobalShards
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.writing.open_files import FileSet
@@ -1094,7 +1094,7 @@ def test_who_waits_for_writes_learns_that_another_process_has_failed():
         if len(checks) > 2:
             raise osl.PeerError("process 1 failed")
 
-    pool = WritePool(1, stuck.set, check)
+    pool = Workers(1, "test", stuck.set, check)
     pool.submit(lambda: stuck.wait(60))
     with pytest.raises(osl.PeerError, match="process 1"):
         pool.join()
@@ -1115,7 +1115,7 @@ def test_the_first_failure_is_told_and_nothing_counts_on_what_was_left_out():
             begun.wait(30)
             raise OSError("first")
 
-        pool = WritePool(4, go.set)
+        pool = Workers(4, "test", go.set)
         for work in (follows, follows, follows, fails):
             pool.submit(work)
         left_out = pool.submit(lambda seen=seen: seen.append(1))
@@ -1151,7 +1151,7 @@ def most_live(folder, threads, budget, large, file_count=1):
         )
         plans.append(FileWrite(f"f{file}", layout, parts, ()))
     values = HeldValues(sizes)
-    pool = WritePool(threads)
+    pool = Workers(threads, "test")
     with LocalStorage() as storage:
         files = FileSet(storage, str(folder), durable=False)
         stats = write_parts(

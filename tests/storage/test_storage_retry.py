@@ -158,7 +158,7 @@ def test_a_failure_elsewhere_ends_pauses():
         with Workers(2, "test", retrier.interrupt) as workers:
             workers.submit(retried, lambda error: None)
             workers.submit(broken, lambda error: None)
-            workers.take_all()
+            workers.join()
 
     with pytest.raises(ValueError, match="broken"):
         run_both()
