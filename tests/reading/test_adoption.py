@@ -221,10 +221,10 @@ class Accelerator:
     def __init__(self, monkeypatch):
         module = sys.modules["orbax_safetensors_layout.load"]
         monkeypatch.setattr(module, "adopts", lambda wants: False)
-        monkeypatch.setattr(read_module, "destinations_of", self.destinations_of)
+        monkeypatch.setattr(read_module, "buffer_slices", self.buffer_slices)
         self.sizes: list[int] = []
 
-    def destinations_of(self, group, opened, staging):
+    def buffer_slices(self, group, opened, staging):
         made = destinations_module.buffer_slices(group, opened, staging)
         memories = {id(made_for.room.memory): made_for.room.memory for made_for in made}
         self.sizes.append(sum(memory.size for memory in memories.values()))
@@ -304,7 +304,7 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
     gc.collect()
     gc.disable()
     try:
-        with recording() as storage, mock.patch.object(read_module, "destinations_of", remember):
+        with recording() as storage, mock.patch.object(read_module, "buffer_slices", remember):
             storage.before_read = before_read
             with pytest.raises(osl.StorageError, match="the disk broke"):
                 osl.load(path)
