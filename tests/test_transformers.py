@@ -24,7 +24,8 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import safetensors
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of
 from multiprocess import run_processes
 
 import orbax_safetensors_layout as osl
@@ -187,7 +188,7 @@ def bits(tensor: Any) -> bytes:
 
 def sharding_of(shape: tuple[int, ...]) -> NamedSharding:
     """Matrices over both axes, vectors over all devices."""
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    mesh = mesh_of(fsdp=4, tensor=2)
     spec = PartitionSpec("fsdp", "tensor") if len(shape) > 1 else PartitionSpec(("fsdp", "tensor"))
     return NamedSharding(mesh, spec)
 

@@ -11,7 +11,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import assert_same_bits, llama_like, save
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 
@@ -31,7 +32,7 @@ def checkpointer(request):
 
 
 def sharding_of(name: str) -> NamedSharding:
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    mesh = mesh_of(fsdp=4, tensor=2)
     spec = PartitionSpec("fsdp", "tensor") if TENSORS[name].ndim == 2 else PartitionSpec("fsdp")
     return NamedSharding(mesh, spec)
 

@@ -14,7 +14,8 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, save
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 
@@ -58,7 +59,7 @@ def context_of(layout: Any) -> ocp.Context:
 
 
 def sharding_of(name: str) -> NamedSharding:
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    mesh = mesh_of(fsdp=4, tensor=2)
     spec = PartitionSpec("fsdp", "tensor") if TENSORS[name].ndim == 2 else PartitionSpec("fsdp")
     return NamedSharding(mesh, spec)
 

@@ -9,9 +9,10 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
+from meshes import abstract_of, place
 from multiprocess import run_processes
 from saving import opened
-from states import place, same
+from states import same
 
 import orbax_safetensors_layout as osl
 
@@ -53,17 +54,6 @@ def state(step=0):
     }
 
 
-def abstract(tree):
-    return jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            if isinstance(leaf, jax.Array)
-            else leaf
-        ),
-        tree,
-    )
-
-
 def holds_safetensors(root, step, item="default"):
     return osl.is_safetensors_checkpoint(root / str(step) / item)
 
@@ -98,15 +88,15 @@ def test_one_line_is_changed(tmp_path, pair, use_ocdbt, change):
         same(manager.restore(2), state(2))
         same(manager.restore(2, args=restore()), state(2))
         same(manager.restore(None, args=restore(state())), state(2))
-        same(manager.restore(2, args=restore(abstract(state()))), state(2))
-        same(manager.restore(2, args=osl.SafetensorsRestore(abstract(state()))), state(2))
+        same(manager.restore(2, args=restore(abstract_of(state()))), state(2))
+        same(manager.restore(2, args=osl.SafetensorsRestore(abstract_of(state()))), state(2))
 
         manager.save(3, args=save(state(3)))
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 3]
         assert [holds_safetensors(tmp_path, step) for step in (1, 2, 3)] == [False, False, True]
         for step in (1, 2, 3):
-            same(manager.restore(step, args=restore(abstract(state()))), state(step))
+            same(manager.restore(step, args=restore(abstract_of(state()))), state(step))
             same(manager.restore(step), state(step))
         manager.save(4, args=save(state(4)))
         manager.save(5, args=save(state(5)))
@@ -137,7 +127,7 @@ def items_of(state, metadata):
     unplaced = jax.ShapeDtypeStruct((8, 8), np.float32)
     return {
         "concrete": state,
-        "abstract": abstract(state),
+        "abstract": abstract_of(state),
         "without a sharding": state | {"w": unplaced},
         "types": state | {"step": int, "rate": float, "name": str},
         "a placeholder": state | {"w": ..., "layers": [{"b": ...}]},
@@ -177,7 +167,7 @@ def test_a_mapping_is_for_safetensors_files_alone(tmp_path):
         manager.save(1, args=ocp.args.StandardSave(tree(1)))
         manager.wait_until_finished()
         for step in (0, 1):
-            restored = manager.restore(step, args=ocp.args.StandardRestore(abstract(tree(0))))
+            restored = manager.restore(step, args=ocp.args.StandardRestore(abstract_of(tree(0))))
             same(restored, tree(step))
     assert_same_bits(opened(tmp_path / "1" / "default")["weight"], (VALUES + 1).T)
 
@@ -190,7 +180,7 @@ def test_named_items_beside_a_json_item(tmp_path, change):
         )
 
     wanted = ocp.args.Composite(
-        state=ocp.args.StandardRestore(abstract(state())), config=ocp.args.JsonRestore()
+        state=ocp.args.StandardRestore(abstract_of(state())), config=ocp.args.JsonRestore()
     )
     with ocp.CheckpointManager(tmp_path, item_names=("state", "config")) as manager:
         manager.save(0, args=items(0))
@@ -214,7 +204,7 @@ def test_args_of_ours_under_item_names(tmp_path):
         manager.save(0, args=ocp.args.Composite(state=osl.SafetensorsSave(state(0))))
         manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(state(1))))
         manager.wait_until_finished()
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract(state())))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_of(state())))
         for step in (0, 1):
             assert holds_safetensors(tmp_path, step, "state")
             same(manager.restore(step, args=args).state, state(step))

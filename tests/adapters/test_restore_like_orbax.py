@@ -10,7 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from states import mesh, place, same
+from meshes import mesh_of, place
+from states import same
 
 import orbax_safetensors_layout as osl
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 Standard, PyTree = ocp.args.StandardRestore, ocp.args.PyTreeRestore
 SPECS = (P(), P("x"), P("y"), P("x", "y"), P("y", "x"), P(None, "x"), P(("x", "y")))
-EVERYWHERE = NamedSharding(mesh(4, 2), P())
+EVERYWHERE = NamedSharding(mesh_of(x=4, y=2), P())
 
 
 def random_state(random: np.random.Generator) -> dict:
@@ -55,7 +56,7 @@ def random_item(state, random):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             made = [leaf, ocp.utils.to_shape_dtype_struct(leaf)]
             return made[random.integers(len(made))]
-        moved = NamedSharding(mesh(4, 2), SPECS[random.integers(len(SPECS))])
+        moved = NamedSharding(mesh_of(x=4, y=2), SPECS[random.integers(len(SPECS))])
         made = [
             leaf,
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
@@ -204,7 +205,7 @@ def test_arrays_of_another_shape_are_cut_and_padded(tmp_path, layout):
     for _ in range(10):
         shape = tuple(int(n) for n in 4 * random.integers(1, 6, 2))
         dtype = [np.float32, ml_dtypes.bfloat16][random.integers(2)]
-        moved = NamedSharding(mesh(4, 2), SPECS[random.integers(5)])
+        moved = NamedSharding(mesh_of(x=4, y=2), SPECS[random.integers(5)])
         for leaf in (
             jax.ShapeDtypeStruct(shape, dtype, sharding=moved),
             jax.ShapeDtypeStruct(shape, dtype),

@@ -17,8 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
+from meshes import place
 from saving import Gate, full_disk, opened
-from states import everything, place, same, train_state
+from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
 

@@ -13,8 +13,9 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, place
 from saving import Gate, full_disk, opened, tensor_files
-from states import everything, mesh, place, same, train_state
+from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
 
@@ -165,7 +166,7 @@ def test_metadata_has_the_saved_structure(tmp_path, checkpointer):
     array = metadata.tree["int4"]
     assert isinstance(array, ocp.metadata.ArrayMetadata)
     assert (array.name, array.shape, array.dtype) == ("int4", (8, 2), ml_dtypes.int4)
-    assert array.sharding.to_jax_sharding() == NamedSharding(mesh(4, 2), P("x"))
+    assert array.sharding.to_jax_sharding() == NamedSharding(mesh_of(x=4, y=2), P("x"))
     assert array.storage.chunk_shape == (8, 2)
     assert isinstance(metadata.tree["scalars"]["int"], ocp.metadata.ScalarMetadata)
     assert isinstance(metadata.tree["scalars"]["text"], ocp.metadata.StringMetadata)

@@ -25,8 +25,9 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, place
 from saving import Gate, full_disk, opened, tensor_files
-from states import everything, mesh, place, same, train_state
+from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
 
@@ -147,7 +148,7 @@ def test_metadata(tmp_path, route):
         assert 0 < metadata.init_timestamp_nsecs <= metadata.commit_timestamp_nsecs
         assert jax.tree.structure(metadata.metadata) == jax.tree.structure(tree)
         leaf = metadata.metadata["int4"]
-        assert leaf.sharding == NamedSharding(mesh(4, 2), P("x"))
+        assert leaf.sharding == NamedSharding(mesh_of(x=4, y=2), P("x"))
         assert (leaf.shape, leaf.dtype) == ((8, 2), tree["int4"].dtype)
         assert metadata.metadata["scalars"]["text"] is str
         assert metadata.metadata["keys"].dtype == tree["keys"].dtype

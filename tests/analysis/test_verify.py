@@ -14,12 +14,12 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 from checkpoints import llama_like, save
+from command_line import run
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, place
 from multiprocess import run_processes
-from random_trees import mesh_of, place
-from test_cli import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
@@ -573,7 +573,7 @@ def test_chunks_of_both_may_differ(tmp_path):
     """They are read in boxes of the larger ones, so none is decoded many times."""
     values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     for name, mesh, shape in (("a", {"x": 8}, P("x")), ("b", {"x": 2, "y": 4}, P("y", "x"))):
-        save_v0(tmp_path / name, {"w": place(values, mesh_of(mesh), shape)})
+        save_v0(tmp_path / name, {"w": place(values, shape, mesh_of(**mesh))})
     for budget in (2**31, 16_000):
         options = osl.ReadOptions(memory_budget_bytes=budget)
         assert osl.verify(tmp_path / "a", tmp_path / "b", options=options).ok
@@ -690,9 +690,9 @@ def test_what_only_a_comparison_needs(tmp_path):
 def test_few_chunks_are_decoded_at_once(tmp_path, monkeypatch, budget):
     """Those of the other checkpoint, which a block may overlap many of, included."""
     values = np.arange(1 << 21, dtype=np.uint32).reshape(2048, 1024)
-    mesh = mesh_of({"x": 8})
-    save_v0(tmp_path / "rows", {"w": place(values, mesh, P("x"))})
-    save_v0(tmp_path / "columns", {"w": place(values, mesh, P(None, "x"))})
+    mesh = mesh_of(x=8)
+    save_v0(tmp_path / "rows", {"w": place(values, P("x"), mesh)})
+    save_v0(tmp_path / "columns", {"w": place(values, P(None, "x"), mesh)})
     chunks = []
 
     def read(source, wanted):

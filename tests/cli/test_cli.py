@@ -13,16 +13,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits
+from command_line import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
 from orbax_safetensors_layout.cli.command import UsageError
 from orbax_safetensors_layout.cli.main import VERBS, main
-
-
-def run(*arguments):
-    command = [sys.executable, "-m", "orbax_safetensors_layout", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_consolidate(tmp_path):

@@ -12,16 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import llama_like, random_tensor, save
+from command_line import run
 
 import orbax_safetensors_layout as osl
-
-
-def run(*arguments, **keywords):
-    command = [sys.executable, "-m", "orbax_safetensors_layout", "convert", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, **keywords
-    )
-
 
 MAPPINGS = """
 import orbax_safetensors_layout as osl
@@ -38,7 +31,7 @@ def test_there_through_a_mapping_and_back(tmp_path):
     mapped = ("--mapping", "mine:doubled")
     rules = ("--spec", "'none' = fsdp", "--spec", "'.*' = -,fsdp")
     arguments = ("hf", "orbax", "--mesh", "fsdp=4", *rules, *mapped)
-    done = run(*arguments, cwd=tmp_path)
+    done = run("convert", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path}/orbax\n"
     assert "2 arrays" in done.stderr
@@ -48,7 +41,7 @@ def test_there_through_a_mapping_and_back(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(tmp_path / "orbax")
     np.testing.assert_array_equal(found["a"]["w"], weights["w"].T)
-    done = run("orbax", "back", *mapped, "--quiet", "--no-verify", cwd=tmp_path)
+    done = run("convert", "orbax", "back", *mapped, "--quiet", "--no-verify", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert {name: value.tobytes() for name, value in osl.load(tmp_path / "back").items()} == {
         name: value.tobytes() for name, value in weights.items()
@@ -59,11 +52,11 @@ def test_a_step_into_pieces(tmp_path):
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         state = {"params": llama_like(), "step": 7}
         manager.save(7, args=ocp.args.PyTreeSave(state))
-    done = run(tmp_path / "run", tmp_path / "no")
+    done = run("convert", tmp_path / "run", tmp_path / "no")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "--step" in done.stderr
-    done = run(
+    done = run("convert",
         tmp_path / "run", tmp_path / "pieces", "--step", 7, "--subtree", "params",
         "--format", "sharded", "--mesh", "fsdp=8", "--hosts", 4, "--dtype", "float32",
         "--memory-budget-bytes", "4MiB",
@@ -84,7 +77,7 @@ def test_misuse(tmp_path):
         (tmp_path / "hf", tmp_path / "to", "--mapping", "nothing"),
         (tmp_path / "hf", tmp_path / "to", "--dtype", "int8"),
     ):
-        done = run(*arguments)
+        done = run("convert", *arguments)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["hf"]
@@ -122,7 +115,7 @@ def test_interrupted_and_continued(tmp_path):
     (left,) = (path for path in tmp_path.iterdir() if path.name.startswith("."))
     assert f"What is written stays in {left}; the same command continues there" in done.stderr
     assert not (tmp_path / "to").exists()
-    done = run(*arguments[1:], cwd=tmp_path)
+    done = run("convert", *arguments[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "were there from an earlier run" in done.stderr
     assert "converting: 100%" in done.stderr

@@ -13,11 +13,11 @@ import pytest
 import safetensors.numpy
 from backends import place as served
 from backends import running
+from command_line import run
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from random_trees import mesh_of, place
-from test_cli import run
+from meshes import mesh_of, place
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.inspection import inspect
@@ -270,7 +270,7 @@ def test_what_orbax_saved(tmp_path, capsys, use_ocdbt):
     values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     tree = {
         "params": {
-            "w": place(values, mesh_of({"x": 4, "y": 2}), P("x", "y")),
+            "w": place(values, P("x", "y"), mesh_of(x=4, y=2)),
             "small": jnp.zeros((4, 6), jnp.int4),
         },
         "step": 7,

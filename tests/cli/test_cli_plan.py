@@ -10,10 +10,10 @@ import textwrap
 import numpy as np
 import pytest
 from checkpoints import llama_like, save
+from command_line import run
 from hypothesis import given
 from hypothesis import strategies as st
 from multiprocess import run_processes
-from test_cli import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.cluster_estimate import estimate

@@ -21,7 +21,8 @@ import pytest
 import safetensors.numpy
 import tensorstore as ts
 from checkpoints import assert_same_bits, llama_like, random_tensor, save
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of
 from recording import recording
 from saved_files import raw_tensors
 
@@ -118,7 +119,7 @@ def test_pieces_are_the_shards_of_the_target(tmp_path, hf, weights):
     osl.convert(hf, tmp_path / "pieces", format="sharded", mesh={"fsdp": 8}, processes=4)
     files = sorted(path.name for path in (tmp_path / "pieces").glob("*.safetensors"))
     assert files == [f"shard-{n:05}-of-00004.safetensors" for n in range(1, 5)]
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    mesh = mesh_of(fsdp=8)
     name = "model.embed_tokens.weight"
     struct = jax.ShapeDtypeStruct(
         weights[name].shape,
@@ -189,7 +190,7 @@ def test_orbax_alone_restores_a_converted_checkpoint(tmp_path, hf, weights, ways
 
 @pytest.fixture
 def state():
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    mesh = mesh_of(fsdp=8)
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     return {
         "params": {"w": jax.device_put(jnp.arange(64.0).reshape(16, 4), sharding)},

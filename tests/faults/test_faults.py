@@ -17,8 +17,9 @@ import pytest
 from checkpoints import assert_same_bits, llama_like, save
 from faults import Fault
 from faulty import FaultyStorage
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
@@ -55,7 +56,7 @@ def is_clear(error):
 
 def wanted(seed):
     spec = [P("x", "y"), P(None, "x"), P("y"), P()][seed % 4]
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    mesh = mesh_of(x=4, y=2)
     return {
         name: jax.ShapeDtypeStruct(
             value.shape,

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from every_dtype import SHAPE, decode, sample, write
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
-
-SHAPE = (8, 48)
-
-
-def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> Path:
-    """A file by hand: `safetensors.numpy` does not write all dtypes."""
-    header, data = {}, b""
-    for name, (code, shape, raw) in tensors.items():
-        offsets = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": offsets}
-        data += raw
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
-
-
-def decode(code: str, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
-    """The oracle: one Python integer for all bits, cut from its low end."""
-    dtype = DTYPES[code]
-    if not dtype.packed:
-        return np.frombuffer(raw, dtype.numpy).reshape(shape)
-    stream = int.from_bytes(raw, "little")
-    count = len(raw) * 8 // dtype.bits
-    mask = (1 << dtype.bits) - 1
-    elements = [(stream >> (dtype.bits * i)) & mask for i in range(count)]
-    return np.array(elements, np.uint8).view(dtype.numpy).reshape(shape)
-
-
-def sample(code: str, shape: tuple[int, ...] = SHAPE) -> bytes:
-    rng = np.random.default_rng(0)
-    if code == "BOOL":
-        return rng.integers(0, 2, shape).astype(np.uint8).tobytes()
-    return rng.bytes(int(np.prod(shape)) * DTYPES[code].bits // 8)
 
 
 @pytest.mark.parametrize("code", sorted(DTYPES))
@@ -61,7 +27,7 @@ def test_sharded_arrays(tmp_path, code, spec):
     raw = sample(code)
     path = write(tmp_path / "t.safetensors", {"t": (code, SHAPE, raw)})
     expected = decode(code, SHAPE, raw)
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    mesh = mesh_of(a=4, b=2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     tree = {"t": jax.ShapeDtypeStruct(SHAPE, expected.dtype, sharding=sharding)}
     wide = expected.dtype.itemsize == 8 and code != "C64"
@@ -86,7 +52,7 @@ def test_packed_rows_that_share_bytes(tmp_path, code, shape):
     raw = sample(code, shape)
     path = write(tmp_path / "t.safetensors", {"t": (code, shape, raw)})
     expected = decode(code, shape, raw)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("a",))
+    mesh = mesh_of(a=2)
     for axis, extent in enumerate(shape):
         if extent % 2:
             continue

@@ -5,35 +5,23 @@ import tempfile
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from mapped_llama import BF16, HEAD_DIM, HEADS, LAYERS, RULES, SPECS, WIDTH, path, tensors
 from mapping_expressions import ALL_OPS, cases
+from meshes import any_sharding, mesh_of
 from multiprocess import run_processes
 from recording import recording
 
 import orbax_safetensors_layout as osl
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def sharded(data, shape):
-    """Any mesh axes over any dimensions that they divide."""
-    devices = np.array(jax.devices())
-    mesh = Mesh(devices.reshape(2, 4), ("x", "y"))
-    spec, left = [], ["x", "y"]
-    for extent in shape:
-        fitting = [axis for axis in left if extent and extent % mesh.shape[axis] == 0]
-        chosen = data.draw(st.sampled_from([None, *fitting]))
-        spec.append(chosen)
-        left = [axis for axis in left if axis != chosen]
-    return NamedSharding(mesh, P(*spec))
+__all__ = ["path", "tensors"]  # fixtures
 
 
 def any_values(data, case):
@@ -73,7 +61,7 @@ def check_any_load(data, folder):
         wanted = np.dtype(
             np.float32
         )  # what JAX has without x64; 64 bits that do not fit are refused
-    leaf = jax.ShapeDtypeStruct(value.shape, wanted, sharding=sharded(data, value.shape))
+    leaf = jax.ShapeDtypeStruct(value.shape, wanted, sharding=any_sharding(data, value.shape))
     found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
     assert found.sharding == leaf.sharding
     assert_same_bits(np.asarray(found), value.astype(wanted))
@@ -99,11 +87,11 @@ def test_any_expression_of_tensors_that_are_stored_in_pieces(tmp_path_factory, d
     case = data.draw(cases(ALL_OPS, depth=3))
     folder = tmp_path_factory.mktemp("pieces") / "saved"
     tensors = {name: np.asarray(array) for name, array in case.tensors.items()}
-    arrays = {name: jax.device_put(t, sharded(data, t.shape)) for name, t in tensors.items()}
+    arrays = {name: jax.device_put(t, any_sharding(data, t.shape)) for name, t in tensors.items()}
     osl.save(folder, arrays or {"other": np.ones(1)}, options=osl.WriteOptions(layout="sharded"))
     mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
     value = np.asarray(case.array)
-    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded(data, value.shape))
+    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=any_sharding(data, value.shape))
     found = osl.load(folder, {"leaf": leaf}, mapping=mapping)["leaf"]
     assert_same_bits(np.asarray(found), value)
 
@@ -148,41 +136,12 @@ def test_processes_read_their_own_pieces_through_a_mapping(tmp_path):
     assert files == [1, 1]
 
 
-LAYERS, HEADS, HEAD_DIM, WIDTH = 4, 8, 16, 32
-
-
-@pytest.fixture(scope="module")
-def tensors():
-    found = {"model.norm.weight": random_tensor((WIDTH,), BF16, 1)}
-    for i in range(LAYERS):
-        prefix = f"model.layers.{i}."
-        found |= {
-            prefix + "q_proj.weight": random_tensor((HEADS * HEAD_DIM, WIDTH), BF16, i),
-            prefix + "gate_up.weight": random_tensor((WIDTH, 2 * WIDTH), BF16, 10 + i),
-            prefix + "norm.weight": np.full((WIDTH,), i + 0.5, BF16),
-        }
-        for expert in range(3):
-            name = prefix + f"experts.{expert}.down.weight"
-            found[name] = random_tensor((WIDTH, WIDTH), BF16, 20 + i + expert)
-    return found
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory, tensors):
-    return save(tmp_path_factory.mktemp("mapped"), tensors, files=3)
-
-
 def mapping():
-    layer = "model.layers.{i}."
-    q = osl.tensor(layer + "q_proj.weight").rearrange("(h d) e -> e h d", d=HEAD_DIM)
-    experts = osl.stack(osl.tensor(layer + "experts.{e}.down.weight").transpose(), over="e")
+    norm = osl.tensor("model.layers.{i}.norm.weight").add(1)
     return osl.Mapping(
         [
-            osl.rule("layers.q", osl.stack(q, over="i", axis=1)),
-            osl.rule("layers.experts", osl.stack(experts, over="i")),
-            osl.rule("layers.{i}.gate", osl.tensor(layer + "gate_up.weight").slice(1, 0, None, 2)),
-            osl.rule("layers.{i}.up", osl.tensor(layer + "gate_up.weight").slice(1, 1, None, 2)),
-            osl.rule("layers.{i}.norm", osl.tensor(layer + "norm.weight").add(1)),
+            *RULES,
+            osl.rule("layers.{i}.norm", norm),
             osl.rule("norm", osl.tensor("model.norm.weight").cast("float32").scale(2.0)),
         ]
     )
@@ -203,17 +162,9 @@ def reference(tensors):
     return found
 
 
-SPECS = {
-    "replicated": lambda rank: P(),
-    "first": lambda rank: P(("x", "y")),
-    "last": lambda rank: P(*[None] * (rank - 1), ("x", "y")),
-    "both": lambda rank: P(*[None] * (rank - 2), "x", "y") if rank > 1 else P("x"),
-}
-
-
 @pytest.mark.parametrize("split", SPECS)
 def test_a_model_under_a_sharding(path, tensors, split):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    mesh = mesh_of(x=2, y=2)
     expected = reference(tensors)
     abstract = {
         name: jax.ShapeDtypeStruct(
@@ -228,7 +179,7 @@ def test_a_model_under_a_sharding(path, tensors, split):
 
 def test_a_shard_reads_its_own_bytes(path, tensors):
     device = jax.devices()[0]
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     local = NamedSharding(mesh, P(None, None, "x"))
     assert device in local.addressable_devices
     struct = jax.ShapeDtypeStruct((WIDTH, LAYERS, HEADS, HEAD_DIM), BF16, sharding=local)
@@ -376,7 +327,7 @@ def test_tied_leaves_are_read_once(tmp_path, kind, spec):
         osl.rule("again", None, tied_to="embed"),
     ]
     mapping = osl.Mapping(rules, strict=False)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     leaf = np.zeros(value.shape, value.dtype)
     if spec is not None:
         sharding = NamedSharding(mesh, spec)

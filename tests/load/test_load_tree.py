@@ -18,11 +18,11 @@ from flax.training.train_state import TrainState
 from jax.experimental.layout import Format, Layout
 from jax.sharding import (
     AbstractMesh,
-    Mesh,
     NamedSharding,
     PartitionSpec,
     SingleDeviceSharding,
 )
+from meshes import mesh_of
 from recording import recording
 
 import orbax_safetensors_layout as osl
@@ -48,10 +48,6 @@ def path(tmp_path, tensors):
 
 def sds(shape, dtype=F32, **kwargs):
     return jax.ShapeDtypeStruct(shape, dtype, **kwargs)
-
-
-def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +125,7 @@ def test_a_box_name_in_the_file_wins(tmp_path):
 
 
 def test_concrete_arrays_are_templates(path, tensors):
-    sharding = NamedSharding(mesh(), PartitionSpec("a", "b"))
+    sharding = NamedSharding(mesh_of(a=4, b=2), PartitionSpec("a", "b"))
     template = jax.device_put(jnp.zeros((8, 4)), sharding)
     host = np.zeros((4, 16), F32)
     tree = {"layers.0.kernel": template, "layers.1.kernel": host}
@@ -145,7 +141,7 @@ def test_orbax_restore_args(path, tensors):
     axes = PartitionSpec(None, "b")
     tree = {
         "layers.0.kernel": ocp.ArrayRestoreArgs(
-            mesh=mesh(), mesh_axes=axes, dtype=jnp.bfloat16, global_shape=(8, 4)
+            mesh=mesh_of(a=4, b=2), mesh_axes=axes, dtype=jnp.bfloat16, global_shape=(8, 4)
         ),
         "layers.0.bias": ocp.ArrayRestoreArgs(sharding=SingleDeviceSharding(jax.devices()[2])),
         "layers.1.bias": ocp.RestoreArgs(restore_type=np.ndarray),
@@ -154,7 +150,7 @@ def test_orbax_restore_args(path, tensors):
     }
     loaded = osl.load(path, tree)
     kernel = loaded["layers.0.kernel"]
-    assert kernel.sharding == NamedSharding(mesh(), axes)
+    assert kernel.sharding == NamedSharding(mesh_of(a=4, b=2), axes)
     assert_same_bits(kernel, tensors["layers.0.kernel"].astype(ml_dtypes.bfloat16))
     assert loaded["layers.1.kernel"].is_fully_replicated
     assert loaded["layers.0.bias"].devices() == {jax.devices()[2]}
@@ -163,7 +159,7 @@ def test_orbax_restore_args(path, tensors):
 
 
 def test_a_subset_of_the_devices(path, tensors):
-    few = Mesh(np.array(jax.devices()[2:4]), ("x",))
+    few = mesh_of(jax.devices()[2:4], x=-1)
     sharding = NamedSharding(few, PartitionSpec("x"))
     array = osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=sharding)})["layers.0.kernel"]
     assert array.devices() == set(jax.devices()[2:4])
@@ -171,7 +167,7 @@ def test_a_subset_of_the_devices(path, tensors):
 
 
 def test_memory_kind(path, tensors):
-    sharding = NamedSharding(mesh(), PartitionSpec("a"), memory_kind="pinned_host")
+    sharding = NamedSharding(mesh_of(a=4, b=2), PartitionSpec("a"), memory_kind="pinned_host")
     array = osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=sharding)})["layers.0.kernel"]
     assert array.sharding.memory_kind == "pinned_host"
     assert_same_bits(array, tensors["layers.0.kernel"])
@@ -187,7 +183,7 @@ def test_format(path, tensors):
 
 def test_formats_in_host_memory(path, tensors):
     name = "layers.0.kernel"
-    sharding = NamedSharding(mesh(), PartitionSpec("a"), memory_kind="pinned_host")
+    sharding = NamedSharding(mesh_of(a=4, b=2), PartitionSpec("a"), memory_kind="pinned_host")
     in_order = sds((8, 4), sharding=Format(Layout(major_to_minor=(0, 1)), sharding))
     array = osl.load(path, {name: in_order})[name]
     assert array.sharding.memory_kind == "pinned_host"
@@ -237,7 +233,7 @@ def test_all_shape_mismatches_are_reported_together(path):
 
 
 def test_indivisible_sharding_is_named(path):
-    sharding = NamedSharding(mesh(), PartitionSpec(None, ("a", "b")))
+    sharding = NamedSharding(mesh_of(a=4, b=2), PartitionSpec(None, ("a", "b")))
     with pytest.raises(osl.MismatchError) as caught:
         osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=sharding)})
     assert "'layers.0.kernel'" in str(caught.value)
@@ -283,7 +279,7 @@ def test_a_tensor_is_no_string(path):
 
 def test_partial_sums_are_not_loaded(path):
     explicit = (jax.sharding.AxisType.Explicit,) * 2
-    made = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=explicit)
+    made = mesh_of(a=4, b=2, axis_types=explicit)
     for over in (made, made.abstract_mesh):
         sharding = NamedSharding(over, PartitionSpec("b", None, unreduced={"a"}))
         tree = {"layers": [{"kernel": sds((8, 4), sharding=sharding)}]}
@@ -312,7 +308,7 @@ def test_an_abstract_mesh_can_be_planned_but_not_loaded(path):
 
 def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors):
     explicit = (jax.sharding.AxisType.Explicit,) * 2
-    made = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=explicit)
+    made = mesh_of(a=4, b=2, axis_types=explicit)
     with jax.set_mesh(made):
         # What jax.eval_shape gives where mesh axes are explicit.
         sharding = NamedSharding(made.abstract_mesh, PartitionSpec("a", "b"))
@@ -329,7 +325,7 @@ def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors
 
 @pytest.mark.parametrize("spec", [(), ("a",), ("a", "b")])
 def test_a_transfer_guard_against_implicit_transfers(path, tensors, spec):
-    sharding = NamedSharding(mesh(), PartitionSpec(*spec))
+    sharding = NamedSharding(mesh_of(a=4, b=2), PartitionSpec(*spec))
     tree = {"layers.0.kernel": sds((8, 4), sharding=sharding)}
     with jax.transfer_guard("disallow"):
         array = osl.load(path, tree)["layers.0.kernel"]
@@ -347,7 +343,7 @@ def test_a_foreign_byte_order_means_the_number(path):
 
 
 def test_a_sharding_of_more_dimensions_than_the_tensor(path):
-    sharding = NamedSharding(mesh(), PartitionSpec("a"))
+    sharding = NamedSharding(mesh_of(a=4, b=2), PartitionSpec("a"))
     with pytest.raises(osl.MismatchError, match="does not fit") as caught:
         osl.load(path, {"step": ocp.ArrayRestoreArgs(sharding=sharding)})
     assert caught.value.tensor == "step"

@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import save
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.runtime.memory as buffers
@@ -73,7 +74,7 @@ def test_values_are_computed_within_the_budget(computed_from, kind):
     expr, spec = COMPUTED[kind]
     mapping = osl.Mapping([osl.rule("leaf", expr)], strict=False)
     (fact,) = osl.metadata(folder, mapping=mapping).values()
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     leaf = jax.ShapeDtypeStruct(fact.shape, fact.dtype, sharding=NamedSharding(mesh, spec))
     options = osl.ReadOptions(memory_budget_bytes=BUDGET)
     tracemalloc.start()
@@ -111,7 +112,7 @@ def expected(kind, tensors):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_plain_cast_stays_within_the_budget(computed_from, dtype):
     folder, tensors = computed_from
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     sharding = NamedSharding(mesh, P("x"))
     leaf = jax.ShapeDtypeStruct((ROWS, COLUMNS), jax.numpy.bfloat16, sharding=sharding)
     if dtype == "float64":

@@ -15,7 +15,8 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import safetensors
 from checkpoints import assert_same_bits
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 
@@ -57,7 +58,7 @@ def expected(file) -> dict[str, np.ndarray]:
 
 def sharding_of(tensor: np.ndarray, spec: PartitionSpec) -> NamedSharding:
     """The spec's axes where they divide a dimension, as a user's own rule would do."""
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    mesh = mesh_of(fsdp=4, tensor=2)
     axes = []
     for size, names in zip(tensor.shape, spec, strict=False):
         ways = {None: 1, "fsdp": 4, "tensor": 2, ("fsdp", "tensor"): 8}[names]

@@ -17,8 +17,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from saved_files import CODES, PACKED_BITS, packed
 
 import orbax_safetensors_layout as osl
@@ -143,7 +144,7 @@ class Case:
         self.rng = random.Random(seed)
         self.folder = folder
         self.counts = counts
-        self.mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+        self.mesh = mesh_of(x=4, y=2)
         self.values: dict[str, Any] = {}
         for number in range(self.rng.randint(1, 5)):
             dtype, shape = self.rng.choice(DTYPES), self.rng.choice(SHAPES)

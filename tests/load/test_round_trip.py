@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, place
 from random_trees import trees
-from states import everything, mesh, place, same, train_state
+from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
 
@@ -103,7 +104,7 @@ def test_fewer_devices_than_were_saved_from_give_host_arrays(tmp_path, layout, m
 
 def test_values_become_what_is_wanted(tmp_path):
     osl.save(tmp_path, {"step": 7, "rate": 0.5, "name": "run"})
-    sharding = NamedSharding(mesh(8), P())
+    sharding = NamedSharding(mesh_of(x=8), P())
     found = osl.load(
         tmp_path,
         {
@@ -181,7 +182,7 @@ SPECS = [
 @given(data=st.data())
 def test_any_sharding_loads_under_any_other(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("any")
-    meshes = [mesh(4, 2), mesh(2, 4), mesh(2, 2), mesh(8, 1)]
+    meshes = [mesh_of(x=4, y=2), mesh_of(x=2, y=4), mesh_of(x=2, y=2), mesh_of(x=8, y=1)]
     dtypes = [np.float32, ml_dtypes.bfloat16, np.uint8, ml_dtypes.float4_e2m1fn, ml_dtypes.int4]
     saved, wanted, values = {}, {}, {}
     for number in range(data.draw(st.integers(1, 5))):

@@ -14,7 +14,8 @@ from mapping_expressions import evaluate, facts_of, same
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from family_models import MODELS, copy, make
+from family_cases import CASES, family_of
+from family_models import copy, make
 from family_references import REFERENCES, maxtext
 
 import orbax_safetensors_layout as osl
@@ -24,38 +25,8 @@ from orbax_safetensors_layout.mapping import families
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
 
-FAMILY = {"llama3": "llama", "llama_biased": "llama", "qwen3_moe_mixed": "qwen3_moe"}
-FAMILY["gemma3_full_heads"] = "gemma3"
-NOT_IN_MAXTEXT = ("llama_biased", "qwen3_moe_mixed")
-NOT_IN_TUNIX = ("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "deepseek_v3", "gpt_oss")
-
 TREES = json.loads((Path(__file__).parents[1] / "support" / "family_trees.json").read_text())
 del TREES["provenance"]
-
-CASES = [
-    (name, target, scan)
-    for name in MODELS
-    for target, scans in (("plain", (True, False)), ("maxtext", (True, False)), ("tunix", (False,)))
-    for scan in scans
-    if not (target == "maxtext" and name in NOT_IN_MAXTEXT)
-    and not (target == "tunix" and name in NOT_IN_TUNIX)
-]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Makes each model once."""
-
-    class Models(dict):
-        def __missing__(self, name):
-            self[name] = make(name, tmp_path_factory.mktemp(name))
-            return self[name]
-
-    return Models()
-
-
-def family_of(name):
-    return FAMILY.get(name, name)
 
 
 def random_boxes(shape, rng, count=3):

@@ -13,13 +13,12 @@ from recording import recording
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from family_cases import CASES, family_of
 from family_models import read
 from family_references import REFERENCES
-from test_families import CASES, family_of, saved
 
 import orbax_safetensors_layout as osl
 
-__all__ = ["saved"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
 
 SPLITS = {

@@ -11,14 +11,13 @@ from mapping_expressions import facts_of
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from family_cases import CASES
 from family_models import DIMS, LATENT, MODELS, MOE, copy
-from test_families import CASES, saved
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.mapping import families
 
-__all__ = ["saved"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
 
 

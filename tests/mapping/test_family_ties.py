@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("torch")
@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 from family_models import DIMS, copy, make, read_one
 from mapping_expressions import facts_of
+from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
@@ -237,7 +238,7 @@ def qwen2(tmp_path_factory):
 
 
 def sharded(tree, mesh=None):
-    mesh = mesh or Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    mesh = mesh or mesh_of(x=4, y=2)
 
     def leaf(x):
         spec = P("x", "y") if len(x.shape) == 2 and not (x.shape[0] % 4 or x.shape[1] % 2) else P()

@@ -1,15 +1,15 @@
 """Leaves that take turns in one tensor: its bytes are read once, and go to all of them."""
 
-import jax
 import numpy as np
 import pytest
+from accelerators import Accelerator
 from checkpoints import assert_same_bits, random_tensor, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import abstract_of, mesh_of
 from recording import recording
-from test_adoption import Accelerator
 
 import orbax_safetensors_layout as osl
 
@@ -31,20 +31,15 @@ def expected(tensor, transposed=False):
     return {n: p.transpose(0, 2, 1) if transposed else p for n, p in parts.items()}
 
 
-def abstract(leaves, mesh, spec):
-    sharding = NamedSharding(mesh, spec)
-    return {n: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding) for n, v in leaves.items()}
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gate_and_up_read_their_tensor_once(tmp_path, size, spec, transposed):
     tensor = random_tensor(SHAPES[size], np.float16)
     path = save(tmp_path, {"gate_up": tensor})
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    mesh = mesh_of(x=4, y=2)
     leaves = expected(tensor, transposed)
-    tree = abstract(leaves, mesh, spec)
+    tree = abstract_of(leaves, NamedSharding(mesh, spec))
     mapping = gate_up(transposed)
     plan = osl.plan_load(path, tree, mapping=mapping)
     with recording() as storage:
@@ -59,7 +54,7 @@ def test_gate_and_up_read_their_tensor_once(tmp_path, size, spec, transposed):
 def test_a_process_of_several_reads_its_part_once(tmp_path, spec):
     tensor = random_tensor(SHAPES["blocks"], np.float16)
     path = save(tmp_path, {"gate_up": tensor})
-    tree = abstract(expected(tensor), AbstractMesh((4,), ("x",)), spec)
+    tree = abstract_of(expected(tensor), NamedSharding(AbstractMesh((4,), ("x",)), spec))
     for process in range(4):
         plan = osl.plan_load(path, tree, mapping=gate_up(), process_index=process, process_count=4)
         assert plan.cost().read_bytes == plan.cost().needed_bytes == tensor.nbytes // 4
@@ -72,7 +67,7 @@ def test_onto_accelerators_within_the_budget(tmp_path, monkeypatch, part, reads)
     path = save(tmp_path, {"gate_up": tensor})
     accelerator = Accelerator(monkeypatch)
     leaves = expected(tensor)
-    tree = abstract(leaves, Mesh(np.array(jax.devices()), ("x",)), P(None, "x"))
+    tree = abstract_of(leaves, NamedSharding(mesh_of(x=8), P(None, "x")))
     budget = tensor.nbytes // part
     options = osl.ReadOptions(memory_budget_bytes=budget)
     with recording() as storage:
@@ -133,8 +128,8 @@ def test_shards_that_are_computed_one_by_one_read_their_tensor_once(tmp_path, sp
         expr = osl.dequantize_block(osl.tensor("t"), osl.tensor("scale"), dtype="float16")
         with np.errstate(all="ignore"):
             value = (tensor.astype(np.float32) * 2).astype(np.float16)
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    tree = abstract({"leaf": value}, mesh, spec)
+    mesh = mesh_of(x=4, y=2)
+    tree = abstract_of({"leaf": value}, NamedSharding(mesh, spec))
     mapping = osl.Mapping([osl.rule("leaf", expr)])
     with recording() as storage:
         found = osl.load(path, tree, mapping=mapping)
@@ -170,8 +165,8 @@ def test_filled_leaves(tmp_path, monkeypatch, case, spec, on):
     if on == "accelerator":
         Accelerator(monkeypatch)
     value = reference(tensor)
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    tree = abstract({"leaf": value}, mesh, spec)
+    mesh = mesh_of(x=4, y=2)
+    tree = abstract_of({"leaf": value}, NamedSharding(mesh, spec))
     mapping = osl.Mapping([osl.rule("leaf", expr)])
     # So small that tiles are taken apart, and nothing at all is read for some.
     small = {"memory_budget_bytes": 512, "latency_seconds": {"local": 0.0}}
@@ -197,7 +192,7 @@ def test_gate_and_up_of_mxfp4_read_their_blocks_once(tmp_path):
         [osl.rule(n, decoded.slice(1, i, None, 2)) for i, n in enumerate(("gate", "up"))]
     )
     leaves = {"gate": whole[:, ::2], "up": whole[:, 1::2]}
-    tree = abstract(leaves, Mesh(np.array(jax.devices()), ("x",)), P(None, "x"))
+    tree = abstract_of(leaves, NamedSharding(mesh_of(x=8), P(None, "x")))
     with recording() as storage:
         found = osl.load(path, tree, mapping=mapping)
     for name, value in leaves.items():

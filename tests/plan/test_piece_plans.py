@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
+from plans import read_all
 from recording import RecordingStorage
-from test_pieces import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.catalog.catalog import Catalog
@@ -80,7 +80,7 @@ def test_stacked_layers_are_read_straight_into_their_shards(tmp_path, grid):
     assert all(region.read.direct for region in regions)
     assert found.cost().peak_host_bytes == 0
     with RecordingStorage() as storage:
-        values = run(found, storage)
+        values = read_all(found, storage)
     full = np.stack([*tensors.values()])
     for number, box in enumerate(local.boxes):
         assert_same_bits(values[0, number], full[box.slices])
@@ -122,7 +122,7 @@ def test_a_large_transposed_head_split(tmp_path):
         leaf = stacked([*entries.values()], local, shape, (1, head_dim * hidden, hidden))
         found = plan([leaf])
         with RecordingStorage() as storage:
-            values = run(found, storage)
+            values = read_all(found, storage)
             read = sorted(storage.ranges)
         for number, box in enumerate(local.boxes):
             assert_same_bits(values[0, number], expected[box.slices])
@@ -146,7 +146,7 @@ def test_long_rows_are_cut_so_that_the_copy_writes_whole_lines(tmp_path):
     assert rows * 2 >= 128
     assert columns * 2 > LOCAL.max_gap_bytes
     with RecordingStorage() as storage:
-        values = run(found, storage)
+        values = read_all(found, storage)
         assert len(storage.ranges) == found.cost().requests
     assert_same_bits(values[0, 0], tensor.T)
 
@@ -237,7 +237,7 @@ def test_a_tile_larger_than_the_budget_is_read_by_itself(tmp_path):
     found = plan([leaf], budget=100, adopt=False)
     assert found.cost().peak_host_bytes == 4 * 32 * 64 * 4
     with RecordingStorage() as storage:
-        values = run(found, storage)
+        values = read_all(found, storage)
     assert_same_bits(np.concatenate([values[0, 0], values[0, 1]], 1), np.stack([*tensors.values()]))
 
 
@@ -260,7 +260,7 @@ def test_small_parts_of_many_leaves_share_requests(tmp_path):
     for adopt in (True, False):
         found = plan(leaves, adopt=adopt)
         with RecordingStorage() as storage:
-            values = run(found, storage)
+            values = read_all(found, storage)
             assert len(storage.ranges) == 2 == found.cost().requests
         for number, k in enumerate("ab"):
             assert_same_bits(values[number, 0], np.stack([tensors[f"{i}.{k}"] for i in range(8)]))
@@ -278,7 +278,7 @@ def test_a_repeated_element_is_read_once(tmp_path):
     found = plan([leaf])
     assert found.cost().read_bytes == found.cost().needed_bytes == tensor.nbytes
     with RecordingStorage() as storage:
-        values = run(found, storage)
+        values = read_all(found, storage)
         assert sum(b - a for _, a, b in storage.ranges) == tensor.nbytes
     expected = np.broadcast_to(tensor[::-1, None, :, None], shape)
     for number, box in enumerate(local.boxes):
@@ -313,7 +313,7 @@ def test_a_failing_read_names_file_and_tensor(tmp_path):
     with RecordingStorage() as storage:
         storage.before_read = before_read
         with pytest.raises(osl.StorageError, match="the disk broke") as caught:
-            run(plan([leaf]), storage)
+            read_all(plan([leaf]), storage)
     assert (caught.value.file, caught.value.tensor) == (entries["t1"].file, "t1")
 
 

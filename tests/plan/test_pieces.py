@@ -14,6 +14,7 @@ import numpy as np
 from checkpoints import assert_same_bits, random_tensor, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plans import read_all
 from recording import RecordingStorage
 
 from orbax_safetensors_layout.catalog.catalog import Catalog
@@ -24,7 +25,6 @@ from orbax_safetensors_layout.plan import blocking, coalesce, regions
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.reading import staged_blocks
-from orbax_safetensors_layout.reading.read import read_leaves
 from orbax_safetensors_layout.sharding.addressable import AddressableShards
 
 DTYPES = [*map(np.dtype, ["u1", "i2", "f4", "c8", ml_dtypes.bfloat16])]
@@ -164,19 +164,6 @@ def needed_bytes(pieces, local, entries, itemsize) -> set[tuple[str, int]]:
     return needed
 
 
-def run(plan, storage):
-    """What is delivered, by leaf and box."""
-    values: dict[tuple[int, int], np.ndarray] = {}
-
-    def deliver(number, boxes, parts):
-        for box, part in zip(boxes, parts, strict=True):
-            assert (number, box) not in values, "delivered once"
-            values[number, box] = part.copy()
-
-    read_leaves(plan, storage, deliver=deliver, convert=lambda n, v: v)
-    return values
-
-
 CASES = (
     leaves(),
     st.integers(1, 3),
@@ -228,7 +215,7 @@ def check(case, files, latency, most_bytes, budget):
             reads, profile=profile, memory_budget_bytes=budget or 1 << 30, adopt=budget is None
         )
         with RecordingStorage() as storage:
-            values = run(plan, storage)
+            values = read_all(plan, storage)
             ranges = storage.ranges
     for number, (shape, pieces, local) in enumerate(wanted):
         expected = expected_leaf(shape, pieces, tensors)

@@ -12,9 +12,10 @@ import pytest
 from checkpoints import save
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from meshes import mesh_of
+from random_trees import MESHES, specs
 from recording import recording
-from test_load import MESHES, mesh_of, specs
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.sharding.shards import ProcessShards, box_of
@@ -27,7 +28,7 @@ def test_an_abstract_mesh_gives_the_boxes_of_a_concrete_one(data):
     spec = data.draw(specs(axes, rank))
     ways = [math.prod(axes[n] for n in (p or ())) for p in spec]
     shape = tuple(w * data.draw(st.integers(1, 3)) for w in ways)
-    mesh = mesh_of(axes)
+    mesh = mesh_of(**axes)
     abstract = NamedSharding(AbstractMesh(tuple(axes.values()), tuple(axes)), spec)
     concrete = NamedSharding(mesh, spec)
     assert set(ProcessShards(0, 1).boxes(abstract, shape).boxes) == set(
@@ -132,7 +133,7 @@ def test_planned_requests_are_those_that_are_made(tmp_path):
     """Also where rows are longer than a staging buffer."""
     shape = (5, 3 << 20)
     path = save(tmp_path, {"t": np.zeros(shape, np.uint8)})
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     for spec, options in (
         ((None, "x"), osl.ReadOptions()),
         ((None, "x"), osl.ReadOptions(request_bytes=100_000)),
@@ -152,7 +153,7 @@ def test_planned_requests_are_those_that_are_made(tmp_path):
 
 def test_a_concrete_mesh_is_planned_for_the_processes_that_there_are(tmp_path):
     path = save(tmp_path, {"w": np.zeros(8, np.float32)})
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+    sharding = NamedSharding(mesh_of(x=8), PartitionSpec("x"))
     leaf = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)
     with pytest.raises(osl.MismatchError, match="takes an AbstractMesh"):
         osl.plan_load(path, {"w": leaf}, process_index=3, process_count=8)

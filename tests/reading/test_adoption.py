@@ -13,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerators import Accelerator
 from checkpoints import assert_same_bits, random_tensor, save
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of
 from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.reading.assemble as assemble_module
 import orbax_safetensors_layout.reading.read as read_module
-import orbax_safetensors_layout.reading.tile_buffers as destinations_module
 import orbax_safetensors_layout.runtime.memory as buffers_module
 from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.reading import tile_buffers
 from orbax_safetensors_layout.reading.read import read_leaves
 from orbax_safetensors_layout.runtime.direct import HUGE_PAGE_BYTES
 from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT, Pages, Staging, allocate
@@ -162,7 +164,7 @@ def test_staging_memory_is_used_again_when_its_last_view_is_gone():
 def test_shards_are_slices_of_one_allocation(tmp_path):
     """No copy behind the read: neighbouring shards stand where the reader put them."""
     path = save(tmp_path, {"t": random_tensor((64, 128), np.float32)})
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     for spec in (PartitionSpec("x"), PartitionSpec(None, "x")):
         leaf = jax.ShapeDtypeStruct((64, 128), np.float32, sharding=NamedSharding(mesh, spec))
         found = pointers(osl.load(path, {"t": leaf})["t"])
@@ -187,7 +189,7 @@ def save_aligned(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
 def test_mapped_pages_are_adopted_where_aligned(tmp_path):
     tensor = random_tensor((256, 64), np.float32)
     path = save_aligned(tmp_path, {"t": tensor})
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     leaf = jax.ShapeDtypeStruct(
         tensor.shape, tensor.dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))
     )
@@ -213,22 +215,6 @@ def test_dropping_one_large_array_frees_its_memory(tmp_path):
     del root, loaded["a"]
     gc.collect()
     assert owner() is None
-
-
-class Accelerator:
-    """Makes the load believe that arrays do not keep the buffers they are made of."""
-
-    def __init__(self, monkeypatch):
-        module = sys.modules["orbax_safetensors_layout.load"]
-        monkeypatch.setattr(module, "adopts", lambda wants: False)
-        monkeypatch.setattr(read_module, "buffer_slices", self.buffer_slices)
-        self.sizes: list[int] = []
-
-    def buffer_slices(self, group, opened, staging):
-        made = destinations_module.buffer_slices(group, opened, staging)
-        memories = {id(made_for.room.memory): made_for.room.memory for made_for in made}
-        self.sizes.append(sum(memory.size for memory in memories.values()))
-        return made
 
 
 def test_memory_budget_bounds_what_is_held(tmp_path, monkeypatch):
@@ -268,7 +254,7 @@ def test_a_tensor_larger_than_the_budget_goes_shard_by_shard(tmp_path, monkeypat
     tensor = random_tensor((1024, 1024), np.float32)
     path = save(tmp_path, {"t": tensor})
     accelerator = Accelerator(monkeypatch)
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec(*spec))
+    sharding = NamedSharding(mesh_of(x=8), PartitionSpec(*spec))
     tree = {"t": jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=sharding)}
     options = osl.ReadOptions(memory_budget_bytes=1 << 20)
     array = osl.load(path, tree, options=options)["t"]
@@ -297,7 +283,7 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
             raise osl.StorageError("the disk broke", file=file)
 
     def remember(group, opened, staging):
-        made = destinations_module.buffer_slices(group, opened, staging)
+        made = tile_buffers.buffer_slices(group, opened, staging)
         alive.extend(weakref.ref(destination.room.memory.base) for destination in made)
         return made
 
@@ -379,7 +365,7 @@ def test_a_file_that_changed_since_its_header_is_not_mapped(tmp_path, monkeypatc
 def test_arrays_are_the_same_without_the_private_way(tmp_path, monkeypatch):
     tensors = {f"t{i}": random_tensor((16, 8), np.float32, i) for i in range(3)}
     path = save(tmp_path, tensors)
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    mesh = mesh_of(x=4, y=2)
     for spec in ((), ("x",), ("y", "x"), (None, ("x", "y"))):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         tree = dict.fromkeys(tensors, jax.ShapeDtypeStruct((16, 8), np.float32, sharding=sharding))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
 from hypothesis import HealthCheck, given, settings
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of
+from random_trees import sharded_tensors
 from recording import recording
-from test_load import sharded_tensors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.catalog.catalog import Catalog
@@ -57,7 +58,7 @@ def test_recorded_ranges_are_the_needed_bytes(case):
 def test_local_shards_of_one_tensor_are_one_read(tmp_path, spec):
     tensor = random_tensor((64, 64), np.float32)
     path = save(tmp_path, {"t": tensor})
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    mesh = mesh_of(x=4, y=2)
     leaf = jax.ShapeDtypeStruct(
         (64, 64), np.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
     )

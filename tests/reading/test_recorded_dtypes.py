@@ -12,8 +12,8 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from saved_files import raw_tensors
-from states import mesh
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.inspection import inspect
@@ -70,7 +70,7 @@ def test_another_wanted_dtype_converts_the_values(stored, wanted):
     found = osl.load(path, {"w": np.zeros(value.shape, dtype)})["w"]
     assert_same_bits(found, expected)
     if wanted != "float64":
-        sharding = NamedSharding(mesh(7), P("x"))
+        sharding = NamedSharding(mesh_of(x=7), P("x"))
         struct = jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding)
         assert_same_bits(np.asarray(osl.load(path, {"w": struct})["w"]), expected)
     mapping = osl.Mapping([osl.rule("m", osl.tensor("w").transpose(1, 0).cast(dtype))])
@@ -141,7 +141,7 @@ def test_bytes_that_are_no_values_are_refused(tmp_path):
 
 def test_truth_values_of_other_bytes_are_refused(tmp_path):
     osl.save(tmp_path, {"w": np.array([0, 1, 2, 255], np.uint8).view(np.bool_)}, overwrite=True)
-    device = jax.ShapeDtypeStruct((4,), np.bool_, sharding=NamedSharding(mesh(4), P("x")))
+    device = jax.ShapeDtypeStruct((4,), np.bool_, sharding=NamedSharding(mesh_of(x=4), P("x")))
     for abstract in (None, np.zeros(4, np.bool_), np.zeros(4, np.float32), device):
         with pytest.raises(osl.FormatError, match=r"'w'.*0 or 1.*(2|255)"):
             osl.load(tmp_path, None if abstract is None else {"w": abstract})

@@ -13,7 +13,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from states import mesh
+from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 
@@ -67,7 +67,7 @@ def held(kind: type, value: object) -> bool:
 def test_arrays_are_what_numpy_makes_of_the_value_or_refused(saved, dtype, where):
     wanted = np.zeros((), dtype)
     if where != "host":
-        wanted = jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh(4, 2), P()))
+        wanted = jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh_of(x=4, y=2), P()))
     with enable_x64(where == "device of 64 bits"):
         given = dtype if where == "host" else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
         must_survive = given.kind in "iub" or given.name == "int4" or given != dtype

@@ -9,14 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
+from every_dtype import decode, sample, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from mapping_expressions import ALL_OPS, cases
-from test_load_dtypes import decode, sample, write
-from test_load_mapped import sharded
+from meshes import any_sharding, mesh_of
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
@@ -39,10 +39,6 @@ def once(budget: int = 2 << 30) -> osl.ReadOptions:
     return osl.ReadOptions(replicated="read_once", memory_budget_bytes=budget)
 
 
-def mesh_of(*sizes: int) -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(sizes), ("a", "b"))
-
-
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_dtype_under_every_sharding_has_the_same_bits(tmp_path, budget):
     shape = (8, 48)
@@ -55,7 +51,7 @@ def test_every_dtype_under_every_sharding_has_the_same_bits(tmp_path, budget):
     jax.config.update("jax_enable_x64", True)
     try:
         for spec in SPECS:
-            sharding = NamedSharding(mesh_of(4, 2), P(*spec))
+            sharding = NamedSharding(mesh_of(a=4, b=2), P(*spec))
             tree = {
                 code: jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding)
                 for code, value in expected.items()
@@ -78,7 +74,7 @@ def test_any_expression_under_any_sharding(tmp_path_factory, budget, data):
     save(folder, tensors)
     mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
     value = np.asarray(case.array)
-    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded(data, value.shape))
+    leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=any_sharding(data, value.shape))
     found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=once(budget))["leaf"]
     assert found.sharding == leaf.sharding
     assert_same_bits(np.asarray(found), value)
@@ -97,10 +93,10 @@ def test_every_kind_of_leaf(tmp_path, budget):
         "keys": np.arange(8, dtype=np.uint32).reshape(4, 2),
     }
     path = save(tmp_path, tensors)
-    everywhere = NamedSharding(mesh_of(4, 2), P())
-    few = NamedSharding(Mesh(np.array(jax.devices()[2:5]), ("x",)), P())
+    everywhere = NamedSharding(mesh_of(a=4, b=2), P())
+    few = NamedSharding(mesh_of(jax.devices()[2:5], x=-1), P())
     pinned = everywhere.with_memory_kind("pinned_host")
-    formatted = Format(Layout((1, 0)), NamedSharding(mesh_of(4, 2), P("a")))
+    formatted = Format(Layout((1, 0)), NamedSharding(mesh_of(a=4, b=2), P("a")))
 
     def leaf(name, sharding, dtype=None):
         return jax.ShapeDtypeStruct(
@@ -130,7 +126,7 @@ def test_every_kind_of_leaf(tmp_path, budget):
 @pytest.mark.parametrize(
     "around",
     [
-        lambda: jax.set_mesh(Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))),
+        lambda: jax.set_mesh(mesh_of(x=2, y=4)),
         lambda: jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))),
         lambda: jax.debug_nans(True),
         lambda: jax.transfer_guard("disallow"),
@@ -141,7 +137,9 @@ def test_every_kind_of_leaf(tmp_path, budget):
 def test_what_surrounds_a_load_does_not_touch_it(tmp_path, budget, around):
     value = np.full((16, 64), np.nan, np.float32)
     path = save(tmp_path, {"w": value})
-    leaf = jax.ShapeDtypeStruct((16, 64), np.float32, sharding=NamedSharding(mesh_of(4, 2), P("a")))
+    leaf = jax.ShapeDtypeStruct(
+        (16, 64), np.float32, sharding=NamedSharding(mesh_of(a=4, b=2), P("a"))
+    )
     with around():
         found = osl.load(path, {"w": leaf}, options=once(budget))["w"]
     assert_same_bits(np.asarray(found), value)
@@ -164,7 +162,7 @@ def test_columns_of_others_are_exchanged(tmp_path, budget, dtype, sizes, spec, c
     shape = (8000, 8, 64)  # more than a MiB, which is not packed
     tensor = random_tensor(shape, dtype, 0)
     path = save(tmp_path, {"t": tensor})
-    sharding = NamedSharding(mesh_of(*sizes), P(*spec))
+    sharding = NamedSharding(mesh_of(a=sizes[0], b=sizes[1]), P(*spec))
     leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     with mock.patch.object(
         SendBuffer, "gather", autospec=True, side_effect=SendBuffer.gather

@@ -25,7 +25,8 @@ from checkpoints import assert_same_bits, llama_like, random_tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec, SingleDeviceSharding
-from random_trees import mesh_of, place, random_bits, trees
+from meshes import mesh_of, place
+from random_trees import random_bits, trees
 from saved_files import assert_saved, header, raw_file, raw_tensors
 from saving import run_alone
 
@@ -165,10 +166,10 @@ def test_transformers_opens_it(tmp_path, max_file_bytes):
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.config.save_pretrained(tmp_path)
-    mesh = mesh_of({"x": 8})
+    mesh = mesh_of(x=8)
     tensors = {name: value.detach().numpy() for name, value in model.state_dict().items()}
     tree = {
-        name: place(value, mesh, P(None, "x") if value.ndim > 1 else P("x"))
+        name: place(value, P(None, "x") if value.ndim > 1 else P("x"), mesh)
         for name, value in tensors.items()
     }
     osl.save(tmp_path, tree, options=quick(max_file_bytes=max_file_bytes))
@@ -218,7 +219,7 @@ def test_shards_are_put_together(tmp_path, shape, dtype, spec):
             n // 8 * 8 if a else n for n, a in zip(shape, [*spec, *[None] * 9], strict=False)
         )
     value = random_bits(shape, dtype)
-    osl.save(tmp_path, {"t": place(value, mesh_of(axes), spec), "u": value[:1]}, options=quick())
+    osl.save(tmp_path, {"t": place(value, spec, mesh_of(**axes)), "u": value[:1]}, options=quick())
     assert_saved(tmp_path, {"t": value, "u": value[:1]})
 
 
@@ -233,11 +234,11 @@ def test_arrays_with_a_layout_of_their_own(tmp_path):
 
 
 def test_wide_arrays(tmp_path):
-    mesh = mesh_of({"x": 8})
+    mesh = mesh_of(x=8)
     jax.config.update("jax_enable_x64", True)
     try:
         values = {n: random_tensor((80, 24), np.dtype(n)) for n in ("f8", "i8", "u8")}
-        tree = {name: place(value, mesh, P(None, "x")) for name, value in values.items()}
+        tree = {name: place(value, P(None, "x"), mesh) for name, value in values.items()}
         osl.save(tmp_path, tree, options=quick())
     finally:
         jax.config.update("jax_enable_x64", False)
@@ -259,7 +260,7 @@ def test_memory_of_other_kinds(tmp_path):
 
 def test_under_a_transfer_guard(tmp_path):
     value = random_tensor((64, 40), np.dtype("f4"))
-    array = place(value, mesh_of({"x": 8}), P(None, "x"))
+    array = place(value, P(None, "x"), mesh_of(x=8))
     with jax.transfer_guard("disallow"):
         osl.save(tmp_path, {"t": array}, options=quick())
     assert_saved(tmp_path, {"t": value})
@@ -272,7 +273,7 @@ def test_under_a_transfer_guard(tmp_path):
 def test_a_dtype_of_the_file_rounds_as_numpy(tmp_path, dtype):
     dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     tree, expected = {}, {}
-    mesh = mesh_of({"x": 4, "y": 2})
+    mesh = mesh_of(x=4, y=2)
     for number, source in enumerate(["f4", "f2", BF16, "f8", ml_dtypes.float8_e5m2]):
         value = random_tensor((320, 24), np.dtype(source), number)
         value.reshape(-1)[:4] = [-0.0, np.inf, -np.inf, np.nan]
@@ -280,7 +281,7 @@ def test_a_dtype_of_the_file_rounds_as_numpy(tmp_path, dtype):
             expected[f"{number}.host"] = expected[f"{number}.array"] = value.astype(dtype)
         tree[f"{number}.host"] = value
         spec = P(None, ("x", "y")) if number % 2 else P("x", None)
-        tree[f"{number}.array"] = value if source == "f8" else place(value, mesh, spec)
+        tree[f"{number}.array"] = value if source == "f8" else place(value, spec, mesh)
     for name in ("i4", "u1", "bool", "c8", ml_dtypes.int4):
         kept = random_bits((16, 8), name)
         tree[f"kept.{np.dtype(name).name}"] = expected[f"kept.{np.dtype(name).name}"] = kept
@@ -522,7 +523,7 @@ def test_a_folder_of_the_users_called_pieces_stays(tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_layout_replaces_the_other(tmp_path, overwrite):
     del overwrite
-    array = place(np.arange(16.0, dtype=np.float32), mesh_of({"x": 8}), P("x"))
+    array = place(np.arange(16.0, dtype=np.float32), P("x"), mesh_of(x=8))
     for layout in ("hf", "sharded", "hf", "sharded"):
         osl.save(tmp_path, {"t": array}, options=quick(layout=layout), overwrite=True)
         names = {file.name for file in tmp_path.iterdir()}
@@ -963,7 +964,7 @@ def test_two_saves_to_one_path_at_once(tmp_path):
 def test_progress_reaches_the_whole(tmp_path):
     seen: list[osl.Progress] = []
     tree = {f"t{n}": np.zeros((n, 1000), np.float32) for n in range(20)}
-    tree["large"] = place(np.zeros((3000, 2000), np.float32), mesh_of({"x": 8}), P(None, "x"))
+    tree["large"] = place(np.zeros((3000, 2000), np.float32), P(None, "x"), mesh_of(x=8))
     tree["packed"] = np.zeros((100, 8), F4)
     with nothing_leaks():
         osl.save(tmp_path, tree, options=quick(progress=seen.append, max_file_bytes=10**6))
@@ -996,7 +997,7 @@ def test_nothing_leaks_from_many_saves(tmp_path):
 
 def test_arrays_are_let_go(tmp_path):
     """What is saved is not kept alive by anything."""
-    array = place(np.zeros((800, 800), np.float32), mesh_of({"x": 8}), P(None, "x"))
+    array = place(np.zeros((800, 800), np.float32), P(None, "x"), mesh_of(x=8))
     host = np.zeros((100, 100))
     gone = [weakref.ref(array), weakref.ref(host)]
     osl.save(tmp_path, {"a": array, "h": host}, options=quick())

@@ -18,9 +18,9 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from checkpoints import assert_same_bits, random_tensor
 from jax.sharding import PartitionSpec as P
+from meshes import place
 from saved_files import assert_saved
 from saving import full_disk, opened, run_alone
-from states import place
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.writing import host

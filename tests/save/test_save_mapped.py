@@ -10,46 +10,20 @@ import safetensors.numpy
 from checkpoints import assert_same_bits, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from mapped_llama import BF16, SPECS, abstract, path, tensors
+from mapped_llama import saved_mapping as mapping
 from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
+from meshes import any_sharding, mesh_of
 from multiprocess import run_processes
 from saved_files import CODES, PACKED_BITS, write_packed
-from test_load_mapped import BF16, HEAD_DIM, SPECS, path, sharded, tensors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS, ONE_A_BYTE
 from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 
 __all__ = ["path", "tensors"]  # fixtures
-
-
-def mapping():
-    layer = "model.layers.{i}."
-    q = osl.tensor(layer + "q_proj.weight").rearrange("(h d) e -> e h d", d=HEAD_DIM)
-    experts = osl.stack(osl.tensor(layer + "experts.{e}.down.weight").transpose(), over="e")
-    return osl.Mapping(
-        [
-            osl.rule("layers.q", osl.stack(q, over="i", axis=1)),
-            osl.rule("layers.experts", osl.stack(experts, over="i")),
-            osl.rule("layers.{i}.gate", osl.tensor(layer + "gate_up.weight").slice(1, 0, None, 2)),
-            osl.rule("layers.{i}.up", osl.tensor(layer + "gate_up.weight").slice(1, 1, None, 2)),
-            osl.rule("layers.{i}.norm", osl.tensor(layer + "norm.weight").cast("float32")),
-            osl.rule("norm", osl.tensor("model.norm.weight").scale(4.0, lossy_inverse=True)),
-            osl.rule("tied", None, tied_to="norm"),
-        ]
-    )
-
-
-def abstract(path, split, on=None):
-    mesh = on or Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
-    facts = osl.metadata(path, mapping=mapping())
-    return {
-        name: jax.ShapeDtypeStruct(
-            fact.shape, fact.dtype, sharding=NamedSharding(mesh, SPECS[split](len(fact.shape)))
-        )
-        for name, fact in facts.items()
-    }
 
 
 def read_all(folder):
@@ -88,7 +62,7 @@ def test_any_invertible_expression(tmp_path_factory, data):
     mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
     folder = tmp_path_factory.mktemp("mapped")
     value = np.asarray(case.array)
-    leaf = jax.device_put(value, sharded(data, value.shape)) if value.size else value
+    leaf = jax.device_put(value, any_sharding(data, value.shape)) if value.size else value
     try:
         osl.save(folder / "out", {"leaf": leaf}, mapping=mapping)
     except osl.MappingError:
@@ -110,7 +84,7 @@ def test_other_values_than_were_loaded(tmp_path_factory, data):
     except osl.MappingError:
         return  # a part of a tensor only, or shapes that the leaf does not tell
     folder = tmp_path_factory.mktemp("trained") / "out"
-    osl.save(folder, {"leaf": jax.device_put(value, sharded(data, shape))}, mapping=mapping)
+    osl.save(folder, {"leaf": jax.device_put(value, any_sharding(data, shape))}, mapping=mapping)
     found = read_all(folder)
     for name, expression in made.items():
         assert_same_bits(found[name], evaluate(expression, {"leaf": value}))
@@ -119,7 +93,7 @@ def test_other_values_than_were_loaded(tmp_path_factory, data):
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
 def test_of_repeated_elements_the_first_is_saved(tmp_path, spec):
     """Copies of key and value heads drift apart; a shard may hold none of the first ones."""
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = mesh_of(x=8)
     value = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     leaf = jax.device_put(value, NamedSharding(mesh, spec))
     rules = [osl.rule("kv", osl.tensor("kv").repeat(0, 4).repeat(1, 2))]
@@ -319,11 +293,10 @@ DTYPED = """
 from jax.sharding import Mesh
 import numpy as np
 import orbax_safetensors_layout as osl
-from test_save_mapped import abstract, mapping
+from mapped_llama import abstract, saved_mapping as mapping
 
 def main(path, target):
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-    tree = osl.load(path, abstract(path, "both", mesh), mapping=mapping())
+    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
     osl.save(target, tree, mapping=mapping(), options=osl.WriteOptions(dtype="bfloat16"))
 """
 
@@ -385,11 +358,10 @@ SOURCE = """
 import numpy as np
 from jax.sharding import Mesh
 import orbax_safetensors_layout as osl
-from test_save_mapped import abstract, mapping
+from mapped_llama import abstract, saved_mapping as mapping
 
 def main(path, target, split):
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-    tree = osl.load(path, abstract(path, split, mesh), mapping=mapping())
+    tree = osl.load(path, abstract(path, split), mapping=mapping())
     options = osl.WriteOptions(max_file_bytes=40_000)
     osl.save(target, tree, mapping=mapping(), options=options)
     return osl.plan_save(tree, mapping=mapping(), options=options).cost().written_bytes

@@ -21,6 +21,7 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
+from meshes import mesh_of
 
 from orbax_safetensors_layout.format.manifest import (
     UNCONSTRAINED,
@@ -41,12 +42,6 @@ P = PartitionSpec
 DEVICES = jax.devices()
 
 
-def mesh_of(sizes: tuple[int, ...], names: Any, order: Any = None, **options: Any) -> Mesh:
-    count = int(np.prod(sizes))
-    devices = np.array(DEVICES if order is None else [DEVICES[i] for i in order])
-    return Mesh(devices[:count].reshape(sizes), names, **options)
-
-
 def recorded(sharding: Sharding) -> ShardingRecord:
     """The record of a sharding, after a trip through the side file's bytes."""
     table = ShardingTable()
@@ -62,7 +57,8 @@ def named_shardings(draw: Any) -> NamedSharding:
     sizes = draw(st.sampled_from([(8,), (4, 2), (2, 2, 2), (1, 3), (2,), (1,), ()]))
     names = ("x", "y", "a b")[: len(sizes)]
     kinds = draw(st.tuples(*[st.sampled_from([AxisType.Auto, AxisType.Explicit])] * len(sizes)))
-    mesh = mesh_of(sizes, names, draw(st.permutations(range(8))), axis_types=kinds)
+    devices = draw(st.permutations(DEVICES))
+    mesh = mesh_of(devices, **dict(zip(names, sizes, strict=True)), axis_types=kinds)
     cuts = sorted(draw(st.lists(st.integers(0, len(names)), max_size=3)))
     groups = [names[a:b] for a, b in itertools.pairwise([0, *cuts])]
     spec = [group if len(group) > 1 else (group or (None,))[0] for group in groups]
@@ -90,7 +86,7 @@ def test_single_devices_come_back_equal(memory_kind: str | None) -> None:
 
 
 def test_record_of_a_named_sharding() -> None:
-    mesh = mesh_of((2, 3), ("data", "model"), [7, 6, 5, 4, 3, 2])
+    mesh = mesh_of(DEVICES[:1:-1], data=2, model=3)
     spec = P(("data", "model"), None, P.UNCONSTRAINED)
     assert recorded(NamedSharding(mesh, spec)) == NamedRecord(
         MeshRecord(("data", "model"), (2, 3), ("auto", "auto"), (7, 6, 5, 4, 3, 2)),
@@ -100,7 +96,7 @@ def test_record_of_a_named_sharding() -> None:
 
 
 def test_shardings_of_arrays_come_back() -> None:
-    sharding = NamedSharding(mesh_of((4, 2), ("x", "y")), P("y", "x"))
+    sharding = NamedSharding(mesh_of(x=4, y=2), P("y", "x"))
     for array in (jax.device_put(jnp.ones((8, 8)), sharding), jnp.ones(3), jnp.float32(1)):
         assert decode_sharding(recorded(array.sharding)) == array.sharding
         placed = jax.device_put(np.asarray(array), decode_sharding(recorded(array.sharding)))
@@ -109,17 +105,17 @@ def test_shardings_of_arrays_come_back() -> None:
 
 def test_the_default_memory_is_recorded_by_no_name() -> None:
     kind = DEVICES[0].default_memory().kind
-    found = recorded(NamedSharding(mesh_of((8,), ("x",)), P(), memory_kind=kind))
+    found = recorded(NamedSharding(mesh_of(x=8), P(), memory_kind=kind))
     assert found.memory_kind is None
 
 
 def test_equal_shardings_are_recorded_once() -> None:
     table = ShardingTable()
-    mesh = mesh_of((4, 2), ("x", "y"))
+    mesh = mesh_of(x=4, y=2)
     shardings = [
         NamedSharding(mesh, P("x")),
         SingleDeviceSharding(DEVICES[0]),
-        NamedSharding(mesh_of((4, 2), ("x", "y")), P("x")),
+        NamedSharding(mesh_of(x=4, y=2), P("x")),
         NamedSharding(mesh, P("y")),
         NamedSharding(mesh, P("x"), memory_kind="pinned_host"),
         SingleDeviceSharding(DEVICES[0]),
@@ -139,10 +135,8 @@ class Name:
     "sharding",
     [
         NamedSharding(AbstractMesh((8,), ("x",)), P("x")),
-        NamedSharding(mesh_of((8,), (Name(1),)), P(Name(1))),
-        NamedSharding(
-            mesh_of((8,), ("x",), axis_types=(AxisType.Explicit,)), P(None, unreduced={"x"})
-        ),
+        NamedSharding(Mesh(np.array(DEVICES), (Name(1),)), P(Name(1))),
+        NamedSharding(mesh_of(x=8, axis_types=(AxisType.Explicit,)), P(None, unreduced={"x"})),
     ],
     ids=["abstract", "odd names", "unreduced"],
 )
@@ -158,7 +152,7 @@ def test_devices_of_another_backend_are_not_recorded(monkeypatch: pytest.MonkeyP
     table = ShardingTable()
     assert encode_sharding(SingleDeviceSharding(DEVICES[1]), table) == 0
     assert encode_sharding(SingleDeviceSharding(DEVICES[2]), table) is None
-    assert encode_sharding(NamedSharding(mesh_of((8,), ("x",)), P("x")), table) is None
+    assert encode_sharding(NamedSharding(mesh_of(DEVICES, x=8), P("x")), table) is None
 
 
 MESH = MeshRecord(("x",), (2,), ("auto",), (0, 1))
@@ -179,7 +173,7 @@ def test_what_this_process_does_not_allow_is_not_restored(stored: ShardingRecord
 
 
 def test_thousands_of_arrays_share_a_few_records() -> None:
-    mesh = mesh_of((4, 2), ("x", "y"))
+    mesh = mesh_of(x=4, y=2)
     shardings = [NamedSharding(mesh, P(*spec)) for spec in itertools.product("xy", [None])] * 30_000
     table = ShardingTable()
     assert {encode_sharding(sharding, table) for sharding in shardings} == {0, 1}

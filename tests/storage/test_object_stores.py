@@ -19,8 +19,9 @@ import obstore
 import pytest
 from checkpoints import assert_same_bits, llama_like, save
 from faults import Fault
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from multiprocess import run_processes
 from object_server import BUCKET
 from remote_checks import shown
@@ -63,7 +64,7 @@ def unstamped(data):
 
 
 def sharded(tensors, spec):
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    mesh = mesh_of(x=4, y=2)
     return {
         name: jax.ShapeDtypeStruct(
             value.shape,

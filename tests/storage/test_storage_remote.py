@@ -23,8 +23,9 @@ import jax
 import numpy as np
 import pytest
 from http_server import Reply, Server, file_server, serve_range
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import abstract_of, mesh_of
 from multiprocess import run_processes
 from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, shown
 
@@ -60,15 +61,8 @@ def files(folder):
 
 
 def abstract(spec):
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    return {
-        name: jax.ShapeDtypeStruct(
-            values.shape,
-            values.dtype,
-            sharding=NamedSharding(mesh, spec if values.ndim == 2 else P()),
-        )
-        for name, values in TENSORS.items()
-    }
+    mesh = mesh_of(x=4, y=2)
+    return abstract_of(TENSORS, lambda v: NamedSharding(mesh, spec if v.ndim == 2 else P()))
 
 
 def planned(path, tree=None, **kwargs):

@@ -15,6 +15,7 @@ from orbax_safetensors_layout.format.pieces import piece_name
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, WritePlan, plan_writes
+from orbax_safetensors_layout.reading.read import read_leaves
 from orbax_safetensors_layout.sharding.addressable import GlobalShards
 
 DATA_ALIGNMENT = 4096
@@ -199,3 +200,16 @@ def _check_pieces(plans: Sequence[WritePlan], numbers: set[int], options: WriteO
         assert not parts
         assert position == plan.pieces.layout.size
         assert name == plan.pieces.name
+
+
+def read_all(plan, storage):
+    """Execute a read plan; return what is delivered, by leaf and box."""
+    values: dict[tuple[int, int], np.ndarray] = {}
+
+    def deliver(number, boxes, parts):
+        for box, part in zip(boxes, parts, strict=True):
+            assert (number, box) not in values, "delivered once"
+            values[number, box] = part.copy()
+
+    read_leaves(plan, storage, deliver=deliver, convert=lambda n, v: v)
+    return values

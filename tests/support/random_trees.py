@@ -1,4 +1,4 @@
-"""Hypothesis strategies of trees to save: any dtype, shape and sharding, every bit random."""
+"""Hypothesis strategies of what to save or load: any dtype, shape, sharding; random bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import ml_dtypes
 import numpy as np
 from checkpoints import random_tensor
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import mesh_of, place
+
+import orbax_safetensors_layout as osl
 
 P = PartitionSpec
 F4 = np.dtype(ml_dtypes.float4_e2m1fn)
@@ -27,18 +30,11 @@ HOST_DTYPES = [
 ]
 BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
 MESHES = [
-    ({"a": 8}, 0),
-    ({"a": 4, "b": 2}, 0),
-    ({"a": 2, "b": 2, "c": 2}, 0),
-    ({"a": 2, "b": 2}, 3),
+    {"a": 8},
+    {"a": 4, "b": 2},
+    {"a": 2, "b": 2, "c": 2},
+    {"a": 1, "b": 8},
 ]
-
-
-def mesh_of(axes: dict[str, int], first: int = 0) -> Mesh:
-    """A mesh of the devices from `first` on: not always all of them."""
-    count = math.prod(axes.values())
-    devices = np.array(jax.devices()[first : first + count])
-    return Mesh(devices.reshape(list(axes.values())), tuple(axes))
 
 
 def random_bits(shape, dtype, seed=0):
@@ -49,11 +45,6 @@ def random_bits(shape, dtype, seed=0):
         return random_tensor(shape, dtype, seed)
     raw = np.asarray(random_tensor(shape, np.dtype("u1"), seed) & (1 << bits) - 1)
     return raw.view(dtype)
-
-
-def place(value, mesh, spec):
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 @st.composite
@@ -68,13 +59,13 @@ def specs(draw, axes, rank):
 
 @st.composite
 def sharded_leaves(draw, seed):
-    axes, first = draw(st.sampled_from(MESHES))
+    axes, first = draw(st.sampled_from([*((axes, 0) for axes in MESHES), ({"a": 2, "b": 2}, 3)]))
     rank = draw(st.integers(0, 4))
     spec = draw(specs(axes, rank))
     ways = [math.prod(axes[n] for n in (part or ())) for part in spec]
     shape = tuple(w * draw(st.integers(0 if w == 1 else 1, 5)) for w in ways)
     value = random_bits(shape, draw(st.sampled_from(PLAIN_DTYPES)), seed)
-    return value, place(value, mesh_of(axes, first), spec)
+    return value, place(value, spec, mesh_of(jax.devices()[first:], **axes))
 
 
 @st.composite
@@ -106,3 +97,27 @@ def trees(draw):
         into = tree.setdefault(folder, {}) if folder else tree
         into[last] = leaf
     return tree, expected
+
+
+@st.composite
+def sharded_tensors(draw):
+    """Tensors, abstract leaves for them on any mesh, a number of files and read options."""
+    axes = draw(st.sampled_from(MESHES))
+    mesh = mesh_of(**axes)
+    tensors, abstract = {}, {}
+    for number in range(draw(st.integers(1, 4))):
+        rank = draw(st.integers(0, 4))
+        spec = draw(specs(axes, rank))
+        ways = [math.prod(axes[n] for n in (p or ())) for p in spec]
+        shape = tuple(w * draw(st.integers(0 if w == 1 else 1, 5)) for w in ways)
+        dtype = draw(st.sampled_from(PLAIN_DTYPES[:13]))
+        name = f"t{number}"
+        tensors[name] = random_tensor(shape, dtype, number)
+        sharding = NamedSharding(mesh, spec)
+        abstract[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    options = osl.ReadOptions(
+        request_bytes=draw(st.sampled_from([None, 7, 64, 1000])),
+        latency_seconds={"local": draw(st.sampled_from([0.0, 1e-8, 2e-6]))},
+        mmap=draw(st.booleans()),
+    )
+    return tensors, abstract, draw(st.integers(1, 3)), options

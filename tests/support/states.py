@@ -12,19 +12,10 @@ import ml_dtypes
 import numpy as np
 import optax
 from checkpoints import assert_same_bits, random_tensor
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import place
 
 Point = collections.namedtuple("Point", ["x", "y"])
-
-
-def mesh(*shape, names=("x", "y", "z")):
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, names[: len(shape)])
-
-
-def place(value, spec, on=None):
-    return jax.device_put(value, NamedSharding(on or mesh(4, 2), spec))
 
 
 def same(found, expected):
