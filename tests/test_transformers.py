@@ -26,7 +26,7 @@ import pytest
 import safetensors
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
-from multiprocess import run_processes
+from programs import run_processes
 
 import orbax_safetensors_layout as osl
 

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from meshes import abstract_of, place
-from multiprocess import run_processes
+from programs import run_processes
 from saving import opened
 from states import same
 

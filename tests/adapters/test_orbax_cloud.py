@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import backends
 import pytest
-from multiprocess import run_processes
+from programs import run_processes
 
 for library in ("gcsfs", "s3fs"):
     pytest.importorskip(library, reason="epath needs it for buckets")

@@ -1,7 +1,7 @@
 """Orbax can not make a folder of a step: all processes fail at once, with the cause."""
 
 import pytest
-from multiprocess import run_processes
+from programs import run_processes
 
 SOURCE = """
     import errno, os, time

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
-from multiprocess import run_processes
+from programs import run_processes
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader

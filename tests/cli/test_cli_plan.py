@@ -13,7 +13,7 @@ from checkpoints import llama_like, save
 from command_line import run
 from hypothesis import given
 from hypothesis import strategies as st
-from multiprocess import run_processes
+from programs import run_processes
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.cluster_estimate import estimate

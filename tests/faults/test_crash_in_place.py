@@ -8,7 +8,7 @@ import signal
 
 import numpy as np
 import pytest
-from forks import ForkServer
+from programs import ForkServer
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forks import ForkServer
+from programs import ForkServer
 from saved_files import raw_tensors
 
 SOURCE = """

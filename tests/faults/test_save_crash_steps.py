@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import values_of
-from forks import Ended, ForkServer
-from multiprocess import free_port
+from programs import Ended, ForkServer, free_port
 from saving import opened, run_alone
 
 SOURCE = """
@@ -334,7 +333,7 @@ def test_a_full_disk(server, tmp_path, api, processes):
 
 SMALL_DISK = """
 import json, sys
-from multiprocess import run_processes
+from programs import run_processes
 
 SOURCE = '''
 import numpy as np, os

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mapped_llama import BF16, HEAD_DIM, HEADS, LAYERS, RULES, SPECS, WIDTH, path, tensors
 from mapping_expressions import ALL_OPS, cases
 from meshes import any_sharding, mesh_of
-from multiprocess import run_processes
+from programs import run_processes
 from recording import recording
 
 import orbax_safetensors_layout as osl

@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import random_tensor, save
-from multiprocess import run_processes
+from programs import run_processes
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl

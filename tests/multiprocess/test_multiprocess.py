@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checkpoints import llama_like, save
-from multiprocess import run_processes
+from programs import run_processes
 
 LOAD = """
 def main(path, api, options):

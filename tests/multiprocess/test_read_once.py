@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import llama_like, random_tensor, save
-from multiprocess import run_processes
+from programs import run_processes
 
 PROMPT_SECONDS = 60  # far below the time-outs, far above what a busy machine needs
 
@@ -199,7 +199,7 @@ def main(path, guilty, where):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from recording import recording
     import orbax_safetensors_layout as osl
-    from orbax_safetensors_layout.reading import replica_exchange
+    from orbax_safetensors_layout.reading.all_gather import SendBuffer
     from orbax_safetensors_layout.storage.local import LocalStorage
     from orbax_safetensors_layout.runtime import heartbeat
 
@@ -223,7 +223,7 @@ def main(path, guilty, where):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(5, "the disk is gone")
 
-    gather = replica_exchange.Slots.gather
+    gather = SendBuffer.gather
 
     def gather_or_die(slots, process):
         seen.append(slots)
@@ -245,7 +245,7 @@ def main(path, guilty, where):
                 raise OSError(5, "the disk is gone")
 
     if where == "gather" and mine:
-        replica_exchange.Slots.gather = gather_or_die
+        SendBuffer.gather = gather_or_die
     options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16)
     started = time.monotonic()
     try:

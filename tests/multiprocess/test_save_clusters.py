@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from forks import ForkServer
-from multiprocess import free_port
+from programs import ForkServer, free_port
 
 SOURCE = """
 import gc, shutil

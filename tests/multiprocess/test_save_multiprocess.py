@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, random_tensor
-from multiprocess import run_processes
+from programs import run_processes
 
 from orbax_safetensors_layout.plan.writes import PIECES_FOLDER
 

@@ -2,7 +2,7 @@
 
 import pytest
 from checkpoints import assert_same_bits, llama_like
-from multiprocess import run_processes
+from programs import run_processes
 from saving import opened, tensor_files
 
 import orbax_safetensors_layout as osl

@@ -16,7 +16,7 @@ from mapped_llama import BF16, SPECS, abstract, path, tensors
 from mapped_llama import saved_mapping as mapping
 from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
 from meshes import any_sharding, mesh_of
-from multiprocess import run_processes
+from programs import run_processes
 from saved_files import CODES, PACKED_BITS, write_packed
 
 import orbax_safetensors_layout as osl

@@ -22,8 +22,8 @@ from faults import Fault
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
-from multiprocess import run_processes
 from object_server import BUCKET
+from programs import run_processes
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl

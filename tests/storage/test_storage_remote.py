@@ -26,7 +26,7 @@ from http_server import Reply, Server, file_server, serve_range
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import abstract_of, mesh_of
-from multiprocess import run_processes
+from programs import run_processes
 from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, shown
 
 import orbax_safetensors_layout as osl
