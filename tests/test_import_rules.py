@@ -60,6 +60,7 @@ OUTSIDE = frozenset(sys.stdlib_module_names) | {
     "fsspec",
     "huggingface_hub",
     "obstore",
+    "urllib3",
 }
 
 # These work on a machine without an accelerator stack, or before one is set up.

@@ -1,8 +1,8 @@
-"""HTTP/1.1 with kept connections; bodies are received straight into the caller's memory.
+"""HTTP/1.1 through urllib3, with bodies received straight into the caller's memory.
 
-On the standard library's client, by measurement: see docs/remote.md. Redirects are the caller's
-business. Every byte of an answer, its status line, interim answers, headers, body and trailers,
-is received by one reader with a deadline, which only bytes of the body extend.
+urllib3 keeps the connections, and knows TLS and proxies; redirects are the caller's business. It
+limits the time of each read, not of an answer, so every byte of one, its status line, interim
+answers, headers, body and trailers, is received by a reader whose deadline only the body extends.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import base64
 import contextlib
 import http.client
 import io
+import logging
 import socket
 import ssl
 import threading
 import time
 import urllib.parse
 import urllib.request
+import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
+
+from urllib3 import HTTPConnectionPool, PoolManager, ProxyManager, Timeout
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
+from urllib3.util import parse_url
 
 from orbax_safetensors_layout.errors import Sent
 from orbax_safetensors_layout.options import KIB
@@ -29,22 +36,12 @@ _CONNECT_SECONDS = 20.0
 _SLOWEST_BYTES_PER_SECOND = 16 * KIB  # a longer body may take longer, but not come slower
 _MOST_DISCARDED_BYTES = 64 * KIB
 _LONGEST_DISCARD_SECONDS = 1.0
-_UNQUOTED = "%/:@!$&'()*+,;=~"
+_MOST_IDLE = 1_000  # connections to one origin; urllib3 warns of each one more
+_AS_IT_COMES: dict[str, Any] = dict.fromkeys(
+    ("redirect", "assert_same_host", "preload_content"), False
+)
 _STALE = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError)
 """How a kept connection fails that the server has closed meanwhile."""
-
-
-def quoted(parts: urllib.parse.SplitResult) -> urllib.parse.SplitResult:
-    """A URL with all quoted that may not stand in it; what is quoted already stays as it is.
-
-    Example:
-        >>> quoted(urllib.parse.urlsplit("https://host/a b%2F?sig=ü+")).geturl()
-        'https://host/a%20b%2F?sig=%C3%BC+'
-    """
-    return parts._replace(
-        path=urllib.parse.quote(parts.path, _UNQUOTED),
-        query=urllib.parse.quote(parts.query, f"{_UNQUOTED}?"),
-    )
 
 
 class HttpHeaders(Protocol):
@@ -60,7 +57,7 @@ class Origin(NamedTuple):
 
     Attributes:
         scheme: `http` or `https`.
-        host: The host's name or address, without brackets.
+        host: The host's name, in ASCII, or its address without brackets.
         port: The port.
     """
 
@@ -70,7 +67,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> Origin:
-        """The origin of a URL.
+        """Returns the origin of a URL.
 
         Raises:
             ValueError: It is no `http` or `https` URL, or no name that a host can have.
@@ -82,9 +79,8 @@ class Origin(NamedTuple):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("not an http or https URL")
-        parts.hostname.encode("idna")
         default = 443 if parts.scheme == "https" else 80
-        return cls(parts.scheme, parts.hostname, parts.port or default)
+        return cls(parts.scheme, parts.hostname.encode("idna").decode(), parts.port or default)
 
     @property
     def is_loopback(self) -> bool:
@@ -124,35 +120,18 @@ class _DeadlineReader(io.RawIOBase):
         super().close()
 
 
-class _Response(http.client.HTTPResponse):
-    """A response that is received by a deadline."""
-
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.reader = _DeadlineReader(self.fp.detach(), sock)
-        self.fp = io.BufferedReader(self.reader)
-
-
-class Answer:
-    """A response whose body is still to be read.
+class Answer(http.client.HTTPResponse):
+    """A response that is received by a deadline, and whose body is still to be read.
 
     Attributes:
-        status: The HTTP status.
-        headers: Its headers; names in any case.
         received: Bytes of the body that `read_into` has put in place, also when it fails.
     """
 
-    def __init__(self, response: _Response) -> None:
-        self.status = response.status
-        self.headers = response.headers
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self._reader = _DeadlineReader(self.fp.detach(), sock)
+        self.fp = io.BufferedReader(self._reader)
         self.received = 0
-        self._response = response
-
-    @property
-    def length(self) -> int | None:
-        """Bytes of the whole body; None if the server did not tell."""
-        length = self._response.length
-        return None if length is None else length + self.received
 
     def read_into(self, view: Buffer) -> None:
         """Fills `view` from the body.
@@ -161,19 +140,19 @@ class Answer:
             OSError: The connection broke, or is too slow.
             http.client.IncompleteRead: The body ended before.
         """
-        response, done = self._response, 0
+        done = 0
         while done < len(view):
-            if response.chunked:
-                got = response.readinto(view[done : done + 64 * KIB])
-            else:  # its own `readinto` waits until all is there: what comes could not be counted
-                got = response.fp.readinto1(view[done:])
-                if response.length is not None:
-                    response.length -= got
+            if self.chunked:
+                got = self.readinto(view[done : done + 64 * KIB])
+            else:  # `readinto` waits until all is there, so that what comes could not be counted
+                got = self.fp.readinto1(view[done:])
+                if self.length is not None:
+                    self.length -= got
             if not got:
                 raise http.client.IncompleteRead(b"", len(view) - done)
             done += got
             self.received += got
-            response.reader.deadline += got / _SLOWEST_BYTES_PER_SECOND
+            self._reader.deadline += got / _SLOWEST_BYTES_PER_SECOND
 
     def check_ended(self) -> None:
         """Checks that a body of unknown length has no more bytes: its chunks were read rightly.
@@ -182,21 +161,41 @@ class Answer:
             OSError: The connection broke, or is too slow.
             http.client.HTTPException: There are more, or the chunks are malformed.
         """
-        if self._response.length is None and self._response.read(1):
+        if self.length is None and self.read(1):
             raise http.client.HTTPException("the body is longer than it should be")
 
     def discard(self) -> bool:
         """Reads what is left of the body if that is little and comes soon; whether it was all."""
-        response = self._response
-        if response.isclosed() or response.length == 0:
+        if self.isclosed() or self.length == 0:
             return True
-        if response.length is not None and response.length > _MOST_DISCARDED_BYTES:
+        if self.length is not None and self.length > _MOST_DISCARDED_BYTES:
             return False
-        reader = response.reader
-        reader.deadline = min(reader.deadline, time.monotonic() + _LONGEST_DISCARD_SECONDS)
+        soon = time.monotonic() + _LONGEST_DISCARD_SECONDS
+        self._reader.deadline = min(self._reader.deadline, soon)
         with contextlib.suppress(OSError, http.client.HTTPException):
-            return len(response.read(_MOST_DISCARDED_BYTES)) < _MOST_DISCARDED_BYTES
+            return len(self.read(_MOST_DISCARDED_BYTES)) < _MOST_DISCARDED_BYTES
         return False
+
+
+class _HttpConnection(HTTPConnection):
+    response_class = Answer
+
+    def connect(self) -> None:
+        _thread.has_connected = True
+        _thread.connections.track(self)
+        super().connect()
+        _thread.connections.track(self)  # `interrupt` did not see this socket
+
+
+class _HttpsConnection(_HttpConnection, HTTPSConnection):
+    pass
+
+
+_thread = threading.local()
+"""The `connections` that ask in this thread; whether the request `has_connected`."""
+
+for _name in ("urllib3.connection", "urllib3.connectionpool"):  # their records show whole URLs
+    logging.getLogger(_name).addFilter(lambda _: getattr(_thread, "connections", None) is None)
 
 
 class Connections:
@@ -215,39 +214,35 @@ class Connections:
 
     def __init__(self, seconds: float) -> None:
         self.sent = Sent()
-        self._seconds = seconds
+        self._timeout = Timeout(connect=min(seconds, _CONNECT_SECONDS), read=seconds)
         self._lock = threading.Lock()
-        self._idle: dict[Origin, list[http.client.HTTPConnection]] = {}
-        self._busy: set[http.client.HTTPConnection] = set()
-        self._proxies: dict[Origin, urllib.parse.SplitResult | None] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._pools: dict[Origin, HTTPConnectionPool] = {}
+        self._tracked: weakref.WeakSet[_HttpConnection] = weakref.WeakSet()
         self._stopped = False
 
     @contextlib.contextmanager
     def get(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
-        """A GET request; the block reads the body. Leaving much of it costs the connection.
+        """Sends a GET request; the block reads the body. Leaving much of it costs the connection.
 
         Raises:
-            OSError: The server can not be reached, or the connection broke.
+            OSError: The server cannot be reached, or the connection broke.
             http.client.HTTPException: What came back is no HTTP.
         """
-        origin = Origin.of(url)
-        self.sent.add(url, headers)
-        connection, response = self._send(origin, url, headers)
-        kept = False
+        response = self._send(Origin.of(url), url, headers)
+        answer: Answer = response._original_response
+        is_kept = False
         try:
-            answer = Answer(response)
             yield answer
-            kept = answer.discard() and not response.will_close
+            is_kept = answer.discard() and not answer.will_close
         finally:
-            response.close()
-            self._give(origin, connection, kept)
+            answer.close()
+            response.release_conn() if is_kept else response.close()
 
     def interrupt(self) -> None:
         """Breaks off all requests, and refuses others from now on."""
         with self._lock:
             self._stopped = True
-            for connection in self._busy:
+            for connection in self._tracked:
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):  # not connected any more
                         # A TLS socket's own `shutdown` is not for another thread.
@@ -256,80 +251,74 @@ class Connections:
     def close(self) -> None:
         """Closes all connections."""
         self.interrupt()
-        with self._lock:
-            idle = [connection for found in self._idle.values() for connection in found]
-            self._idle.clear()
-        for connection in idle:
-            connection.close()
+        for pool in self._pools.values():
+            pool.close()
 
-    def _send(
-        self, origin: Origin, url: str, headers: Mapping[str, str]
-    ) -> tuple[http.client.HTTPConnection, _Response]:
-        parts = urllib.parse.urlsplit(url)
-        target = parts._replace(scheme="", netloc="", fragment="", path=parts.path or "/")
-        while True:
-            connection, was_kept = self._take(origin)
-            proxy = self._proxies[origin]
-            try:
-                if connection.sock is None:
-                    connection.connect()
-                    if self._stopped:  # `interrupt` did not see this socket
-                        raise ConnectionAbortedError("the request was cancelled")
-                if connection.sock is not None:
-                    connection.sock.settimeout(self._seconds)
-                if proxy is not None and origin.scheme == "http":
-                    whole = target._replace(scheme="http", netloc=_netloc(origin)).geturl()
-                    connection.request("GET", whole, headers={**headers, **_login(proxy)})
-                else:
-                    connection.request("GET", target.geturl(), headers=dict(headers))
-                return connection, cast(_Response, connection.getresponse())
-            except BaseException as error:
-                self._give(origin, connection, kept=False)
-                if not was_kept or self._stopped or not isinstance(error, _STALE):
-                    raise
+    def track(self, connection: _HttpConnection) -> None:
+        """Adds a connection to those that `interrupt` breaks off.
 
-    def _take(self, origin: Origin) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it has served before."""
+        Raises:
+            ConnectionAbortedError: It was called already.
+        """
         with self._lock:
             if self._stopped:
                 raise ConnectionAbortedError("the request was cancelled")
-            idle = self._idle.get(origin)
-            connection = idle.pop() if idle else self._new(origin)
-            self._busy.add(connection)
-            return connection, connection.sock is not None
+            self._tracked.add(connection)
 
-    def _give(self, origin: Origin, connection: http.client.HTTPConnection, kept: bool) -> None:
+    def _send(self, origin: Origin, url: str, headers: Mapping[str, str]) -> Any:
+        """Returns urllib3's response; on a new connection where the server has closed kept ones."""
+        self.sent.add(url, headers)
+        parts = urllib.parse.urlsplit(url)._replace(netloc=_netloc(origin), fragment="")
+        _thread.connections = self
+        try:
+            while True:
+                _thread.has_connected = False
+                try:
+                    pool = self._pool(origin)
+                    whole = parse_url(parts.geturl())  # quotes what must be
+                    self.sent.add(whole.url, headers)
+                    is_forwarded = pool.proxy is not None and origin.scheme == "http"
+                    target = whole.url if is_forwarded else whole.request_uri
+                    return pool.urlopen("GET", target, headers=dict(headers), **_AS_IT_COMES)
+                except HTTPError as error:
+                    cause = _cause(error)
+                    if _thread.has_connected or not isinstance(cause, _STALE):
+                        raise cause from None
+        finally:
+            _thread.connections = None
+
+    def _pool(self, origin: Origin) -> HTTPConnectionPool:
         with self._lock:
-            self._busy.discard(connection)
-            if kept and not self._stopped:
-                self._idle.setdefault(origin, []).append(connection)
-                return
-        connection.close()
+            if origin not in self._pools:
+                proxy = _proxy(origin)
+                options: dict[str, Any] = {"timeout": self._timeout, "retries": False}
+                options["maxsize"] = _MOST_IDLE
+                if origin.scheme == "https":
+                    options["ssl_context"] = ssl.create_default_context()
+                manager = PoolManager(**options)
+                if proxy is not None:
+                    self.sent.add(proxy.geturl(), _login(proxy))
+                    address = proxy._replace(netloc=proxy.netloc.rpartition("@")[2]).geturl()
+                    manager = ProxyManager(address, proxy_headers=_login(proxy), **options)
+                pool = manager.connection_from_host(origin.host, origin.port, origin.scheme)
+                is_tls = pool.scheme == "https"
+                pool.ConnectionCls = _HttpsConnection if is_tls else _HttpConnection
+                self._pools[origin] = pool
+            return self._pools[origin]
 
-    def _new(self, origin: Origin) -> http.client.HTTPConnection:
-        if origin not in self._proxies:
-            self._proxies[origin] = _proxy(origin)
-        proxy = self._proxies[origin]
-        seconds = min(self._seconds, _CONNECT_SECONDS)
-        host, port = origin.host, origin.port
-        if proxy is not None:
-            host, port = proxy.hostname or "", proxy.port or 80
-        if proxy is not None:
-            self.sent.add(proxy.geturl(), _login(proxy))
-        connection: http.client.HTTPConnection
-        if origin.scheme == "http":
-            connection = http.client.HTTPConnection(host, port, timeout=seconds)
-        else:
-            self._tls = self._tls or ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._tls)
-            if proxy is not None:
-                connection.set_tunnel(origin.host, origin.port, _login(proxy))
-        connection.response_class = _Response
-        return connection
+
+def _cause(error: HTTPError) -> Exception:
+    """Returns the standard library's error below one of urllib3, whose text repeats the answer."""
+    cause: object = error
+    while isinstance(cause, HTTPError):
+        cause = cause.__cause__ or next(reversed(cause.args), None)
+    if isinstance(cause, Exception):
+        return cause
+    return http.client.HTTPException(type(error).__name__)
 
 
 def _proxy(origin: Origin) -> urllib.parse.SplitResult | None:
-    """The proxy that the environment sets for an origin."""
+    """Returns the proxy that the environment sets for an origin."""
     proxy = urllib.request.getproxies().get(origin.scheme)
     if not proxy or origin.is_loopback or urllib.request.proxy_bypass(_netloc(origin)):
         return None
@@ -337,13 +326,13 @@ def _proxy(origin: Origin) -> urllib.parse.SplitResult | None:
 
 
 def _login(parts: urllib.parse.SplitResult) -> dict[str, str]:
-    """The header that tells a proxy the user and the password of its URL."""
+    """Returns the header that tells a proxy the user and the password of its URL."""
     login = basic_login(parts)
     return {} if login is None else {"Proxy-Authorization": login}
 
 
 def basic_login(parts: urllib.parse.SplitResult) -> str | None:
-    """The value of an `Authorization` header for the user and the password of a URL."""
+    """Returns the `Authorization` header for the user and the password of a URL, None without."""
     if parts.username is None:
         return None
     user, password = (urllib.parse.unquote(text or "") for text in (parts.username, parts.password))

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.options import KIB, MIB
 
 from .base import FIRST_READ_BYTES, Buffer
 from .buffers import scatter, skip
-from .http import Answer, Connections, HttpHeaders, Origin, quoted
+from .http import Answer, Connections, HttpHeaders, Origin
 from .retry import (
     Failure,
     http_date,
@@ -194,8 +194,7 @@ class RemoteFile:
     def _redirected(self, target: _Target, answer: Answer) -> _Target:
         location = (answer.headers.get("Location") or "").encode("latin-1").decode(errors="replace")
         try:
-            joined = urllib.parse.urlsplit(urllib.parse.urljoin(target.url, location))
-            url = quoted(joined).geturl()
+            url = urllib.parse.urljoin(target.url, location)
             origin, before = Origin.of(url), Origin.of(target.url)
         except ValueError:
             raise _failure("a redirect to no place", transient=False) from None

@@ -10,7 +10,6 @@ from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import Storage
 from .local import LocalStorage
-from .web import WebStorage
 
 CLOUDS = ("gs", "s3", "az")
 """Schemes of object stores."""
@@ -45,6 +44,8 @@ def open_storage(
     if scheme == "hf":
         return _open_hub(text, retries), text
     if scheme in ("http", "https"):
+        from .web import WebStorage  # its HTTP client takes time to import
+
         web = WebStorage(text, retries)
         return web, web.path
     raise StorageError(

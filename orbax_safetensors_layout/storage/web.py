@@ -10,7 +10,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageErro
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import join
-from .http import HttpHeaders, Origin, basic_login, quoted
+from .http import HttpHeaders, Origin, basic_login
 from .remote import RemoteStorage
 from .remote_file import AccessDenied, Place
 
@@ -104,7 +104,7 @@ class WebStorage(RemoteStorage):
         return True
 
     def _place(self, file: str) -> Place:
-        url = quoted(urllib.parse.urlsplit(file)._replace(query=self._query))
+        url = urllib.parse.urlsplit(file)._replace(query=self._query)
         return Place(url.geturl(), self._headers, hint=_hint)
 
 

@@ -196,6 +196,22 @@ def test_a_header_with_an_absurd_value(server, header, status):
     check(ended(lambda: osl.load(path_of(server), options=OPTIONS)))
 
 
+def test_a_server_that_closes_kept_connections_without_a_word(server):
+    """Each connection serves one request; the next one is repeated on a new one, as no attempt."""
+    connection = threading.local()
+
+    class Closes:
+        def answer(self, asked: bytes, head: list[bytes], body: bytes):
+            if hasattr(connection, "has_served"):
+                raise ConnectionAbortedError
+            connection.has_served = True
+            yield b"\r\n".join([*head, b"", b""]) + body
+
+    server.lies = Closes()
+    options = osl.ReadOptions(retries=osl.RetryPolicy(attempts=1), request_bytes=16_000)
+    assert check(ended(lambda: osl.load(path_of(server), options=options))) == "equal"
+
+
 def test_a_chunked_body_with_more_bytes_than_its_range(server):
     """A size that covers the next chunk's: all bytes that were asked for come, and are wrong."""
 

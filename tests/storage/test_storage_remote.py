@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import http.client
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
+import urllib3.connection
 from http_server import Reply, Server, file_server, serve_range
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -385,9 +386,9 @@ def test_a_request_that_connects_while_all_are_broken_off_is_broken_off_too(monk
     def connect(connection):
         connecting.set()
         assert interrupted.wait(60)
+        connection.sock = unittest.mock.Mock(sendall=lambda _: pytest.fail("sent"))
 
-    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
-    monkeypatch.setattr(http.client.HTTPConnection, "request", lambda *_, **__: pytest.fail("sent"))
+    monkeypatch.setattr(urllib3.connection.HTTPConnection, "connect", connect)
     storage, path = open_storage("http://127.0.0.1:9/model.safetensors", retries=ONCE)
     with storage, ThreadPoolExecutor(1) as pool:
         found = pool.submit(storage.size, path)
