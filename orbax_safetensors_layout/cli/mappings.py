@@ -53,7 +53,7 @@ def python_object(text: str) -> Any:
 
     Raises:
         UsageError: It names nothing.
-        ImportError: The module can not be imported.
+        ImportError: The module cannot be imported.
     """
     module, _, name = text.partition(":")
     if not (module and name):

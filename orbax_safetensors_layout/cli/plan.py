@@ -103,7 +103,7 @@ def _run(parsed: argparse.Namespace, console: Output) -> int:
             "--plot draws loads of plain tensors, without --mapping, --abstract, --save"
         )
     if len({variant.save is None for variant in variants}) > 1:
-        raise UsageError("a load and a save can not be compared")
+        raise UsageError("a load and a save cannot be compared")
     found = [_forecast(variant) for variant in variants]
     labels = ["this", *parsed.compare]
     if parsed.json:

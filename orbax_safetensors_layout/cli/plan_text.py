@@ -117,7 +117,7 @@ def _rules(found: ClusterEstimate) -> str:
 
 
 def _misfits(found: ClusterEstimate, top: int) -> str:
-    """Tensors that can not be sharded as their rule says, those alike together."""
+    """Tensors that cannot be sharded as their rule says, those alike together."""
     families = name_families((one.name, (one.shape, one.reason)) for one in found.misfits)
     lines = [f"{pattern} {list(shape)}: {reason}" for pattern, (shape, reason), _ in families[:top]]
     more = len(families) - len(lines)

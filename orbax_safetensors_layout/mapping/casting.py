@@ -97,7 +97,7 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
     """A 0-d array as a Python scalar of the wanted type.
 
     Raises:
-        DtypeMismatchError: The type can not hold the value.
+        DtypeMismatchError: The type cannot hold the value.
     """
     found = value.item() if value.dtype.kind in "biufc" else float(value)
     try:

@@ -30,7 +30,7 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
         dtype: The dtype.
 
     Returns:
-        The values in the dtype, and those that it can not hold, flat. Where there are any, the
+        The values in the dtype, and those that it cannot hold, flat. Where there are any, the
         former mean nothing.
 
     Example:

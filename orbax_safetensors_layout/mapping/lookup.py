@@ -46,7 +46,7 @@ def find_mapping(name: str, config: Config | None = None) -> Mapping:
             Families need it.
 
     Raises:
-        MappingError: The name means nothing, or its module can not be imported; there is no ready
+        MappingError: The name means nothing, or its module cannot be imported; there is no ready
             mapping for the model.
         CheckpointNotFoundError: There is no configuration at the path.
 
@@ -72,7 +72,7 @@ def _family(family: str, side: str, config: Config | None) -> Mapping:
     for word in words:
         if word not in _WORDS:
             raise MappingError(
-                f"a model side can not be {word!r}, as in {side!r}",
+                f"a model side cannot be {word!r}, as in {side!r}",
                 expected=f"one of {', '.join(_WORDS)}",
             )
         options |= _WORDS[word]
@@ -95,7 +95,7 @@ def _module(where: str) -> ModuleType:
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == where
         raise MappingError(
-            f"can not import {where!r}: {type(error).__name__}: {error}",
+            f"cannot import {where!r}: {type(error).__name__}: {error}",
             expected=FORMS if missing else None,
             hint=_did_you_mean(where, (_AUTO, *_FAMILIES)) if missing else None,
         ) from error

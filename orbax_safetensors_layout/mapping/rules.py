@@ -294,7 +294,7 @@ class Mapping:
             for problem in _irreversible(rule.expr)
         ]
         if problems:
-            raise mapping_error("The mapping can not save", problems, {})
+            raise mapping_error("The mapping cannot save", problems, {})
         if self._unsaved and self.files is None:
             raise MappingError(
                 "what is saved would lack tensors that checkpoints of this model have",
@@ -343,7 +343,7 @@ class InverseMapping:
         try:
             inverted = invert(saved, own)
         except MappingError as error:
-            raise mapping_error("The mapping can not save", problems_of(error), {}) from error
+            raise mapping_error("The mapping cannot save", problems_of(error), {}) from error
         notes = {
             name: " and ".join(f"inverse of {forward.notes[leaf]}" for leaf in made.sources()[:2])
             for name, made in inverted.items()
@@ -389,7 +389,7 @@ class InverseMapping:
                 ]
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
-            raise mapping_error("The mapping can not save", problems, names)
+            raise mapping_error("The mapping cannot save", problems, names)
         return inference.facts()
 
 

@@ -157,7 +157,7 @@ class LeafRead(NamedTuple):
                 )
         if self.stored.packed:
             raise UnsupportedDtypeError(
-                "the elements of the tensor share bytes, so it can not be rearranged or be part"
+                "the elements of the tensor share bytes, so it cannot be rearranged or be part"
                 " of a larger leaf",
                 file=self.file,
                 tensor=self.name,
@@ -170,7 +170,7 @@ class LeafRead(NamedTuple):
         entry, box, view = source
         problem = None
         if view.shape != box.shape or len(view.strides) != len(view.shape):
-            problem = f"a view of shape {view.shape} can not fill {box}"
+            problem = f"a view of shape {view.shape} cannot fill {box}"
         elif 0 not in view.shape:
             low, high = view.bounds
             if low < 0 or high > math.prod(entry.shape):

@@ -571,7 +571,7 @@ def test_configurations_that_can_not_be_read(saved, tmp_path):
     with pytest.raises(FormatError, match="no JSON object"):
         families.mapping(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FormatError, match="can not read a model's configuration"):
+    with pytest.raises(FormatError, match="cannot read a model's configuration"):
         families.mapping(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(saved["llama"].config))
     for path in (tmp_path / "config.json", tmp_path):  # there are no weights yet

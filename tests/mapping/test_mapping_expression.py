@@ -150,9 +150,9 @@ def test_malformed_rearrange(pattern, problem):
         (concat([X, tensor("y")], 1), r"part 0 is shape \[6, 4\].*part 1 is shape \[3, 4\]"),
         (concat([X, X.cast("float16")], 0), "part 1 is shape .* float16"),
         (concat([X, X], 0, sizes=[6, 5]), r"part 1 is shape .* of size 5"),
-        (X.cast("int8").scale(0.5), "an integer tensor can not hold the constant"),
-        (X.cast("int8").add(300), "an integer tensor can not hold the constant"),
-        (X.cast("int8").add(1 << 70), "an integer tensor can not hold the constant"),
+        (X.cast("int8").scale(0.5), "an integer tensor cannot hold the constant"),
+        (X.cast("int8").add(300), "an integer tensor cannot hold the constant"),
+        (X.cast("int8").add(1 << 70), "an integer tensor cannot hold the constant"),
         (X.cast("int8").pad(0, 1, 1, 0.5), "0.5 is no int8"),
         (X.pad(0, 1, 1, "a"), "'a' is no float32"),
         (X.cast("bool").add(1), "has no numeric meaning"),
@@ -181,7 +181,7 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: X.slice(0, 0, 1, 0), "step can not be 0"),
+        (lambda: X.slice(0, 0, 1, 0), "step cannot be 0"),
         (lambda: X.pad(0, -1, 0), "must not be negative"),
         (lambda: X.repeat(0, 0), "less than once"),
         (lambda: X.cast("float17"), "'float17' is no dtype"),

@@ -265,14 +265,14 @@ def test_values_are_only_undone_exactly():
     with pytest.raises(MappingError) as caught:
         save(tensor("f").scale(0.3))
     assert str(caught.value) == (
-        "The mapping can not save: 1 problem.\n"
+        "The mapping cannot save: 1 problem.\n"
         "  - rule('x', tensor('f').scale(0.3)): scale(0.3) does not invert exactly. A power of"
         " two does, in a wider dtype than the file's; or accept the rounding with"
         " lossy_inverse=True."
     )
-    with pytest.raises(MappingError, match=r"leaf 'x' can not be saved: scale\(0.5\) of float32"):
+    with pytest.raises(MappingError, match=r"leaf 'x' cannot be saved: scale\(0.5\) of float32"):
         save(tensor("f").scale(0.5))  # of the smallest values
-    with pytest.raises(MappingError, match=r"leaf 'x' can not be saved: add\(1\) does not invert"):
+    with pytest.raises(MappingError, match=r"leaf 'x' cannot be saved: add\(1\) does not invert"):
         save(tensor("f").add(1))
     with pytest.raises(MappingError, match=r"scale\(0\) does not invert"):
         save(tensor("f").scale(0))
@@ -295,7 +295,7 @@ def test_what_never_inverts_is_refused_before_there_are_shapes():
     with pytest.raises(MappingError) as caught:
         Mapping(rules).inverse()
     lines = str(caught.value).splitlines()
-    assert lines[0] == "The mapping can not save: 3 problems."
+    assert lines[0] == "The mapping cannot save: 3 problems."
     assert ["rule('a'" in lines[1], "rule('b.{i}'" in lines[2], "rule('c'" in lines[3]] == [
         True
     ] * 3
@@ -318,16 +318,16 @@ def test_tied_leaves_are_skipped():
     [
         (
             [rule("a", tensor("x")), rule("b", tensor("x"))],
-            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap, or leave"
+            "tensor 'x' cannot be saved: its parts in leaves 'a', 'b' overlap, or leave"
             " gaps. Where leaves hold the same values, say so: rule(..., tied_to=...).",
         ),
         (
             [rule("a", tensor("x").slice(0, 0, 3))],
-            "tensor 'x' can not be saved: of its 24 elements only 12 are in leaf 'a'.",
+            "tensor 'x' cannot be saved: of its 24 elements only 12 are in leaf 'a'.",
         ),
         (
             [rule("a", tensor("x").slice(0, 0, 3)), rule("b", tensor("x").slice(0, 2))],
-            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap",
+            "tensor 'x' cannot be saved: its parts in leaves 'a', 'b' overlap",
         ),
         (
             [
@@ -335,33 +335,33 @@ def test_tied_leaves_are_skipped():
                 rule("b", tensor("x").slice(0, 3)),
                 rule("c", tensor("x").slice(0, 1, 2)),
             ],
-            "tensor 'x' can not be saved: no leaf holds what comes before its elements in leaves",
+            "tensor 'x' cannot be saved: no leaf holds what comes before its elements in leaves",
         ),
         (
             [
                 rule("a", tensor("x").slice(0, 0, 4)),
                 rule("b", tensor("x").slice(0, 0, 4).transpose()),
             ],
-            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap, or leave gaps",
+            "tensor 'x' cannot be saved: its parts in leaves 'a', 'b' overlap, or leave gaps",
         ),
         (
             [rule(n, tensor("x").slice(0, 0, None, 2)) for n in "ab"],
-            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap, or leave gaps",
+            "tensor 'x' cannot be saved: its parts in leaves 'a', 'b' overlap, or leave gaps",
         ),
         (
             [rule("a", tensor("x").slice(0, 1, None, 2)), rule("b", tensor("x").slice(0, 0, 3))],
-            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' overlap, or leave gaps",
+            "tensor 'x' cannot be saved: its parts in leaves 'a', 'b' overlap, or leave gaps",
         ),
         (
             [rule("a", tensor("x").take(0, [0, 0, 1, 2, 3, 4, 5]))],
-            "leaf 'a' can not be saved: take(...) with an index twice does not invert",
+            "leaf 'a' cannot be saved: take(...) with an index twice does not invert",
         ),
         (
             [
                 rule("a", tensor("x").slice(0, 0, 3)),
                 rule("b", tensor("x").slice(0, 3).cast("float16")),
             ],
-            "tensor 'x' can not be saved: its parts in leaves 'a', 'b' are of float16 and float32",
+            "tensor 'x' cannot be saved: its parts in leaves 'a', 'b' are of float16 and float32",
         ),
     ],
 )
@@ -386,7 +386,7 @@ def test_shapes_that_leaves_do_not_tell():
     with pytest.raises(MappingError) as caught:
         save(rule("a", tensor("x").reshape(4, 6)), rule("b.{i}", tensor("y.{i}")), a=(4, 6), zz=())
     assert str(caught.value) == (
-        "The mapping can not save: 2 problems.\n"
+        "The mapping cannot save: 2 problems.\n"
         "  - no rule makes leaf 'zz'.\n"
         "  - leaf 'a': tensor('x').reshape(4, 6): reshape(4, 6) does not tell the shape that it is"
         " given. Write it with rearrange, whose pattern does, or save through mapping.like(path),"

@@ -330,7 +330,7 @@ WHOLE = Box.whole((4, 6))
     ("leaf", "text"),
     [
         (one(made_up(), Box((0, 0), (4, 5)), AffineView(0, (4, 5), (6, 1))), "do not cover it"),
-        (one(made_up(), WHOLE, AffineView(0, (4, 5), (6, 1))), "can not fill"),
+        (one(made_up(), WHOLE, AffineView(0, (4, 5), (6, 1))), "cannot fill"),
         (one(made_up(), WHOLE, AffineView(1, (4, 6), (6, 1))), "leaves the tensor 't'"),
         (one(made_up(), WHOLE, AffineView(0, (4, 6), (-6, 1))), "leaves the tensor 't'"),
         (one(made_up(), WHOLE, AffineView(0, (4, 6), (1, 1))), "interlace"),

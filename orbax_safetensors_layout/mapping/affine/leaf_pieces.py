@@ -158,7 +158,7 @@ def assemble_box(
 
     Raises:
         MappingError: A function of a mapping gave another shape or dtype than was declared.
-        DtypeMismatchError: A cast to integers can not hold a value.
+        DtypeMismatchError: A cast to integers cannot hold a value.
 
     Example:
         >>> piece = FillPiece(Box((0,), (2,)), np.float32(7))

@@ -65,7 +65,7 @@ class Expr(abc.ABC):
         Unlike in Python nothing may reach beyond the axis.
         """
         if step == 0:
-            raise MappingError("slice: the step can not be 0")
+            raise MappingError("slice: the step cannot be 0")
         axis, step = integers((axis, step), "slice")
         start, stop = (None if at is None else integer(at, "slice") for at in (start, stop))
         return Apply(self, ops.Slice(axis, start, stop, step))

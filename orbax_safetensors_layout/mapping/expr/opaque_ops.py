@@ -125,7 +125,7 @@ def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: An
 
     It costs what the other operations avoid: each process reads ALL of each expression for any
     shard of the leaf, holds it together with the whole result, and computes the whole result for
-    each piece of its shards. It does not invert, so such a leaf can not be saved through the
+    each piece of its shards. It does not invert, so such a leaf cannot be saved through the
     mapping.
 
     Args:

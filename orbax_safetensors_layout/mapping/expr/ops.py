@@ -39,7 +39,7 @@ class Op(Protocol):
         """What the result's shape tells of the operand's.
 
         Raises:
-            MappingError: It can not be the result's shape, or tells nothing.
+            MappingError: It cannot be the result's shape, or tells nothing.
         """
         ...
 
@@ -283,7 +283,7 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
     """A value as a scalar of a dtype.
 
     Raises:
-        MappingError: The dtype can not hold it.
+        MappingError: The dtype cannot hold it.
     """
     if isinstance(value, complex | np.complexfloating) and (dtype.kind == "c" or not value.imag):
         held = np.asarray(value if dtype.kind == "c" else value.real)

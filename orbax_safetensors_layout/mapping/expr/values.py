@@ -95,7 +95,7 @@ class Cast:
         """The values as the new dtype.
 
         Raises:
-            DtypeMismatchError: An integer dtype can not hold a value.
+            DtypeMismatchError: An integer dtype cannot hold a value.
         """
         if is_whole(self.dtype):
             result, lost = to_whole(values, self.dtype)
@@ -135,7 +135,7 @@ class _Arithmetic:
         """The dtype of the result for an operand's; the same.
 
         Raises:
-            MappingError: The dtype can not hold the constant.
+            MappingError: The dtype cannot hold the constant.
         """
         self._constant(dtype)
         return dtype
@@ -153,12 +153,12 @@ class _Arithmetic:
         if not is_integer(dtype):
             made = rounded(np.asarray(self.constant), dtype)
             if np.isfinite(self.constant) and not np.isfinite(made):
-                raise MappingError(f"{self} of {dtype.name}: the dtype can not hold the constant")
+                raise MappingError(f"{self} of {dtype.name}: the dtype cannot hold the constant")
             return made
         result, lost = to_whole(np.asarray(self.constant), dtype)
         if lost.size:
             raise MappingError(
-                f"{self} of {dtype.name}: an integer tensor can not hold the constant",
+                f"{self} of {dtype.name}: an integer tensor cannot hold the constant",
                 hint="Cast to a floating-point dtype first.",
             )
         return result

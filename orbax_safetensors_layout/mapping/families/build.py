@@ -1,8 +1,9 @@
-"""From tables of leaves to a mapping."""
+"""Makes the rules of a mapping from a table of leaves."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from ..expr.choices import Either, Same
@@ -16,16 +17,16 @@ from .steps import AS_IT_IS, FamilyLeaf, LayerGroup, TensorStep, Tree
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilySettings:
-    """What a user chooses; see `ready.Options`.
+    """The user's choices, with defaults applied; see `ready.Options`.
 
     Attributes:
         scan: Whether layers are stacked.
         scan_axis: The axis that layers are stacked along.
-        dtype: What values that are computed are rounded to.
+        dtype: Computed values are rounded to it.
         vocab_size: Rows of the model's embedding.
         untie: Whether a tied model has an output kernel of its own.
-        prefix: What stands before the names of the checkpoint's tensors.
-        root: What stands before the names of the model's leaves, with its dot.
+        prefix: Prefix of the names of the checkpoint's tensors.
+        root: Prefix of the names of the model's leaves, with its dot.
         keep: Whether quantised tensors stay as they are.
         head: Whether an untied model has an output kernel.
         extra: Whether there may be layers for multi-token prediction.
@@ -44,13 +45,7 @@ class FamilySettings:
 
 
 def build(dims: Dims, settings: FamilySettings, tree: Tree) -> Mapping:
-    """The mapping of a model.
-
-    Args:
-        dims: The model's facts.
-        settings: The user's choices.
-        tree: Its leaves.
-    """
+    """Return the mapping of a model."""
     vision = _VISION if dims.multimodal else ()
     extra = extra_layers(dims, settings.prefix)
     return Mapping(
@@ -99,7 +94,7 @@ class _Builder:
     def _group(self, group: LayerGroup) -> Iterator[Rule]:
         scan = self._settings.scan
         # Two leaves of one quantised tensor, as gate and up of GPT-OSS, are one where it is kept.
-        for leaf in dict.fromkeys(kept for one in group.leaves for kept in self._kept(one)):
+        for leaf in dict.fromkeys(itertools.chain(*map(self._kept, group.leaves))):
             if scan and group.scans:
                 yield self._stacked(group, leaf)
             else:
@@ -107,34 +102,28 @@ class _Builder:
                     # Layers that remain beside stacked ones are counted by themselves.
                     name, first = (group.scanned, 0) if scan else (group.unscanned, group.first)
                     number = index if first is None else first + position
-                    yield self._one(name.replace("{n}", str(number)), leaf, str(index))
-
-    def _one(self, name: str, leaf: FamilyLeaf, layer: str) -> Rule:
-        return rule(self._root(leaf) + name + leaf.target, self._leaf(leaf, layer))
+                    target = self._root(leaf) + name.replace("{n}", str(number)) + leaf.target
+                    yield rule(target, self._leaf(leaf, str(index)))
 
     def _stacked(self, group: LayerGroup, leaf: FamilyLeaf) -> Rule:
         axis = self._settings.scan_axis
-        if leaf.variable or leaf.step == AS_IT_IS or self._rank(leaf) < axis:
+        rank = leaf.step.rank + ("{e}" in leaf.source)
+        if leaf.variable or leaf.step == AS_IT_IS or rank < axis:
             axis = 0
         expr = stack(self._leaf(leaf, "{i}"), over="i", axis=axis, indices=group.indices)
         return rule(self._root(leaf) + group.scanned + leaf.target, expr)
 
     def _root(self, leaf: FamilyLeaf) -> str:
-        """What stands before a leaf's name: collections of variables stand beside parameters."""
+        """Return the prefix of a leaf's name: variables are beside parameters, not among them."""
         root, parameters = self._settings.root, "params."
         if leaf.variable and root.endswith(parameters):
             return f"{root.removesuffix(parameters)}{leaf.variable}."
         return root
 
-    def _rank(self, leaf: FamilyLeaf) -> int:
-        """Axes of a layer's leaf."""
-        return leaf.step.rank + ("{e}" in leaf.source)
-
     def _leaf(self, leaf: FamilyLeaf, layer: str) -> Expr:
-        """The leaf of one layer."""
         before = f"{self._settings.prefix}layers.{layer}."
         names = (leaf.source,) if isinstance(leaf.source, str) else leaf.source
-        parts = [self._made(before + name, leaf.step) for name in names]
+        parts = [self._part(before + name, leaf.step) for name in names]
         expr = concat(parts, 0, sizes=[1] * len(parts)) if len(parts) > 1 else parts[0]
         if "{e}" in leaf.source:
             expr = stack(expr, over="e", indices=range(self._dims.experts))
@@ -144,14 +133,14 @@ class _Builder:
         """A leaf that belongs to no layer."""
         assert isinstance(leaf.source, str)
         if leaf.source == HEAD:
-            return self._made(head_name(self._settings.prefix), leaf.step)
-        return self._made(self._settings.prefix + leaf.source, leaf.step)
+            return self._part(head_name(self._settings.prefix), leaf.step)
+        return self._part(self._settings.prefix + leaf.source, leaf.step)
 
-    def _made(self, name: str, step: TensorStep) -> Expr:
+    def _part(self, name: str, step: TensorStep) -> Expr:
         return step.apply(self._source(name, step), self._settings.dtype)
 
     def _source(self, name: str, step: TensorStep) -> Expr:
-        """All of a tensor, decoded; of a tied embedding, that of a head that is its copy."""
+        """Return a tensor, decoded; a tied embedding must be equal to a head that is stored."""
         if self._is_tied and name == self._settings.prefix + EMBEDDING_TENSOR:
             return Same(tensor(name), tensor(head_name(self._settings.prefix)), hint=_UNTIE)
         quantized = self._dims.quantized
@@ -160,7 +149,7 @@ class _Builder:
         return tensor(name)
 
     def _kept(self, leaf: FamilyLeaf) -> tuple[FamilyLeaf, ...]:
-        """A leaf that is stored quantised as the tensors that it is stored as."""
+        """Return a leaf as the tensors that it is stored as, where these are kept quantised."""
         quantized = self._dims.quantized
         if not self._settings.keep or quantized is None or not isinstance(leaf.source, str):
             return (leaf,)
@@ -172,10 +161,10 @@ class _Builder:
         )
 
     def _fitted(self, expr: Expr, axis: int) -> Expr:
-        """As many tokens as the model has: with room for others, or without the last ones.
+        """Pad or cut the axis of tokens to the model's number of them.
 
         The files' extents have to be those of the configuration; only where tokens are left out may
-        there be fewer, as in what was saved so.
+        there be fewer, as in a checkpoint that was saved so.
         """
         tokens, hidden = self._settings.vocab_size, self._dims.hidden
         more = tokens - self._dims.vocab
@@ -186,15 +175,11 @@ class _Builder:
         return expr.pad(axis, 0, more) if more else expr
 
 
-EMBEDDING_TENSOR = "embed_tokens.weight"
-"""The source of an embedding."""
-
-HEAD = "lm_head.weight"
-"""The source of an output kernel."""
+EMBEDDING_TENSOR, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def head_name(prefix: str) -> str:
-    """The name of the output kernel's tensor, beside those that begin with a prefix.
+    """Return the name of the output kernel's tensor, for the prefix of the others.
 
     >>> head_name("model."), head_name("language_model.model."), head_name("model.language_model.")
     ('lm_head.weight', 'language_model.lm_head.weight', 'lm_head.weight')
@@ -203,12 +188,12 @@ def head_name(prefix: str) -> str:
 
 
 def extra_layers(dims: Dims, prefix: str) -> list[str]:
-    """Patterns of the tensors of layers for multi-token prediction; empty where there are none."""
+    """Return patterns of the tensors of layers for multi-token prediction, if there are any."""
     last = dims.layers + dims.extra - 1
     return [f"{prefix}layers.{{{dims.layers}..{last}}}.*"] if dims.extra else []
 
 
 def _ignored(dims: Dims, settings: FamilySettings) -> Iterator[str]:
-    """Patterns of tensors that no leaf needs."""
+    """Yields patterns of tensors that no leaf needs."""
     if dims.quantized is not None and dims.quantized.method == "int4" and not settings.keep:
-        yield "*.weight_shape"  # the rows and columns, which the scales tell too
+        yield "*.weight_shape"  # rows and columns, which follow from the scales

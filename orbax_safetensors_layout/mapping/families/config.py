@@ -1,11 +1,11 @@
-"""A Hugging Face `config.json`, read and checked: each value comes out typed and within bounds."""
+"""Reads a Hugging Face `config.json`; each value comes out typed and within bounds."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from orbax_safetensors_layout.catalog import Catalog
@@ -24,7 +24,7 @@ _MAX_FILE_BYTES = 8 << 20  # the largest published ones, with names of 20,000 cl
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The `config.json` of a checkpoint's folder, or the one at a path.
+    """Return the `config.json` of a checkpoint's folder, or the one at a path.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -37,17 +37,14 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"can not read a model's configuration: {error}", file=file) from error
+        raise FormatError(f"cannot read a model's configuration: {error}", file=file) from error
     if not isinstance(config, dict):
         raise FormatError("a model's configuration is no JSON object", file=file)
     return config
 
 
 def stored_names(config: Config) -> Sequence[str]:
-    """The names of the tensors beside a configuration; none where they are unknown.
-
-    So it is of a folder with a configuration alone.
-    """
+    """Return the names of the tensors beside a configuration; none where there are no tensors."""
     if not isinstance(config, str | os.PathLike) or os.fspath(config).endswith(".json"):
         return ()
     try:
@@ -58,33 +55,31 @@ def stored_names(config: Config) -> Sequence[str]:
 
 
 def find_prefix(names: Sequence[str]) -> str | None:
-    """The part before `embed_tokens.weight` of tensors' names; None where it is unknown."""
+    """Return the prefix of `embed_tokens.weight` in tensors' names; None where it is not one."""
     ending = "embed_tokens.weight"
-    found = [name for name in names if name.endswith(ending)]
-    return found[0].removesuffix(ending) if len(found) == 1 else None
+    embeddings = [name for name in names if name.endswith(ending)]
+    return embeddings[0].removesuffix(ending) if len(embeddings) == 1 else None
 
 
 def count_stored(names: Sequence[str], before: str) -> int:
-    """How many of something names count: one more than the highest number after a text.
+    """Return one more than the highest number after a text in names: 0 where there is none.
 
     >>> count_stored(["a.0.w", "a.11.w", "b.30.w"], "a.")
     12
     """
     number = re.compile(re.escape(before) + r"([0-9]{1,9})\.")
-    found = [int(match[1]) for name in names if (match := number.search(name))]
-    return max(found, default=-1) + 1
+    return max((int(match[1]) for name in names if (match := number.search(name))), default=-1) + 1
 
 
 class Section:
     """An object of a configuration; null counts as left out, as in transformers.
 
+    Every method refuses a value of another kind than it returns with a `MappingError`.
+
     Args:
         values: Its members.
-        model: What the configuration is of, for errors.
+        model: The model that the configuration is of, for errors.
         path: The keys that lead to it, each with its dot.
-
-    Attributes:
-        model: The model that the configuration is of.
 
     Raises:
         MappingError: It is no object.
@@ -108,25 +103,17 @@ class Section:
         return not self._values
 
     def get(self, name: str) -> Any:
-        """A value as it is; None where it is left out."""
+        """Return a value as it is; None where it is left out."""
         return self._values.get(name)
 
     def refuse(self, name: str, expected: str, found: object) -> NoReturn:
-        """Refuses a value.
-
-        Raises:
-            MappingError: Always.
-        """
+        """Raise the error of a value that is not as expected."""
         raise MappingError(
             f"{self._path + name!r} of the configuration is {short_repr(found)}", expected=expected
         )
 
     def need(self, *names: str) -> str:
-        """The first of several names that is there.
-
-        Raises:
-            MappingError: None is.
-        """
+        """Return the first of several names that has a value."""
         for name in names:
             if self.get(name) is not None:
                 return name
@@ -139,14 +126,58 @@ class Section:
     def integer(
         self, name: str, default: int | None = None, *, bounds: tuple[int, int] = SIZES
     ) -> int:
-        """An integer within bounds, both included; without a default it has to be there.
-
-        Raises:
-            MappingError: It is something else, or missing.
-        """
+        """Return an integer within bounds, both included; without a default it is required."""
         if default is not None and self.get(name) is None:
             return default
         return self._integer(name, self.get(self.need(name)), bounds)
+
+    def number(self, name: str, default: float) -> float:
+        """Return a finite number above zero."""
+        # Below the largest float32: it becomes one.
+        value = self._checked(
+            name,
+            "a finite number above zero",
+            lambda value: type(value) in (int, float) and 0 < value < 2.0**128,
+        )
+        return default if value is None else float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean."""
+        value = self._checked(name, "true or false", lambda value: type(value) is bool)
+        return default if value is None else bool(value)
+
+    def text(self, name: str) -> str | None:
+        """Return a string; None where it is left out."""
+        value = self._checked(name, "a string", lambda value: isinstance(value, str))
+        return None if value is None else str(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return an array of strings; empty where it is left out."""
+        return tuple(self._checked(name, "an array of strings", _are_texts) or ())
+
+    def integers(self, name: str, *, bounds: tuple[int, int]) -> tuple[int, ...]:
+        """Return an array of integers within bounds, both included; empty where it is left out."""
+        items = self._checked(name, "an array of integers", _is_array) or ()
+        return tuple(self._integer(name, item, bounds) for item in items)
+
+    def section(self, name: str) -> Section | None:
+        """Return an object; None where it is left out."""
+        value = self.get(name)
+        return None if value is None else Section(value, self.model, f"{self._path}{name}.")
+
+    def sections(self, name: str) -> list[Section]:
+        """Return the objects that are the members of an object."""
+        outer = self.section(name)
+        if outer is None:
+            return []
+        path = f"{self._path}{name}."
+        return [Section(v, self.model, f"{path}{k}.") for k, v in outer._values.items()]
+
+    def _checked(self, name: str, expected: str, is_right: Callable[[Any], bool]) -> Any:
+        value = self.get(name)
+        if value is not None and not is_right(value):
+            self.refuse(name, expected, value)
+        return value
 
     def _integer(self, name: str, value: object, bounds: tuple[int, int]) -> int:
         least, most = bounds
@@ -154,87 +185,10 @@ class Section:
             self.refuse(name, f"an integer in {least:,}..{most:,}", value)
         return value
 
-    def number(self, name: str, default: float) -> float:
-        """A finite number above zero.
 
-        Raises:
-            MappingError: It is something else.
-        """
-        value = self.get(name)
-        if value is None:
-            return default
-        # The largest float32: it becomes one.
-        if type(value) not in (int, float) or not 0 < value < 2.0**128:
-            self.refuse(name, "a finite number above zero", value)
-        return float(value)
+def _is_array(value: object) -> bool:
+    return isinstance(value, list | tuple)
 
-    def flag(self, name: str, default: bool) -> bool:
-        """A boolean.
 
-        Raises:
-            MappingError: It is something else.
-        """
-        value = self.get(name)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            self.refuse(name, "true or false", value)
-        return value
-
-    def text(self, name: str) -> str | None:
-        """A string; None where it is left out.
-
-        Raises:
-            MappingError: It is something else.
-        """
-        value = self.get(name)
-        if value is not None and not isinstance(value, str):
-            self.refuse(name, "a string", value)
-        return value
-
-    def section(self, name: str) -> Section | None:
-        """An object; None where it is left out.
-
-        Raises:
-            MappingError: It is something else.
-        """
-        value = self.get(name)
-        return None if value is None else Section(value, self.model, f"{self._path}{name}.")
-
-    def sections(self, name: str) -> list[Section]:
-        """The objects that are the members of an object.
-
-        Raises:
-            MappingError: It is something else.
-        """
-        outer = self.section(name)
-        if outer is None:
-            return []
-        path = f"{self._path}{name}."
-        return [Section(v, self.model, f"{path}{k}.") for k, v in outer._values.items()]
-
-    def texts(self, name: str) -> tuple[str, ...] | None:
-        """An array of strings; None where it is left out.
-
-        Raises:
-            MappingError: It is something else.
-        """
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
-            self.refuse(name, "an array of strings", value)
-        return tuple(value)
-
-    def integers(self, name: str, *, bounds: tuple[int, int]) -> tuple[int, ...]:
-        """An array of integers within bounds, both included; empty where it is left out.
-
-        Raises:
-            MappingError: It is something else.
-        """
-        value = self.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list | tuple):
-            self.refuse(name, "an array of integers", value)
-        return tuple(self._integer(name, item, bounds) for item in value)
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)

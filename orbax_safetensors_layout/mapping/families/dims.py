@@ -1,4 +1,4 @@
-"""The facts that a mapping needs of a model, from its Hugging Face `config.json`."""
+"""Resolves a Hugging Face `config.json` to the dimensions that a mapping needs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FAMILIES = (
     "gpt_oss",
 )
 
-# What configs leave out because it is the default of the family's class in transformers 5.23.0
-# (`configuration_<family>.py`), which files on the hub rely on: Gemma's have no
+# Values that configs leave out because they are the default of the family's class in transformers
+# 5.23.0 (`configuration_<family>.py`), which files on the hub rely on: Gemma's have no
 # `tie_word_embeddings`, those of Gemma 3 with vision no `head_dim`.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256},
@@ -42,9 +42,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
 }
 
-# Who ties in a model with vision, by the outer `model_type` (transformers 5.23.0): the outer
-# `tie_word_embeddings`, whose default is true in these classes. So it is in some that are not
-# listed, such as models of speech: there it counts as false where `config.json` leaves it out ...
+# Which value ties the output kernel of a model with vision, by the outer `model_type` (transformers
+# 5.23.0): the outer `tie_word_embeddings`, whose default is true in these classes. So it is in some
+# that are not listed, such as models of speech: there it counts as false where `config.json` leaves
+# it out ...
 _TIED_BY_DEFAULT = frozenset(
     [
         "gemma3",
@@ -90,7 +91,7 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dims:
-    """The facts of one model.
+    """The dimensions of one model.
 
     Attributes:
         family: A key of `FAMILIES`.
@@ -112,7 +113,7 @@ class Dims:
         biased: The projections that have a bias.
         quantized: How weights are stored, where they are quantised.
         multimodal: Whether the checkpoint holds a vision model too.
-        layer_types: The kind of attention of each layer; empty where the configuration says none.
+        layer_types: The kind of attention of each layer; empty where none is given.
     """
 
     family: str
@@ -143,14 +144,14 @@ class Dims:
 
 
 def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
-    """The facts of a configuration.
+    """Return the dimensions that a configuration gives.
 
     Args:
         family: A key of `FAMILIES`.
         config: The configuration; of one with vision, `text_config` counts.
 
     Raises:
-        MappingError: A fact is missing or malformed, or there is no mapping for what it says.
+        MappingError: A value is missing or malformed, or there is no mapping for it.
     """
     outer = Section(config, family)
     inner = outer.section("text_config")
@@ -175,7 +176,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         hidden=hidden,
         vocab=read.integer("vocab_size"),
         tied=_tied(outer, read),
-        headless=_headless(outer.texts("architectures") or ()),
+        headless=_headless(outer.texts("architectures")),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
         experts=read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS // layers))
@@ -194,7 +195,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
 
 
 def _layer_types(read: Section, layers: int) -> tuple[str, ...]:
-    kinds = read.texts("layer_types") or ()
+    kinds = read.texts("layer_types")
     if kinds and len(kinds) != layers:
         read.refuse("layer_types", f"one for each of {layers:,} layers", kinds)
     return kinds
@@ -220,7 +221,7 @@ def _tied(outer: Section, read: Section) -> bool:
 
 
 def _headless(architectures: Sequence[str]) -> bool:
-    """Whether the classes that the files are of have no output kernel, as `LlamaModel`."""
+    """Whether the classes of the files have no output kernel, as `LlamaModel`."""
     return bool(architectures) and all(
         name.endswith("Model") and not name.endswith("HeadModel") for name in architectures
     )
@@ -228,15 +229,14 @@ def _headless(architectures: Sequence[str]) -> bool:
 
 def _biased(family: str, read: Section) -> frozenset[str]:
     """The projections with a bias, as the families' classes in transformers 5.23.0 have them."""
-    attention = {"q_proj", "k_proj", "v_proj"}
     if family == "qwen2":
-        return frozenset(attention)
-    found: set[str] = set()
+        return frozenset(["q_proj", "k_proj", "v_proj"])
+    biased: set[str] = set()
     if family not in ("mistral", "mixtral") and read.flag("attention_bias", family == "gpt_oss"):
-        found |= attention | {"o_proj"}
+        biased |= {"q_proj", "k_proj", "v_proj", "o_proj"}
     if family == "llama" and read.flag("mlp_bias", False):
-        found |= {"gate_proj", "up_proj", "down_proj"}
-    return frozenset(found)
+        biased |= {"gate_proj", "up_proj", "down_proj"}
+    return frozenset(biased)
 
 
 def _latent(read: Section) -> Latent:

@@ -1,15 +1,14 @@
 """MaxText's parameters, as maxtext 0.2.5 names and lays them out.
 
-Facts are those of `checkpoint_conversion/utils/param_mapping.py` of that release, and of the model
-code under `models/` and `layers/` where it is named. Values that MaxText computes in another dtype
-are computed in float32 here.
+Sources are `checkpoint_conversion/utils/param_mapping.py` of that release, and the model code under
+`models/` and `layers/` where it is named. Values that MaxText computes in another dtype are
+computed in float32 here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import ml_dtypes
 import numpy as np
@@ -23,35 +22,41 @@ from .steps import (
     EMBEDDING,
     LINEAR,
     ROUTER,
-    SAME,
+    VECTOR,
     FamilyLeaf,
     LayerGroup,
     TensorStep,
     Tree,
+    fused_experts,
     head_norm,
     heads,
     heads_bias,
     interleaved_heads,
+    leaves_of,
     out_of_heads,
 )
 
-_MLP = (("wi_0", "gate_proj"), ("wi_1", "up_proj"), ("wo", "down_proj"))
-
+_MLP = ("wi_0=gate_proj", "wi_1=up_proj", "wo=down_proj")
+_MIXTRAL_MLP = ("wi_0=w1", "wi_1=w3", "wo=w2")
+_GPT_OSS_MLP = (
+    ("wo", "down_proj", None),
+    ("wi_0", "gate_up_proj", (0, 2)),
+    ("wi_1", "gate_up_proj", (1, 2)),
+)
 _NORMS = (
-    ("pre_self_attention_layer_norm", "input_layernorm"),
-    ("post_self_attention_layer_norm", "post_attention_layernorm"),
+    "pre_self_attention_layer_norm=input_layernorm",
+    "post_self_attention_layer_norm=post_attention_layernorm",
 )
 _GEMMA_NORMS = (
-    ("pre_self_attention_norm", "input_layernorm"),
-    ("post_self_attention_norm", "post_attention_layernorm"),
-    ("pre_ffw_norm", "pre_feedforward_layernorm"),
-    ("post_ffw_norm", "post_feedforward_layernorm"),
+    "pre_self_attention_norm=input_layernorm",
+    "post_self_attention_norm=post_attention_layernorm",
+    "pre_ffw_norm=pre_feedforward_layernorm",
+    "post_ffw_norm=post_feedforward_layernorm",
 )
-_HEAD_NORMS = (("query_norm", "q_norm"), ("key_norm", "k_norm"))
-_ATTENTION = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+_HEAD_NORMS = ("query_norm=q_norm", "key_norm=k_norm")
 
 # `scale_rmsnorm` (Gemma 2 and 3): Hugging Face's norms multiply by 1 + weight, MaxText's by scale.
-_GEMMA_NORM = dataclasses.replace(SAME, term=1.0)
+_GEMMA_NORM = dataclasses.replace(VECTOR, term=1.0)
 
 # `scale_query_layer` (Llama 3.1, Mixtral, Gemma 2) and `llama_or_mistral_ckpt.py` divide queries:
 # `init_query_w` of `layers/attentions.py` folds it into the kernel where a model has neither norms
@@ -69,7 +74,7 @@ _GPT_OSS_CYCLE = 2
 
 
 def tree(dims: Dims) -> Tree:
-    """The leaves of a model.
+    """Return the leaves of a model.
 
     Raises:
         MappingError: MaxText has no such model.
@@ -78,7 +83,7 @@ def tree(dims: Dims) -> Tree:
     return Tree(
         FamilyLeaf("token_embedder.embedding", EMBEDDING_TENSOR, _embedding(dims)),
         FamilyLeaf("decoder.logits_dense.kernel", HEAD, ROUTER),
-        FamilyLeaf("decoder.decoder_norm.scale", "norm.weight", _GEMMA_NORM if gemma else SAME),
+        FamilyLeaf("decoder.decoder_norm.scale", "norm.weight", _GEMMA_NORM if gemma else VECTOR),
         _groups(dims),
     )
 
@@ -108,23 +113,23 @@ def _groups(dims: Dims) -> tuple[LayerGroup, ...]:
         case "gpt_oss":
             return _gpt_oss(dims)
         case _:
-            return _alike(dims)
+            return _uniform(dims)
 
 
-def _alike(dims: Dims) -> tuple[LayerGroup, ...]:
-    """Llama, Mistral, Qwen and Mixtral: all layers are alike."""
+def _uniform(dims: Dims) -> tuple[LayerGroup, ...]:
+    """Llama, Mistral, Qwen and Mixtral: all layers have the same leaves."""
     if dims.dense and dims.sparse:
         raise MappingError(
             f"MaxText has no {dims.family} whose layers are partly dense",
             found=f"dense layers {list(dims.dense)} of {dims.layers}",
         )
-    leaves = [*_scales(_NORMS, SAME), *_attention(dims, "self_attention")]
+    leaves = [*_norms(_NORMS, VECTOR), *_attention(dims, "self_attention")]
     if dims.family in ("qwen3", "qwen3_moe"):
-        leaves += _scales(_HEAD_NORMS, head_norm(dims.head_dim), "self_attention.", "self_attn.")
+        leaves += _head_norms(head_norm(dims.head_dim))
     if dims.family == "qwen2":
         leaves += _biases(dims, "self_attention")
     if dims.family == "mixtral":
-        leaves += _mixtral_experts()
+        leaves += _experts("MoeBlock_0.", "block_sparse_moe", _MIXTRAL_MLP)
     elif dims.experts:
         leaves += _experts("moe_block.")
     else:
@@ -158,7 +163,7 @@ def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
             "decoder.layers_{n}.",
             tuple(range(start, dims.layers, 2)),
             (
-                *_scales([(f"{a}_{kind}", b) for a, b in _GEMMA_NORMS], _GEMMA_NORM),
+                *_norms(_GEMMA_NORMS, _GEMMA_NORM, f"{{}}_{kind}.scale"),
                 *_attention(dims, f"self_attention_{kind}"),
                 *_mlp("mlp", f"mlp_{kind}"),
             ),
@@ -171,27 +176,18 @@ def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
 def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by sixes; those that remain are not stacked."""
     leaves = (
-        *_scales(_GEMMA_NORMS, _GEMMA_NORM),
-        *_scales(_HEAD_NORMS, head_norm(dims.head_dim, 1.0), "self_attention.", "self_attn."),
+        *_norms(_GEMMA_NORMS, _GEMMA_NORM),
+        *_head_norms(head_norm(dims.head_dim, 1.0)),
         *_attention(dims, "self_attention"),
         *_mlp("mlp"),
     )
     _check_cycle(dims, local=_GEMMA3_CYCLE - 1)
     scanned = dims.layers - dims.layers % _GEMMA3_CYCLE
-    groups = [
-        LayerGroup(
-            f"decoder.layers.layers_{i}.",
-            "decoder.layers_{n}.",
-            tuple(range(i, scanned, _GEMMA3_CYCLE)),
-            leaves,
-        )
-        for i in range(_GEMMA3_CYCLE)
-    ]
     rest = tuple(range(scanned, dims.layers))
     remainder = LayerGroup(
         "decoder.layers_remainder.layers_{n}.", "decoder.layers_{n}.", rest, leaves, scans=False
     )
-    return (*groups, remainder)
+    return (*_cycle(_GEMMA3_CYCLE, scanned, leaves), remainder)
 
 
 def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
@@ -201,55 +197,41 @@ def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
         raise MappingError("MaxText's GPT-OSS scans layers by twos", found=f"{dims.layers} layers")
     attention = "GptOssAttention"
     leaves = (
-        *_scales(_NORMS, SAME),
+        *_norms(_NORMS, VECTOR),
         *_attention(dims, attention),
         *_biases(dims, attention),
-        FamilyLeaf(f"{attention}.out.bias", "self_attn.o_proj.bias", SAME),
-        FamilyLeaf(f"{attention}.sinks", "self_attn.sinks", SAME),
+        FamilyLeaf(f"{attention}.out.bias", "self_attn.o_proj.bias", VECTOR),
+        FamilyLeaf(f"{attention}.sinks", "self_attn.sinks", VECTOR),
         FamilyLeaf("GptOssMlp.gate.kernel", "mlp.router.weight", ROUTER),
-        FamilyLeaf("GptOssMlp.gate.bias", "mlp.router.bias", SAME),
-        *_fused_experts("GptOssMlp"),
+        FamilyLeaf("GptOssMlp.gate.bias", "mlp.router.bias", VECTOR),
+        *fused_experts(_GPT_OSS_MLP, "GptOssMlp.{}", "GptOssMlp.{}_bias"),
     )
+    return _cycle(_GPT_OSS_CYCLE, dims.layers, leaves)
+
+
+def _cycle(length: int, layers: int, leaves: tuple[FamilyLeaf, ...]) -> tuple[LayerGroup, ...]:
+    """Layers of which `length` are scanned together."""
     return tuple(
         LayerGroup(
             f"decoder.layers.layers_{i}.",
             "decoder.layers_{n}.",
-            tuple(range(i, dims.layers, _GPT_OSS_CYCLE)),
+            tuple(range(i, layers, length)),
             leaves,
         )
-        for i in range(_GPT_OSS_CYCLE)
+        for i in range(length)
     )
-
-
-def _fused_experts(block: str) -> list[FamilyLeaf]:
-    """`interleave`: gate and up take turns along the last axis of the checkpoint's tensors."""
-    kernel, bias = TensorStep("x i o -> x i o", packed=True), TensorStep("x o -> x o")
-    leaves = [
-        FamilyLeaf(f"{block}.wo", "mlp.experts.down_proj", kernel),
-        FamilyLeaf(f"{block}.wo_bias", "mlp.experts.down_proj_bias", bias),
-    ]
-    for start, name in enumerate(("wi_0", "wi_1")):
-        part = dataclasses.replace(kernel, every=(start, 2))
-        leaves.append(FamilyLeaf(f"{block}.{name}", "mlp.experts.gate_up_proj", part))
-        part = dataclasses.replace(bias, every=(start, 2))
-        leaves.append(FamilyLeaf(f"{block}.{name}_bias", "mlp.experts.gate_up_proj_bias", part))
-    return leaves
 
 
 def _deepseek(dims: Dims) -> tuple[LayerGroup, ...]:
     """Dense layers first, counted by themselves, then those with experts."""
-    shared = (*_scales(_NORMS, SAME), *_latent(dims))
+    shared = (*_norms(_NORMS, VECTOR), *_latent(dims))
     block = "DeepSeekMoeBlock_0."
     # `GateLogit` of `layers/moe.py`: the bias is a variable of its own kind. Flax keeps it beside
     # the parameters, and `param_scan_axis` is that of parameters only (`layers/nnx_decoders.py`).
     # `param_mapping.py` still looks for it among the parameters, where it is not.
-    bias = FamilyLeaf(
-        f"{block}MoeBlock_0.gate.bias",
-        "mlp.gate.e_score_correction_bias",
-        SAME,
-        variable="MoEBiasVar",
-    )
-    experts = [*_experts(f"{block}MoeBlock_0."), bias]
+    bias = "mlp.gate.e_score_correction_bias"
+    gate = FamilyLeaf(f"{block}MoeBlock_0.gate.bias", bias, VECTOR, variable="MoEBiasVar")
+    experts = [*_experts(f"{block}MoeBlock_0."), gate]
     if dims.shared_experts:
         experts += _mlp("mlp.shared_experts", f"{block}shared_experts")
     dense, sparse = (*shared, *_mlp("mlp")), (*shared, *experts)
@@ -262,21 +244,19 @@ def _deepseek(dims: Dims) -> tuple[LayerGroup, ...]:
 def _latent(dims: Dims) -> list[FamilyLeaf]:
     latent = dims.latent
     assert latent is not None
-    rows = [
-        ("kv_norm.scale", "kv_a_layernorm", SAME),
-        ("wkv_a.kernel", "kv_a_proj_with_mqa", LINEAR),
-        ("wkv_b.kernel", "kv_b_proj", heads(dims.heads, latent.key_value_dim)),
-        ("out.kernel", "o_proj", out_of_heads(dims.heads, latent.value_dim)),
-    ]
+    queries = heads(dims.heads, latent.query_dim)
+    steps = {
+        "kv_norm.scale=kv_a_layernorm": VECTOR,
+        "wkv_a.kernel=kv_a_proj_with_mqa": LINEAR,
+        "wkv_b.kernel=kv_b_proj": heads(dims.heads, latent.key_value_dim),
+        "out.kernel=o_proj": out_of_heads(dims.heads, latent.value_dim),
+    }
     if latent.query_rank:
-        rows += [
-            ("q_norm.scale", "q_a_layernorm", SAME),
-            ("wq_a.kernel", "q_a_proj", LINEAR),
-            ("wq_b.kernel", "q_b_proj", heads(dims.heads, latent.query_dim)),
-        ]
+        steps |= {"q_norm.scale=q_a_layernorm": VECTOR, "wq_a.kernel=q_a_proj": LINEAR}
+        steps["wq_b.kernel=q_b_proj"] = queries
     else:
-        rows.append(("query.kernel", "q_proj", heads(dims.heads, latent.query_dim)))
-    return [FamilyLeaf(f"self_attention.{a}", f"self_attn.{b}.weight", step) for a, b, step in rows]
+        steps["query.kernel=q_proj"] = queries
+    return leaves_of("self_attention.{}", "self_attn.{}.weight", steps)
 
 
 def _attention(dims: Dims, module: str) -> list[FamilyLeaf]:
@@ -292,47 +272,37 @@ def _attention(dims: Dims, module: str) -> list[FamilyLeaf]:
             found=short_repr(dims.rope),
         )
     rotated = interleaved_heads if dims.family == "llama" and dims.rope == "llama3" else heads
-    steps = {"query": rotated(h, d, factor), "key": rotated(k, d), "value": heads(k, d)}
-    leaves = [
-        FamilyLeaf(f"{module}.{name}.kernel", f"self_attn.{source}.weight", steps[name])
-        for name, source in _ATTENTION
-    ]
-    return [
-        *leaves,
-        FamilyLeaf(f"{module}.out.kernel", "self_attn.o_proj.weight", out_of_heads(h, d)),
-    ]
+    steps = {
+        "query=q": rotated(h, d, factor),
+        "key=k": rotated(k, d),
+        "value=v": heads(k, d),
+        "out=o": out_of_heads(h, d),
+    }
+    return leaves_of(f"{module}.{{}}.kernel", "self_attn.{}_proj.weight", steps)
 
 
 def _biases(dims: Dims, module: str) -> list[FamilyLeaf]:
-    counts = {"query": dims.heads, "key": dims.kv_heads, "value": dims.kv_heads}
-    return [
-        FamilyLeaf(
-            f"{module}.{a}.bias", f"self_attn.{b}.bias", heads_bias(counts[a], dims.head_dim)
-        )
-        for a, b in _ATTENTION
-    ]
+    h, k, d = dims.heads, dims.kv_heads, dims.head_dim
+    steps = {"query=q": heads_bias(h, d), "key=k": heads_bias(k, d), "value=v": heads_bias(k, d)}
+    return leaves_of(f"{module}.{{}}.bias", "self_attn.{}_proj.bias", steps)
 
 
-def _scales(
-    names: Iterable[tuple[str, str]], step: TensorStep, before: str = "", source: str = ""
+def _norms(
+    names: tuple[str, ...], step: TensorStep, target: str = "{}.scale", source: str = "{}.weight"
 ) -> list[FamilyLeaf]:
-    return [FamilyLeaf(f"{before}{a}.scale", f"{source}{b}.weight", step) for a, b in names]
+    return leaves_of(target, source, dict.fromkeys(names, step))
+
+
+def _head_norms(step: TensorStep) -> list[FamilyLeaf]:
+    return _norms(_HEAD_NORMS, step, "self_attention.{}.scale", "self_attn.{}.weight")
 
 
 def _mlp(source: str, module: str | None = None) -> list[FamilyLeaf]:
-    module = source if module is None else module
-    return [FamilyLeaf(f"{module}.{a}.kernel", f"{source}.{b}.weight", LINEAR) for a, b in _MLP]
+    steps = dict.fromkeys(_MLP, LINEAR)
+    return leaves_of(f"{module or source}.{{}}.kernel", f"{source}.{{}}.weight", steps)
 
 
-def _experts(block: str) -> list[FamilyLeaf]:
-    kernels = [FamilyLeaf(f"{block}{a}", f"mlp.experts.{{e}}.{b}.weight", LINEAR) for a, b in _MLP]
-    return [FamilyLeaf(f"{block}gate.kernel", "mlp.gate.weight", ROUTER), *kernels]
-
-
-def _mixtral_experts() -> list[FamilyLeaf]:
-    block, source = "MoeBlock_0.", "block_sparse_moe."
-    names = (("wi_0", "w1"), ("wi_1", "w3"), ("wo", "w2"))
-    kernels = [
-        FamilyLeaf(f"{block}{a}", f"{source}experts.{{e}}.{b}.weight", LINEAR) for a, b in names
-    ]
-    return [FamilyLeaf(f"{block}gate.kernel", f"{source}gate.weight", ROUTER), *kernels]
+def _experts(block: str, module: str = "mlp", names: tuple[str, ...] = _MLP) -> list[FamilyLeaf]:
+    router = FamilyLeaf(f"{block}gate.kernel", f"{module}.gate.weight", ROUTER)
+    source = f"{module}.experts.{{e}}.{{}}.weight"
+    return [router, *leaves_of(f"{block}{{}}", source, dict.fromkeys(names, LINEAR))]

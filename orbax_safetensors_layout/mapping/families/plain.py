@@ -12,14 +12,15 @@ from .steps import (
     EMBEDDING,
     LINEAR,
     ROUTER,
-    SAME,
+    VECTOR,
     FamilyLeaf,
     LayerGroup,
-    TensorStep,
     Tree,
+    fused_experts,
     head_norm,
     heads,
     heads_bias,
+    leaves_of,
     out_of_heads,
 )
 
@@ -29,155 +30,91 @@ _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernor
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _QK_NORMED = ("qwen3", "qwen3_moe", "gemma3")
 
-_MIXTRAL_EXPERTS = (
-    FamilyLeaf("mlp.router.kernel", "block_sparse_moe.gate.weight", ROUTER),
-    # `MixtralBlockSparseTop2MLP` of transformers 4: w1 is the gate, w3 goes up, w2 goes down.
-    FamilyLeaf("mlp.experts.gate_proj.kernel", "block_sparse_moe.experts.{e}.w1.weight", LINEAR),
-    FamilyLeaf("mlp.experts.up_proj.kernel", "block_sparse_moe.experts.{e}.w3.weight", LINEAR),
-    FamilyLeaf("mlp.experts.down_proj.kernel", "block_sparse_moe.experts.{e}.w2.weight", LINEAR),
-)
-
-_EXPERTS = (
-    FamilyLeaf("mlp.router.kernel", "mlp.gate.weight", ROUTER),
-    *(
-        FamilyLeaf(f"mlp.experts.{name}.kernel", f"mlp.experts.{{e}}.{name}.weight", LINEAR)
-        for name in _MLP
-    ),
-)
-
-# `GptOssExperts` of transformers 5.23.0, `modeling_gpt_oss.py`: expert kernels are [in, out]
-# already, and gate and up take turns along the last axis.
-_GPT_OSS_EXPERTS = (
-    FamilyLeaf("mlp.router.kernel", "mlp.router.weight", ROUTER),
-    FamilyLeaf("mlp.router.bias", "mlp.router.bias", SAME),
-    *(
-        leaf
-        for start, name in enumerate(("gate_proj", "up_proj"))
-        for leaf in (
-            FamilyLeaf(
-                f"mlp.experts.{name}.kernel",
-                "mlp.experts.gate_up_proj",
-                TensorStep("x i o -> x i o", packed=True, every=(start, 2)),
-            ),
-            FamilyLeaf(
-                f"mlp.experts.{name}.bias",
-                "mlp.experts.gate_up_proj_bias",
-                TensorStep("x o -> x o", every=(start, 2)),
-            ),
-        )
-    ),
-    FamilyLeaf(
-        "mlp.experts.down_proj.kernel",
-        "mlp.experts.down_proj",
-        TensorStep("x i o -> x i o", packed=True),
-    ),
-    FamilyLeaf(
-        "mlp.experts.down_proj.bias", "mlp.experts.down_proj_bias", TensorStep("x o -> x o")
-    ),
+# `MixtralBlockSparseTop2MLP` of transformers 4: w1 is the gate, w3 goes up, w2 goes down.
+_MIXTRAL_MLP = ("gate_proj=w1", "up_proj=w3", "down_proj=w2")
+_GPT_OSS_MLP = (
+    ("gate_proj", "gate_up_proj", (0, 2)),
+    ("up_proj", "gate_up_proj", (1, 2)),
+    ("down_proj", "down_proj", None),
 )
 
 
 def tree(dims: Dims) -> Tree:
-    """The leaves of a model."""
+    """Return the leaves of a model."""
+    shared = (*_norms(dims), *_attention(dims))
+    dense, sparse = (*shared, *_mlp(dims, "mlp")), (*shared, *_experts(dims))
+    names = ("dense_layers.", "moe_layers.") if dims.dense and dims.sparse else ("layers.",) * 2
     return Tree(
         FamilyLeaf("embed_tokens.embedding", EMBEDDING_TENSOR, EMBEDDING),
         FamilyLeaf("lm_head.kernel", HEAD, ROUTER),
-        FamilyLeaf("norm.scale", "norm.weight", SAME),
-        _groups(dims),
+        FamilyLeaf("norm.scale", "norm.weight", VECTOR),
+        (
+            LayerGroup(names[0], "layers.{n}.", dims.dense, dense),
+            LayerGroup(names[1], "layers.{n}.", dims.sparse, sparse),
+        ),
     )
 
 
-def _groups(dims: Dims) -> tuple[LayerGroup, ...]:
-    shared = (*_norms(dims), *_attention(dims))
-    dense, sparse = (*shared, *_mlp(dims, "mlp")), (*shared, *_experts(dims))
-    if dims.dense and dims.sparse:
-        return (
-            LayerGroup("dense_layers.", "layers.{n}.", dims.dense, dense),
-            LayerGroup("moe_layers.", "layers.{n}.", dims.sparse, sparse),
-        )
-    return (
-        LayerGroup("layers.", "layers.{n}.", dims.dense, dense),
-        LayerGroup("layers.", "layers.{n}.", dims.sparse, sparse),
-    )
-
-
-def _norms(dims: Dims) -> tuple[FamilyLeaf, ...]:
+def _norms(dims: Dims) -> list[FamilyLeaf]:
     gemma = dims.family in ("gemma2", "gemma3")
-    names = _GEMMA_NORMS if gemma else _NORMS
-    steps = dict.fromkeys(names, SAME)
+    steps = dict.fromkeys(_GEMMA_NORMS if gemma else _NORMS, VECTOR)
     if dims.family in _QK_NORMED:
         steps |= dict.fromkeys(_HEAD_NORMS, head_norm(dims.head_dim))
-    return tuple(
-        FamilyLeaf(f"{name}.scale", f"{name}.weight", step) for name, step in steps.items()
-    )
+    return leaves_of("{}.scale", "{}.weight", steps)
 
 
-def _attention(dims: Dims) -> tuple[FamilyLeaf, ...]:
+def _attention(dims: Dims) -> list[FamilyLeaf]:
     if dims.latent is not None:
         return _latent(dims)
-    d = dims.head_dim
-    h, k = dims.heads, dims.kv_heads
-    biases = {"q": heads_bias(h, d), "k": heads_bias(k, d), "v": heads_bias(k, d), "o": SAME}
+    h, k, d = dims.heads, dims.kv_heads, dims.head_dim
+    biases = {"q": heads_bias(h, d), "k": heads_bias(k, d), "v": heads_bias(k, d), "o": VECTOR}
     kernels = {"q": heads(h, d), "k": heads(k, d), "v": heads(k, d), "o": out_of_heads(h, d)}
-    leaves = [
-        FamilyLeaf(f"self_attn.{x}_proj.kernel", f"self_attn.{x}_proj.weight", step)
-        for x, step in kernels.items()
-    ]
-    leaves += [
-        FamilyLeaf(f"self_attn.{x}_proj.bias", f"self_attn.{x}_proj.bias", step)
-        for x, step in biases.items()
-        if f"{x}_proj" in dims.biased
-    ]
+    biases = {x: step for x, step in biases.items() if f"{x}_proj" in dims.biased}
+    leaves = leaves_of("self_attn.{}_proj.kernel", "self_attn.{}_proj.weight", kernels)
+    leaves += leaves_of("self_attn.{}_proj.bias", "self_attn.{}_proj.bias", biases)
     if dims.family == "gpt_oss":
-        leaves.append(FamilyLeaf("self_attn.sinks", "self_attn.sinks", SAME))
-    return tuple(leaves)
+        leaves.append(FamilyLeaf("self_attn.sinks", "self_attn.sinks", VECTOR))
+    return leaves
 
 
-def _latent(dims: Dims) -> tuple[FamilyLeaf, ...]:
+def _latent(dims: Dims) -> list[FamilyLeaf]:
     """`DeepseekV3Attention` of transformers 5.23.0, `modeling_deepseek_v3.py`."""
     latent = dims.latent
     assert latent is not None
+    queries = heads(dims.heads, latent.query_dim)
     steps = {
         "kv_a_proj_with_mqa": LINEAR,
         "kv_b_proj": heads(dims.heads, latent.key_value_dim),
         "o_proj": out_of_heads(dims.heads, latent.value_dim),
     }
-    norms = ["kv_a_layernorm"]
-    if latent.query_rank:
-        steps |= {"q_a_proj": LINEAR, "q_b_proj": heads(dims.heads, latent.query_dim)}
-        norms.append("q_a_layernorm")
-    else:
-        steps["q_proj"] = heads(dims.heads, latent.query_dim)
-    return (
-        *(
-            FamilyLeaf(f"self_attn.{name}.kernel", f"self_attn.{name}.weight", step)
-            for name, step in steps.items()
-        ),
-        *(
-            FamilyLeaf(f"self_attn.{name}.scale", f"self_attn.{name}.weight", SAME)
-            for name in norms
-        ),
-    )
+    steps |= {"q_a_proj": LINEAR, "q_b_proj": queries} if latent.query_rank else {"q_proj": queries}
+    norms = ["kv_a_layernorm", *(["q_a_layernorm"] if latent.query_rank else [])]
+    kernels = leaves_of("self_attn.{}.kernel", "self_attn.{}.weight", steps)
+    scales = leaves_of("self_attn.{}.scale", "self_attn.{}.weight", dict.fromkeys(norms, VECTOR))
+    return kernels + scales
 
 
-def _mlp(dims: Dims, before: str) -> tuple[FamilyLeaf, ...]:
-    kernels = (
-        FamilyLeaf(f"{before}.{name}.kernel", f"{before}.{name}.weight", LINEAR) for name in _MLP
-    )
-    biased = (name for name in _MLP if name in dims.biased)
-    biases = (FamilyLeaf(f"{before}.{name}.bias", f"{before}.{name}.bias", SAME) for name in biased)
-    return (*kernels, *biases)
+def _mlp(dims: Dims, module: str) -> list[FamilyLeaf]:
+    kernels = dict.fromkeys(_MLP, LINEAR)
+    biases = {name: VECTOR for name in _MLP if name in dims.biased}
+    leaves = leaves_of(f"{module}.{{}}.kernel", f"{module}.{{}}.weight", kernels)
+    return leaves + leaves_of(f"{module}.{{}}.bias", f"{module}.{{}}.bias", biases)
 
 
-def _experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
-    match dims.family:
-        case "mixtral":
-            return _MIXTRAL_EXPERTS
-        case "gpt_oss":
-            return _GPT_OSS_EXPERTS
-        case "deepseek_v3":
-            bias = "e_score_correction_bias"
-            routed = (*_EXPERTS, FamilyLeaf(f"mlp.router.{bias}", f"mlp.gate.{bias}", SAME))
-            return (*routed, *_mlp(dims, "mlp.shared_experts")) if dims.shared_experts else routed
-        case _:
-            return _EXPERTS
+def _experts(dims: Dims) -> list[FamilyLeaf]:
+    if dims.family == "gpt_oss":
+        return [
+            FamilyLeaf("mlp.router.kernel", "mlp.router.weight", ROUTER),
+            FamilyLeaf("mlp.router.bias", "mlp.router.bias", VECTOR),
+            *fused_experts(_GPT_OSS_MLP, "mlp.experts.{}.kernel", "mlp.experts.{}.bias"),
+        ]
+    mixtral = dims.family == "mixtral"
+    module, names = ("block_sparse_moe", _MIXTRAL_MLP) if mixtral else ("mlp", _MLP)
+    steps = dict.fromkeys(names, LINEAR)
+    leaves = [FamilyLeaf("mlp.router.kernel", f"{module}.gate.weight", ROUTER)]
+    leaves += leaves_of("mlp.experts.{}.kernel", f"{module}.experts.{{e}}.{{}}.weight", steps)
+    if dims.family == "deepseek_v3":
+        bias = "e_score_correction_bias"
+        leaves.append(FamilyLeaf(f"mlp.router.{bias}", f"mlp.gate.{bias}", VECTOR))
+        leaves += _mlp(dims, "mlp.shared_experts") if dims.shared_experts else []
+    return leaves

@@ -21,14 +21,14 @@ from .steps import Tree
 
 
 class _Target(NamedTuple):
-    """A model side.
+    """A model side; `scan`, `scan_axis` and `root` are the defaults of `Options`.
 
     Attributes:
-        tree: Gives the leaves of a model.
+        tree: Returns the leaves of a model.
         families: The families that it has.
-        scan: Whether layers are stacked, unless the user says otherwise; None where never.
-        scan_axis: The axis that they are stacked along, unless the user says otherwise.
-        root: What stands before all leaves, unless the user says otherwise.
+        scan: Whether layers are stacked; None where never.
+        scan_axis: The axis that they are stacked along.
+        root: The name of the tree that holds the leaves.
     """
 
     tree: Callable[[Dims], Tree]
@@ -50,12 +50,12 @@ TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TA
 
 _FAMILY_OF = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3"}
 
-# What stands before the names of checkpoints with vision; `google/gemma-3-4b-it` on the hub.
+# Prefix of the names in checkpoints with vision; `google/gemma-3-4b-it` on the hub.
 _MULTIMODAL_PREFIX = "language_model.model."
 
 
 class Options(TypedDict, total=False):
-    """How a model's mapping is to be made; all may be left out.
+    """Options of a model's mapping; all may be left out.
 
     Attributes:
         target: The model side: `plain` (the tree of `docs/families.md`), `maxtext` or `tunix`.
@@ -63,15 +63,15 @@ class Options(TypedDict, total=False):
             are, but for `tunix`, which has no such models.
         scan_axis: The axis that layers are stacked along, `param_scan_axis` of MaxText: 1 there,
             else 0.
-        dtype: What values that are computed (MaxText's scaled queries, Gemma's norms and embedding
+        dtype: Dtype that computed values (MaxText's scaled queries, Gemma's norms and embedding
             there, dequantised weights) are rounded to. By default they are float32, and dequantised
-            ones bfloat16. It does not touch leaves that hold the checkpoint's values.
-        vocab_size: Rows of the model's embedding, where it has another number than the checkpoint:
-            more hold zeros, fewer leave the last ones out.
+            ones bfloat16. It does not affect leaves that hold the checkpoint's values.
+        vocab_size: Rows of the model's embedding, if not those of the checkpoint: added rows hold
+            zeros, and a smaller number leaves the last ones out.
         untie: Give a model with tied embeddings an output kernel of its own: that of the files, or
             where they have none the embedding.
-        prefix: What stands before `embed_tokens.weight` in the checkpoint's names. By default what
-            the folder's names say, else `model.`.
+        prefix: Prefix of `embed_tokens.weight` in the checkpoint's names. By default that of the
+            folder's names, else `model.`.
         root: The name of the tree that holds the leaves: `params` for MaxText, else none.
         model_type: The `model_type` of a configuration that is another's by name: a family's
             function then takes it. By default it takes its own, and configurations without any.
@@ -92,15 +92,15 @@ class Options(TypedDict, total=False):
 
 
 def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A ready mapping for the model of a Hugging Face checkpoint.
+    """Return a ready mapping for the model of a Hugging Face checkpoint.
 
     Args:
-        config: The checkpoint's folder, its `config.json`, or what that holds as a dict;
+        config: The checkpoint's folder, its `config.json`, or the content of that as a dict;
             `model_type` chooses the family.
         **options: See `Options`.
 
     Raises:
-        MappingError: There is no ready mapping for the model, or a fact is missing.
+        MappingError: There is no ready mapping for the model, or a value is missing.
         CheckpointNotFoundError: There is no configuration at the path.
 
     Example:
@@ -217,10 +217,9 @@ def _made(
 def _check_type(
     family: str, config: collections.abc.Mapping[str, object], said: str | None
 ) -> None:
-    """Refuses the configuration of another model: many differ in what they compute, not in names.
+    """Refuses the configuration of another model, unless the caller names its type.
 
-    Raises:
-        MappingError: It is another's, and the caller does not say which.
+    Many models differ in what they compute, and not in names.
     """
     inner = config.get("text_config")
     found = inner.get("model_type") if isinstance(inner, collections.abc.Mapping) else None
@@ -238,11 +237,7 @@ def _check_type(
 
 
 def _check_counts(dims: Dims, names: Sequence[str], before: str) -> None:
-    """Refuses more layers or experts than files have, before anything is built for each of them.
-
-    Raises:
-        MappingError: The configuration has more.
-    """
+    """Refuses more layers or experts than files have, before anything is built for each of them."""
     layers, experts = count_stored(names, before), count_stored(names, ".experts.")
     for what, said, found in (("layers", dims.layers, layers), ("experts", dims.experts, experts)):
         if found and said > found:
@@ -292,11 +287,7 @@ def _settings(
 
 
 def _has_head(dims: Dims, names: Sequence[str], prefix: str) -> bool:
-    """Whether an untied model has an output kernel.
-
-    Raises:
-        MappingError: It has to have one, but the files hold a model without.
-    """
+    """Whether an untied model has an output kernel; refuses files that lack one it must have."""
     head = head_name(prefix)
     if dims.headless or prefix + EMBEDDING_TENSOR not in names:
         return head in names or not dims.headless

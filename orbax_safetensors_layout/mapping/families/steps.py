@@ -1,15 +1,21 @@
-"""Tables of leaves: what a leaf is called, which tensor it is made of, and how."""
+"""Tables of leaves: the name of each leaf, the tensor that it is made of, and how.
+
+`plain`, `maxtext` and `tunix` make these tables of a model's dimensions; `build` makes rules of
+them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable, Mapping
 
 from ..expr.expression import Expr
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorStep:
-    """How one tensor becomes a leaf, or the part of a leaf that one layer and expert holds.
+    """How one tensor becomes a leaf, or one layer's and expert's part of a leaf.
 
     Attributes:
         pattern: Axes before and after, in the notation of einops.
@@ -31,36 +37,30 @@ class TensorStep:
 
     @property
     def rank(self) -> int:
-        """The axes of what it makes."""
-        right = self.pattern.partition("->")[2]
-        depth, count = 0, 0
-        for word in right.replace("(", " ( ").replace(")", " ) ").split():
-            count += depth == 0 and word != ")"
-            depth += (word == "(") - (word == ")")
-        return count
+        """Number of axes of the result."""
+        return len(re.findall(r"\(.*?\)|\S+", self.pattern.partition("->")[2]))
 
     def apply(self, source: Expr, dtype: str | None) -> Expr:
-        """The expression.
+        """Return the expression of the part.
 
         Args:
-            source: All of the tensor.
-            dtype: What values that are computed are rounded to; None leaves them in float32.
+            source: The whole tensor.
+            dtype: Computed values are rounded to it; None leaves them in float32.
         """
-        made = source
         if self.every is not None:
             start, step = self.every
-            made = made.slice(-1, start, None, step)
+            source = source.slice(-1, start, None, step)
         left, _, right = self.pattern.partition("->")
         if self.sizes or left.split() != right.split():
-            made = made.rearrange(self.pattern, **dict(self.sizes))
+            source = source.rearrange(self.pattern, **dict(self.sizes))
         if self.factor is None and self.term is None:
-            return made
-        made = made.cast("float32")
+            return source
+        source = source.cast("float32")
         if self.factor is not None:
-            made = made.scale(self.factor, lossy_inverse=True)
+            source = source.scale(self.factor, lossy_inverse=True)
         if self.term is not None:
-            made = made.add(self.term, lossy_inverse=True)
-        return made if dtype in (None, "float32") else made.cast(dtype)
+            source = source.add(self.term, lossy_inverse=True)
+        return source if dtype in (None, "float32") else source.cast(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class FamilyLeaf:
         source: The tensor's name; in a group, after the layer's. `{e}` stands for an expert.
             Several are put one after the other along the first axis.
         step: How it is made.
-        variable: The collection of variables that holds it where it is no parameter. Those are
+        variable: The Flax collection that holds a leaf which is no parameter. Such leaves are
             stacked along axis 0, whatever the scan axis is.
     """
 
@@ -84,16 +84,16 @@ class FamilyLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that are alike.
+    """Layers of the same leaves.
 
     Attributes:
-        scanned: What stands before the names of their leaves where layers are stacked.
-        unscanned: The same where they are not; `{n}` stands for the layer's number.
+        scanned: Prefix of the names of their leaves where layers are stacked.
+        unscanned: The same where they are not; `{n}` is the layer's number.
         indices: The layers, as the checkpoint counts them.
         leaves: The leaves of a layer.
-        first: The number of the first layer where they are not stacked; None takes the indices.
-        scans: False for layers that are not stacked where others are; `{n}` of `scanned` stands
-            for their number then, from 0.
+        first: Number of the first layer where they are not stacked; None takes the indices.
+        scans: False for layers that are not stacked where others are; `{n}` of `scanned` is
+            their number then, from 0.
     """
 
     scanned: str
@@ -122,19 +122,10 @@ class Tree:
 
 
 AS_IT_IS = TensorStep("... -> ...")
-"""A tensor of any shape."""
-
-SAME = TensorStep("e -> e")
-"""A vector."""
-
-ROUTER = TensorStep("o i -> i o")
-"""A kernel that no checkpoint quantises."""
-
-LINEAR = TensorStep("o i -> i o", projection=True)
-"""PyTorch's `[out, in]` as `[in, out]`."""
-
-EMBEDDING = TensorStep("v e -> v e")
-"""Rows of tokens."""
+VECTOR = TensorStep("e -> e")
+EMBEDDING = TensorStep("v e -> v e")  # rows of tokens
+LINEAR = TensorStep("o i -> i o", projection=True)  # PyTorch's `[out, in]` as `[in, out]`
+ROUTER = TensorStep("o i -> i o")  # a kernel that no checkpoint quantises
 
 
 def head_norm(d: int, term: float | None = None) -> TensorStep:
@@ -142,29 +133,20 @@ def head_norm(d: int, term: float | None = None) -> TensorStep:
     return TensorStep("d -> d", (("d", d),), term=term)
 
 
-def heads(h: int, d: int, factor: float | None = None) -> TensorStep:
-    """A projection to heads: `[heads * d, hidden]` as `[hidden, heads, d]`."""
-    return TensorStep("(h d) e -> e h d", (("h", h), ("d", d)), projection=True, factor=factor)
+def heads(h: int, d: int, factor: float | None = None, pattern: str = "e h d") -> TensorStep:
+    """A projection to heads: `[heads * d, hidden]` as `pattern`, `[hidden, heads, d]`."""
+    sizes = (("h", h), ("d", d))
+    return TensorStep(f"(h d) e -> {pattern}", sizes, projection=True, factor=factor)
 
 
 def interleaved_heads(h: int, d: int, factor: float | None = None) -> TensorStep:
-    """A projection to heads, whose rotated pairs stand side by side.
+    """A projection to heads, whose rotated pairs are side by side.
 
     Hugging Face keeps the first elements of all pairs in the first half of a head, and the second
     ones in the second (`rotate_half` of transformers 5.23.0, `modeling_llama.py`).
     """
     pattern = "(h t f) e -> e h (f t)"
     return TensorStep(pattern, (("h", h), ("t", 2), ("f", d // 2)), projection=True, factor=factor)
-
-
-def heads_first(h: int, d: int) -> TensorStep:
-    """A projection to heads: `[heads * d, hidden]` as `[heads, hidden, d]`."""
-    return TensorStep("(h d) e -> h e d", (("h", h), ("d", d)), projection=True)
-
-
-def heads_part(h: int, d: int) -> TensorStep:
-    """The same as one of several: `[1, heads, hidden, d]`."""
-    return TensorStep("(h d) e -> 1 h e d", (("h", h), ("d", d)), projection=True)
 
 
 def heads_bias(h: int, d: int) -> TensorStep:
@@ -175,3 +157,41 @@ def heads_bias(h: int, d: int) -> TensorStep:
 def out_of_heads(h: int, d: int) -> TensorStep:
     """A projection from heads: `[hidden, heads * d]` as `[heads, d, hidden]`."""
     return TensorStep("e (h d) -> h d e", (("h", h), ("d", d)), projection=True)
+
+
+def leaves_of(target: str, source: str, steps: Mapping[str, TensorStep]) -> list[FamilyLeaf]:
+    """Return the leaves of a table of names.
+
+    Args:
+        target: Names of leaves; `{}` is the name in the table.
+        source: Names of tensors; `{}` is the same, or what follows `=` in the table.
+        steps: How each is made: `{"q_proj": ...}`, or `{"query=q_proj": ...}`.
+    """
+    leaves = []
+    for names, step in steps.items():
+        name, _, stored = names.partition("=")
+        tensor = source.replace("{}", stored or name)
+        leaves.append(FamilyLeaf(target.replace("{}", name), tensor, step))
+    return leaves
+
+
+def fused_experts(
+    parts: Iterable[tuple[str, str, tuple[int, int] | None]], kernel: str, bias: str
+) -> list[FamilyLeaf]:
+    """Return the leaves of GPT-OSS's experts.
+
+    Their kernels are `[in, out]` already, and gate and up take turns along the last axis
+    (`GptOssExperts` of transformers 5.23.0, `modeling_gpt_oss.py`; MaxText's `interleave`).
+
+    Args:
+        parts: Name of each leaf, name of its tensor, and `TensorStep.every`.
+        kernel: Names of kernels; `{}` is the name of the leaf.
+        bias: The same of biases.
+    """
+    leaves = []
+    for name, tensor, every in parts:
+        step = TensorStep("x i o -> x i o", packed=True, every=every)
+        leaves.append(FamilyLeaf(kernel.format(name), f"mlp.experts.{tensor}", step))
+        step = TensorStep("x o -> x o", every=every)
+        leaves.append(FamilyLeaf(bias.format(name), f"mlp.experts.{tensor}_bias", step))
+    return leaves

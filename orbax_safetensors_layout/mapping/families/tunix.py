@@ -14,14 +14,13 @@ from .steps import (
     EMBEDDING,
     LINEAR,
     ROUTER,
-    SAME,
+    VECTOR,
     FamilyLeaf,
     LayerGroup,
     Tree,
     head_norm,
     heads,
-    heads_first,
-    heads_part,
+    leaves_of,
     out_of_heads,
 )
 
@@ -32,7 +31,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def tree(dims: Dims) -> Tree:
-    """The leaves of a model.
+    """Return the leaves of a model.
 
     Raises:
         MappingError: Tunix has no such model.
@@ -48,7 +47,7 @@ def tree(dims: Dims) -> Tree:
     return Tree(
         FamilyLeaf("embedder.input_embedding", EMBEDDING_TENSOR, EMBEDDING),
         FamilyLeaf("lm_head.w", HEAD, ROUTER),
-        FamilyLeaf("final_norm.scale" if gemma else "final_norm.w", "norm.weight", SAME),
+        FamilyLeaf("final_norm.scale" if gemma else "final_norm.w", "norm.weight", VECTOR),
         (LayerGroup("layers.", "layers.{n}.", layers, tuple(leaves)),),
     )
 
@@ -56,22 +55,19 @@ def tree(dims: Dims) -> Tree:
 def _qwen(dims: Dims) -> list[FamilyLeaf]:
     """Llama 3, Qwen 2 and Qwen 3."""
     h, k, d = dims.heads, dims.kv_heads, dims.head_dim
-    steps = {"q_proj": heads(h, d), "k_proj": heads(k, d), "v_proj": heads(k, d)}
-    steps["o_proj"] = out_of_heads(h, d)
-    leaves = [FamilyLeaf(f"{name}.w", f"{name}.weight", SAME) for name in _NORMS]
-    leaves += [
-        FamilyLeaf(f"attn.{n}.w", f"self_attn.{n}.weight", step) for n, step in steps.items()
-    ]
+    steps = {"q": heads(h, d), "k": heads(k, d), "v": heads(k, d), "o": out_of_heads(h, d)}
+    leaves = leaves_of("{}.w", "{}.weight", dict.fromkeys(_NORMS, VECTOR))
+    leaves += leaves_of("attn.{}_proj.w", "self_attn.{}_proj.weight", steps)
     if dims.family == "qwen2":
-        leaves += [FamilyLeaf(f"attn.{x}_bias", f"self_attn.{x}_proj.bias", SAME) for x in "qkv"]
+        leaves += leaves_of("attn.{}_bias", "self_attn.{}_proj.bias", dict.fromkeys("qkv", VECTOR))
     if dims.family in ("qwen3", "qwen3_moe"):
-        norm = head_norm(d)
-        leaves += [FamilyLeaf(f"attn.{x}_norm.w", f"self_attn.{x}_norm.weight", norm) for x in "qk"]
+        norms = dict.fromkeys("qk", head_norm(d))
+        leaves += leaves_of("attn.{}_norm.w", "self_attn.{}_norm.weight", norms)
     if dims.dense:
-        leaves += _mlp()
+        leaves += _mlp("mlp.{}.kernel", "mlp.{}.weight")
     if dims.experts:
         leaves.append(FamilyLeaf("mlp.router.kernel", "mlp.gate.weight", ROUTER))
-        leaves += [FamilyLeaf(f"mlp.{n}", f"mlp.experts.{{e}}.{n}.weight", LINEAR) for n in _MLP]
+        leaves += _mlp("mlp.{}", "mlp.experts.{e}.{}.weight")
     return leaves
 
 
@@ -83,27 +79,29 @@ def _gemma(dims: Dims) -> list[FamilyLeaf]:
     """
     d = dims.head_dim
     after = "post_attn_norm" if dims.family == "gemma2" else "post_attention_norm"
-    norms = {
-        "pre_attention_norm": "input_layernorm",
-        after: "post_attention_layernorm",
-        "pre_ffw_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-    leaves = [FamilyLeaf(f"{a}.scale", f"{b}.weight", SAME) for a, b in norms.items()]
+    norms: tuple[str, ...] = (
+        "pre_attention_norm=input_layernorm",
+        f"{after}=post_attention_layernorm",
+        "pre_ffw_norm=pre_feedforward_layernorm",
+        "post_ffw_norm=post_feedforward_layernorm",
+    )
+    leaves = leaves_of("{}.scale", "{}.weight", dict.fromkeys(norms, VECTOR))
     if dims.family == "gemma3":
-        own = (("_query_norm", "q_norm"), ("_key_norm", "k_norm"))
-        leaves += [
-            FamilyLeaf(f"attn.{a}.scale", f"self_attn.{b}.weight", head_norm(d)) for a, b in own
-        ]
+        norms = ("_query_norm=q_norm", "_key_norm=k_norm")
+        steps = dict.fromkeys(norms, head_norm(d))
+        leaves += leaves_of("attn.{}.scale", "self_attn.{}.weight", steps)
     q, k, v, o = (f"self_attn.{x}_proj.weight" for x in "qkvo")
+    part = "1 h e d"  # one of several along the first axis
     if dims.heads == dims.kv_heads:
-        leaves.append(FamilyLeaf("attn.qkv_einsum.w", (q, k, v), heads_part(dims.heads, d)))
+        step = heads(dims.heads, d, pattern=part)
+        leaves.append(FamilyLeaf("attn.qkv_einsum.w", (q, k, v), step))
     else:
-        leaves.append(FamilyLeaf("attn.q_einsum.w", q, heads_first(dims.heads, d)))
-        leaves.append(FamilyLeaf("attn.kv_einsum.w", (k, v), heads_part(dims.kv_heads, d)))
+        step = heads(dims.kv_heads, d, pattern=part)
+        leaves.append(FamilyLeaf("attn.q_einsum.w", q, heads(dims.heads, d, pattern="h e d")))
+        leaves.append(FamilyLeaf("attn.kv_einsum.w", (k, v), step))
     leaves.append(FamilyLeaf("attn.attn_vec_einsum.w", o, out_of_heads(dims.heads, d)))
-    return leaves + _mlp()
+    return leaves + _mlp("mlp.{}.kernel", "mlp.{}.weight")
 
 
-def _mlp() -> list[FamilyLeaf]:
-    return [FamilyLeaf(f"mlp.{name}.kernel", f"mlp.{name}.weight", LINEAR) for name in _MLP]
+def _mlp(target: str, source: str) -> list[FamilyLeaf]:
+    return leaves_of(target, source, dict.fromkeys(_MLP, LINEAR))

@@ -1,4 +1,4 @@
-"""How quantised checkpoints store weights, from the `quantization_config` of a model."""
+"""Resolves a model's `quantization_config` to how its checkpoints store weights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from .steps import TensorStep
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _REGEX = "re:"
 _MOST_REPETITIONS = 5
+_ENDINGS = {
+    "fp8": ("", "_scale_inv"),
+    "mxfp4": ("_blocks", "_scales"),
+    "int4": ("_packed", "_scale", "_shape"),
+}
 _HINT = (
     "Write rules with osl.dequantize_block, osl.dequantize_int4 or osl.opaque; or with osl.tensor,"
     " to keep the tensors as they are."
@@ -52,17 +57,11 @@ class WeightFormat:
         return step.projection and not any(_names(pattern, module) for pattern in self.plain)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The tensors that a quantised one is stored as."""
-        match self.method:
-            case "fp8":
-                return name, f"{name}_scale_inv"
-            case "mxfp4":
-                return f"{name}_blocks", f"{name}_scales"
-            case "int4":
-                return f"{name}_packed", f"{name}_scale", f"{name}_shape"
+        """Return the names of the tensors that a quantised one is stored as."""
+        return tuple(name + ending for ending in _ENDINGS[self.method])
 
     def decoded(self, name: str, dtype: str) -> Expr:
-        """The values of a quantised tensor."""
+        """Return the expression of a quantised tensor's values."""
         first, second = map(tensor, self.parts(name)[:2])
         match self.method:
             case "fp8":
@@ -82,7 +81,7 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def weight_format(family: str, config: Section | None) -> WeightFormat | None:
-    """What a `quantization_config` says; None where there is none.
+    """Return what a `quantization_config` says; None where there is none.
 
     Raises:
         MappingError: It is malformed, or there is no ready mapping for it.
@@ -104,7 +103,7 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     # Scales of blocks of 128 and of 129 have one shape: only what is published is believed.
     if len(block) != 2 or any(extent & (extent - 1) for extent in block):
         config.refuse("weight_block_size", "rows and columns, powers of two", block)
-    kept = config.texts("modules_to_not_convert") or ()
+    kept = config.texts("modules_to_not_convert")
     odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
     if odd:
         raise MappingError(
@@ -117,20 +116,20 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
 def _int4(family: str, config: Section) -> WeightFormat:
     """`compressed-tensors` 0.12, `config/base.py`; Kimi K2 Thinking is stored so."""
     groups = [group.section("weights") for group in config.sections("config_groups")]
-    wanted = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+    expected = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
     weights = groups[0] if len(groups) == 1 else None
     if weights is None or any(
         type(weights.get(key)) is not type(value) or weights.get(key) != value
-        for key, value in wanted.items()
+        for key, value in expected.items()
     ):
         raise MappingError(
             f"there is no ready mapping for {family} quantised with 'compressed-tensors' in this"
             " way",
-            expected=f"one group of weights with {wanted}",
+            expected=f"one group of weights with {expected}",
             found=short_repr(config.get("config_groups")),
             hint=_HINT,
         )
-    plain = config.texts("ignore") or ()
+    plain = config.texts("ignore")
     for pattern in plain:
         if pattern.startswith(_REGEX):
             _check_regex(config, pattern)
@@ -138,18 +137,18 @@ def _int4(family: str, config: Section) -> WeightFormat:
 
 
 def _check_regex(config: Section, pattern: str) -> None:
-    """Refuses a regular expression that is none, or that may take for ever on some name.
+    """Refuses a regular expression that is malformed, or that may take forever on some name.
 
-    Time is exponential where what repeats holds what repeats, and grows by a power for each other
-    repetition; published ones have two.
+    Time is exponential in nested repetitions, and grows by a power for each other one; published
+    expressions have two.
     """
     repetitions = len(re.findall(r"[*+?{]", pattern))
-    is_sound = repetitions <= _MOST_REPETITIONS and not re.search(r"\)[*+{]", pattern)
+    is_safe = repetitions <= _MOST_REPETITIONS and not re.search(r"\)[*+{]", pattern)
     try:
         re.compile(pattern.removeprefix(_REGEX))
     except (re.error, RecursionError, OverflowError):
-        is_sound = False
-    if not is_sound:
+        is_safe = False
+    if not is_safe:
         config.refuse(
             "ignore",
             f"regular expressions with at most {_MOST_REPETITIONS} repetitions, none of a group",

@@ -53,7 +53,7 @@ def invert(
         except MappingError as error:
             refused.update(expression.sources())
             problems += [
-                p._replace(text=f"leaf {leaf!r} can not be saved: {p.text}")
+                p._replace(text=f"leaf {leaf!r} cannot be saved: {p.text}")
                 for p in problems_of(error)
             ]
     inverted: dict[str, BoundExpr] = {}
@@ -64,7 +64,7 @@ def invert(
             inverted[name] = _assemble(source, parts.get(name, []))
         except MappingError as error:
             problems += [
-                p._replace(text=f"tensor {name!r} can not be saved: {p.text}")
+                p._replace(text=f"tensor {name!r} cannot be saved: {p.text}")
                 for p in problems_of(error)
             ]
     if problems:
