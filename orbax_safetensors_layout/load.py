@@ -281,8 +281,8 @@ def _wanted_tree(
 ) -> AbstractTree | None:
     """What is wanted; None for a flat dict of tensors on the host."""
     if abstract is None and mapping is not None and only is None:
-        facts = bind(catalog, mapping, None)[0].facts()
-        return AbstractTree.parse({name: HostLeaf(*fact) for name, fact in facts.items()})
+        specs = bind(catalog, mapping, None)[0].specs()
+        return AbstractTree.parse({name: HostLeaf(*spec) for name, spec in specs.items()})
     if abstract is None and mapping is None:
         return recorded.tree() if only is None else None
     if only is not None:

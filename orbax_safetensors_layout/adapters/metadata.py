@@ -97,7 +97,7 @@ class CheckpointMetadata:
                 catalog.metadata(),
                 max(written, default=None),
                 catalog.manifest(),
-                None if mapping is None else bind(catalog, mapping, None)[0].facts(),
+                None if mapping is None else bind(catalog, mapping, None)[0].specs(),
             )
 
     @property

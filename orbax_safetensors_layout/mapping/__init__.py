@@ -1,4 +1,4 @@
-"""Names and shapes, file side and model side, as data."""
+"""Mappings: each leaf of a model as an expression over a checkpoint's tensors, and the inverse."""
 
 from __future__ import annotations
 

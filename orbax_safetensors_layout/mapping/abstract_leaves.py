@@ -1,4 +1,4 @@
-"""The model side of a mapping as a tree: the one module of `mapping` that JAX is imported for."""
+"""Converts between trees of JAX and leaves by name: the one module here that imports JAX."""
 
 from __future__ import annotations
 
@@ -15,30 +15,21 @@ from .shapes import TensorSpec
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
-def abstract_tree(facts: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """Leaves by dotted name as nested dicts of `jax.ShapeDtypeStruct`.
-
-    Raises:
-        MappingError: A leaf's name is also the begin of another's.
-    """
+def abstract_tree(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """Return leaves by dotted name as nested dicts of `jax.ShapeDtypeStruct`."""
     tree: dict[str, Any] = {}
-    for name, fact in facts.items():
+    for name, spec in specs.items():
         *folders, last = name.split(".")
-        node = tree
+        node: Any = tree
         for folder in folders:
-            node = node.setdefault(folder, {})
-            if not isinstance(node, dict):
-                raise MappingError("a leaf stands where others are below it", tensor=name)
-        if last in node:
-            raise MappingError("a leaf stands where others are below it", tensor=name)
-        node[last] = _struct(fact.shape, fact.dtype)
+            node = node.setdefault(folder, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            raise MappingError("the name of a leaf is the prefix of another's", tensor=name)
+        node[last] = _struct(spec.shape, spec.dtype)
     return tree
 
 
 def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
-    """Name and shape of each leaf of a tree, as loading names them; None where it has none."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        unboxed_name(path) or dotted_name(path): getattr(leaf, "shape", None)
-        for path, leaf in pairs
-    }
+    """Return the shape of each leaf of a tree by name, as loading names it; None without one."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {unboxed_name(key) or dotted_name(key): getattr(x, "shape", None) for key, x in leaves}

@@ -1,4 +1,8 @@
-"""What users give to expressions and rules, as the type that is meant, or an error by name."""
+"""Checks what users give to expressions and rules.
+
+Each function returns the value as the type that is meant; another one is refused with a
+`MappingError` that names `what`, the function of the user's that takes it.
+"""
 
 from __future__ import annotations
 
@@ -16,76 +20,46 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def integer(value: Any, what: str) -> int:
-    """An integer that an index can be.
-
-    Raises:
-        MappingError: It is none.
-    """
+    """Return an integer that can be an index."""
     return integers((value,), what)[0]
 
 
 def integers(items: Iterable[Any], what: str) -> tuple[int, ...]:
-    """Integers that indices can be.
-
-    Args:
-        items: The integers, or one iterable of them.
-        what: What takes them, for the message.
-
-    Raises:
-        MappingError: They are none.
-    """
+    """Return integers that can be indices."""
     try:
-        found = tuple(map(operator.index, items))
+        indices = tuple(map(operator.index, items))
     except TypeError as error:
         raise MappingError(f"{what} takes integers", found=short_repr(items)) from error
-    if found and max(map(abs, found)) > _INT64_MAX:
-        raise MappingError(f"{what} takes integers of 64 bits", found=short_repr(found))
-    return found
+    if indices and max(map(abs, indices)) > _INT64_MAX:
+        raise MappingError(f"{what} takes integers of 64 bits", found=short_repr(indices))
+    return indices
 
 
 def number(value: Any, what: str) -> float:
-    """A real number.
-
-    Raises:
-        MappingError: It is none, or too large.
-    """
+    """Return a real number that is a Python int or float, or a 0-d array."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "__array__"):  # of JAX too
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # keys, traced, deleted
             value = np.asarray(value)
     kind = getattr(value, "dtype", None)
     is_array = isinstance(value, np.ndarray) and not value.shape
     if isinstance(value, int | float) or (is_array and np.dtype(kind).kind in "biufV"):
-        try:
-            value = value.item() if isinstance(value, np.ndarray) else value
-            if isinstance(value, int | float):
-                float(value)
-                return value
-            return float(value)
-        except (OverflowError, TypeError, ValueError):
-            pass
+        with contextlib.suppress(OverflowError, TypeError, ValueError):
+            scalar = value.item() if isinstance(value, np.ndarray) else value
+            real = float(scalar)
+            return scalar if isinstance(scalar, int | float) else real
     raise MappingError(f"{what} takes a real number", found=short_repr(value))
 
 
 def text(value: Any, what: str) -> str:
-    """A string.
-
-    Raises:
-        MappingError: It is none.
-    """
+    """Return a string."""
     if not isinstance(value, str):
         raise MappingError(f"{what} takes a string", found=short_repr(value))
     return value
 
 
 def several(items: Any, what: str) -> tuple[Any, ...]:
-    """The items of a list, or of anything else that has some; a string is none.
-
-    Raises:
-        MappingError: It has no items.
-    """
-    try:
+    """Return the items of anything that has some, but for strings."""
+    with contextlib.suppress(TypeError):
         if not isinstance(items, str | bytes):
             return tuple(items)
-    except TypeError:
-        pass
     raise MappingError(f"{what} takes a list", found=short_repr(items))

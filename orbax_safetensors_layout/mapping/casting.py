@@ -1,4 +1,4 @@
-"""Casts of host values: floats round, and where that is not meant every value must survive."""
+"""Casts host values: floats round, and where that is not intended every value must survive."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from .integers import is_whole, to_whole, whole_or_lost
 
 
 class Subject(NamedTuple):
-    """What is cast, for errors.
-
-    Attributes:
-        name: The leaf's name.
-        file: A file that it comes from.
-        source: Its dtype before the cast.
-    """
+    """The leaf that is cast, for errors; `source` is its dtype before the cast."""
 
     name: str
     file: str | None
@@ -27,14 +21,11 @@ class Subject(NamedTuple):
 
 
 def check_castable(source: np.dtype, dtype: np.dtype) -> None:
-    """Refuses casts that have no numeric meaning.
+    """Refuses a cast from complex to real, or from or to a dtype that is no number.
 
     Args:
         source: The dtype in the file.
-        dtype: The dtype that is wanted.
-
-    Raises:
-        DtypeMismatchError: Complex to real, or to or from a dtype that is no number.
+        dtype: The dtype of the abstract tree.
     """
     if source == dtype:
         return
@@ -48,23 +39,23 @@ def check_castable(source: np.dtype, dtype: np.dtype) -> None:
 
 
 def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, subject: Subject) -> np.ndarray:
-    """`value` as `dtype`; see `cast_into`."""
+    """Return `value` as `dtype`; see `cast_into`."""
     out = np.empty(value.shape, dtype)
     cast_into(out, value, exact=exact, subject=subject)
     return out
 
 
 def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subject) -> None:
-    """Puts `value` into `out`, in its dtype.
+    """Cast `value` into `out`.
 
     Floating-point targets round as numpy does, unless `exact`. Integer and boolean targets must
     hold every value.
 
     Args:
-        out: Where they go.
+        out: Where the values go.
         value: Some values of a tensor.
         exact: Every value must survive: the cast was not asked for, JAX imposes it (x64 is off).
-        subject: What is cast, for the error.
+        subject: The leaf, for the error.
 
     Raises:
         DtypeMismatchError: A value would change.
@@ -80,29 +71,25 @@ def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subje
 
 
 def _survived(value: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """Which values a cast to floating-point numbers has kept."""
-    made = result if value.dtype.kind == "c" else result.real
+    """Return for each value whether a cast to floating-point numbers has kept it."""
+    real = result if value.dtype.kind == "c" else result.real
     kept: np.ndarray
     with np.errstate(invalid="ignore"):  # of signalling NaN
         if is_whole(value.dtype):
-            back, held = whole_or_lost(made, value.dtype)
+            back, held = whole_or_lost(real, value.dtype)
             kept = held & (back == value)
         else:
-            back = rounded(made, value.dtype)
+            back = rounded(real, value.dtype)
             kept = (back == value) | ((back != back) & (value != value))
     return kept
 
 
 def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int | float:
-    """A 0-d array as a Python scalar of the wanted type.
-
-    Raises:
-        DtypeMismatchError: The type cannot hold the value.
-    """
-    found = value.item() if value.dtype.kind in "biufc" else float(value)
+    """Return a 0-d array as a Python scalar of a type, which must hold the value."""
+    number = value.item() if value.dtype.kind in "biufc" else float(value)
     try:
-        scalar: bool | int | float = kind(found)
-        kept = scalar == found or (kind is float and found != found)
+        scalar: bool | int | float = kind(number)
+        kept = scalar == number or (kind is float and number != number)
     except (TypeError, ValueError, OverflowError):  # complex, NaN or infinite
         kept = False
     if not kept:
@@ -111,7 +98,7 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
             file=subject.file,
             tensor=subject.name,
             expected=kind.__name__,
-            found=f"{found} ({value.dtype})",
+            found=f"{number} ({value.dtype})",
         )
     return scalar
 

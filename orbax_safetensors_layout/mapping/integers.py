@@ -1,4 +1,4 @@
-"""Integer dtypes, those narrower than a byte too, and casts to them that must hold every value."""
+"""Integer dtypes, also those narrower than a byte, and casts to them that keep every value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors_layout.format import NARROW_INTEGERS as NARROW_INTEGERS
+from orbax_safetensors_layout.format import NARROW_INTEGERS
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
@@ -21,17 +21,13 @@ def is_whole(dtype: np.dtype[Any]) -> bool:
 
 
 def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Values as an integer dtype, or as truth values.
+    """Cast values to an integer dtype, or to truth values.
 
-    Checked by range, not by a round trip: what C makes of a number out of range is undefined.
-
-    Args:
-        values: Numbers.
-        dtype: The dtype.
+    Checked by range, not by a round trip: C leaves the cast of a number out of range undefined.
 
     Returns:
         The values in the dtype, and those that it cannot hold, flat. Where there are any, the
-        former mean nothing.
+        former are undefined.
 
     Example:
         >>> to_whole(np.array([1.0, 2.5, 300.0]), np.dtype("int8"))[1]
@@ -42,9 +38,9 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
 
 
 def whole_or_lost(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Values as an integer dtype, or as truth values, and for each whether it is held.
+    """Cast values to an integer dtype or truth values; return for each whether it is kept, too.
 
-    Of those that are not, the result means nothing.
+    Where it is not, the result is undefined.
     """
     low, high = (0, 1) if dtype.kind == "b" else whole_range(dtype)
     kept = np.ones(values.shape, np.bool_)
@@ -69,7 +65,7 @@ def whole_or_lost(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray,
 
 
 def whole_range(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """The least and the greatest integer of an integer dtype."""
+    """Return the least and the greatest integer of a dtype."""
     narrow: Any = ml_dtypes.iinfo  # untyped
     bounds = narrow(dtype) if dtype.name in NARROW_INTEGERS else np.iinfo(dtype)
     return int(bounds.min), int(bounds.max)

@@ -1,4 +1,4 @@
-"""Mappings by name, for command lines: a family and a model side, or a variable of a module."""
+"""Resolves the name of a mapping on a command line: a family and model side, or a variable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMS = (
     "FAMILY[:TARGET[-scanned|-unscanned][-quantized]] ('llama:maxtext-scanned'; 'auto' takes the"
     " family from config.json), MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE"
 )
-"""What a name may be; for the help of a command."""
+"""The forms of a name, for the help of a command."""
 
 _AUTO = "auto"
 _WORDS: dict[str, Options] = {
@@ -35,14 +35,14 @@ _FAMILIES = families.TARGETS["plain"]
 
 
 def find_mapping(name: str, config: Config | None = None) -> Mapping:
-    """The mapping of a name.
+    """Return the mapping of a name.
 
     Args:
         name: `llama`, `llama:maxtext`, `llama:maxtext-unscanned`: a family, a model side, whether
             its layers are stacked, and `-quantized` to keep quantised tensors; `auto` in the place
             of the family takes it from the configuration. Or `package.module:attribute`, or
             `path/to/file.py:attribute`: a `Mapping`, or a function that makes one of `config`.
-        config: The Hugging Face checkpoint, its `config.json`, or what that holds as a dict.
+        config: The Hugging Face checkpoint, its `config.json`, or the content of that as a dict.
             Families need it.
 
     Raises:
@@ -68,7 +68,7 @@ def find_mapping(name: str, config: Config | None = None) -> Mapping:
 
 def _family(family: str, side: str, config: Config | None) -> Mapping:
     target, *words = side.split("-")
-    options = Options(target=cast(Any, target))  # whether it is one is seen where it is used
+    options = Options(target=cast(Any, target))  # checked where it is used
     for word in words:
         if word not in _WORDS:
             raise MappingError(
@@ -78,16 +78,16 @@ def _family(family: str, side: str, config: Config | None) -> Mapping:
         options |= _WORDS[word]
     if config is None:
         raise MappingError(
-            f"the mapping {family}:{side} needs the facts of a model",
+            f"the mapping {family}:{side} needs a model's configuration",
             hint="Give the Hugging Face checkpoint, or its config.json.",
         )
     make = families.mapping if family == _AUTO else getattr(families, family)
-    made: Mapping = make(config, **options)
-    return made
+    mapping: Mapping = make(config, **options)
+    return mapping
 
 
 def _module(where: str) -> ModuleType:
-    """A module by its dotted name, or by its file's path."""
+    """Import a module by its dotted name, or by its file's path."""
     try:
         if where.endswith(".py"):
             return _from_file(where)
@@ -118,14 +118,14 @@ def _attribute(module: ModuleType, where: str, attribute: str, config: Config | 
     except AttributeError as error:
         hint = _did_you_mean(attribute, [n for n in vars(module) if not n.startswith("_")])
         raise MappingError(f"{where!r} has no {attribute!r}", hint=hint) from error
-    made = value(config) if callable(value) else value
-    if not isinstance(made, Mapping):
+    mapping = value(config) if callable(value) else value
+    if not isinstance(mapping, Mapping):
         raise MappingError(
             f"{where}:{attribute} is no mapping",
             expected="an osl.Mapping, or a function that makes one of a checkpoint's path",
-            found=type(made).__name__,
+            found=type(mapping).__name__,
         )
-    return made
+    return mapping
 
 
 def _did_you_mean(name: str, names: Collection[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Which rule makes which leaf, and what its wildcards stand for."""
+"""Matches rules with leaves: the rule of each leaf, and the values of its wildcards."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ _Bindings: TypeAlias = dict[tuple[tuple[str, str], ...], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How leaves of one name pattern are made; see `rules.rule`.
-
-    Attributes:
-        target: The pattern of leaf names.
-        expr: What they are made of; None takes the expression of the leaf `tied_to`.
-        tied_to: The pattern of the leaf that holds the same values, and is saved in their stead.
-        optional: Whether there need not be such leaves.
-    """
+    """The rule of the leaves of one name pattern; see `rules.rule`."""
 
     target: str
     expr: Expr | None
@@ -58,7 +51,7 @@ class Matches(NamedTuple):
     Attributes:
         targets: Leaves with the one rule that makes them.
         ambiguous: Leaves with each of several rules.
-        problems: What is wrong.
+        problems: Leaves without a rule or with several, and rules without a leaf.
     """
 
     targets: list[RuleTarget]
@@ -66,20 +59,20 @@ class Matches(NamedTuple):
     problems: list[Problem]
 
 
-def match_rules(rules: Sequence[Rule], facts: TensorSpecs, leaves: LeafShapes | None) -> Matches:
-    """Finds the rule of each leaf.
+def match_rules(rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | None) -> Matches:
+    """Find the rule of each leaf.
 
-    Where several rules could make a leaf, those make it that the checkpoint has tensors for, so
-    that leaves are made of the same whether they are given or not.
+    Where several rules match a leaf, those count that the checkpoint has tensors for, so that the
+    choice is the same whether leaves are given or not.
 
     Args:
         rules: The rules.
-        facts: The tensors of the checkpoint; only their names count.
-        leaves: The leaves; None takes all that the checkpoint gives, and those that it has to.
+        specs: The tensors of the checkpoint; only their names count.
+        leaves: The leaves; None takes all that the checkpoint gives, and required ones.
     """
     problems: list[Problem] = []
     if leaves is None:
-        found = _given(rules, facts, problems)
+        found = _given(rules, specs, problems)
         _add_required(rules, found, problems)
     else:
         found = {leaf: [] for leaf in leaves}
@@ -88,16 +81,14 @@ def match_rules(rules: Sequence[Rule], facts: TensorSpecs, leaves: LeafShapes | 
             for leaf, captures in tree.match(rule.target):
                 found[leaf].append(RuleTarget(leaf, rule, captures))
         if any(len(matches) > 1 for matches in found.values()):
-            given = _given(rules, facts, [])
+            given = _given(rules, specs, [])
             for leaf, matches in found.items():
                 if len(matches) > 1:
                     found[leaf] = given.get(leaf, matches)
     several = [matches for matches in found.values() if len(matches) > 1]
     for matches in several:
         targets = [repr(match.rule.target) for match in matches]
-        if len(set(targets)) < len(
-            targets
-        ):  # then it is what they make it of that tells them apart
+        if len(set(targets)) < len(targets):  # only their expressions differ
             targets = [repr(match.rule.expr) for match in matches]
         listed = " and ".join(targets)
         text = f"{len(matches)} rules make leaf {matches[0].leaf!r}: those for {listed}"
@@ -113,19 +104,19 @@ def match_rules(rules: Sequence[Rule], facts: TensorSpecs, leaves: LeafShapes | 
 
 
 def _given(
-    rules: Sequence[Rule], facts: TensorSpecs, problems: list[Problem]
+    rules: Sequence[Rule], specs: TensorSpecs, problems: list[Problem]
 ) -> dict[str, list[RuleTarget]]:
-    """The leaves that the checkpoint has tensors for, each with all rules that make it."""
+    """Return the leaves that the checkpoint has tensors for, each with all rules that match."""
     found: dict[str, list[RuleTarget]] = {}
     for rule in sorted(rules, key=lambda rule: rule.expr is None):
-        for captures in _captures(rule, facts, found, problems):
+        for captures in _captures(rule, specs, found, problems):
             leaf = substitute(rule.target, captures)
             found.setdefault(leaf, []).append(RuleTarget(leaf, rule, captures))
     return found
 
 
 def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -> RuleTarget:
-    """A tied leaf without an expression, alone: it is made as the other leaf would be."""
+    """Give a tied leaf without an expression the rule of the other leaf, if that is not there."""
     leaf, rule, captures = target
     if rule.expr is not None or rule.tied_to is None:
         return target
@@ -133,17 +124,17 @@ def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -
     if other in leaves:
         return target
     tree = NameTree([other])
-    made = [
-        RuleTarget(leaf, one, found)
-        for one in rules
-        if one.expr is not None
-        for _, found in tree.match(one.target)
+    matches = [
+        RuleTarget(leaf, candidate, values)
+        for candidate in rules
+        if candidate.expr is not None
+        for _, values in tree.match(candidate.target)
     ]
-    return made[0] if len(made) == 1 else target
+    return matches[0] if len(matches) == 1 else target
 
 
 def group_by_pattern(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The first of names that differ in numbers only, and how many more there are, as text."""
+    """Yields the first of names that differ in numbers only, and a text on the number of others."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(pattern_of(name), []).append(name)
@@ -153,14 +144,14 @@ def group_by_pattern(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _captures(
-    rule: Rule, facts: TensorSpecs, found: Iterable[str], problems: list[Problem]
+    rule: Rule, specs: TensorSpecs, found: Iterable[str], problems: list[Problem]
 ) -> Iterator[dict[str, str]]:
-    """What a target's wildcards stand for, from the tensors that a checkpoint has."""
+    """Yields the values of a target's wildcards, from the tensors that a checkpoint has."""
     names = wildcards(rule.target)
     if rule.expr is None:
         tree, patterns = NameTree(found), [rule.tied_to or ""]
     else:
-        tree, patterns = facts.tree, list(dict.fromkeys(rule.expr.patterns()))
+        tree, patterns = specs.tree, list(dict.fromkeys(rule.expr.patterns()))
     if not patterns and not names:
         yield {}
     elif not patterns:
@@ -184,7 +175,7 @@ def _captures(
 def _add_required(
     rules: Sequence[Rule], found: dict[str, list[RuleTarget]], problems: list[Problem]
 ) -> None:
-    """Adds the leaves that there must be, though the checkpoint has no tensor for them."""
+    """Adds the leaves of rules that are not optional and have no tensor in the checkpoint."""
     used = {id(target.rule) for matches in found.values() for target in matches}
     for rule in rules:
         if rule.optional or rule.expr is None or id(rule) in used:
@@ -199,11 +190,11 @@ def _add_required(
             problems.append(Problem(text, f"rule {rule.target!r}", patterns[0], hint=hint))
 
 
-def _join(one: _Bindings, two: _Bindings) -> _Bindings:
-    """Bindings that agree on the wildcards which both have."""
+def _join(left: _Bindings, right: _Bindings) -> _Bindings:
+    """Merge bindings that agree on the wildcards which both have."""
     joined: _Bindings = {}
-    for a in one:
-        for b in two:
+    for a in left:
+        for b in right:
             both = dict(a)
             if all(both.setdefault(name, value) == value for name, value in b):
                 joined[tuple(sorted(both.items()))] = None

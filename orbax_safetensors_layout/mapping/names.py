@@ -13,16 +13,15 @@ from orbax_safetensors_layout.errors import MappingError
 from .argument_checks import text
 
 Captures = Mapping[str, str]
-"""What each wildcard stands for."""
+"""The value of each wildcard."""
 
 WILDCARD = re.compile(r"\{([^{}]*)\}")
-"""A wildcard in a pattern."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # that a numpy index can be
 
 
 class Component(NamedTuple):
-    """One dotted component of a pattern: literal text and wildcards by turns.
+    """One dotted component of a pattern: literal text and wildcards in alternation.
 
     Attributes:
         texts: The literal text before each wildcard, and after the last.
@@ -33,7 +32,7 @@ class Component(NamedTuple):
     wildcards: tuple[str, ...]
 
     def format(self, captures: Captures) -> str | None:
-        """The text, where all wildcards are known; else None."""
+        """Return the text, or None where a wildcard has no value."""
         parts = [self.texts[0]]
         for name, literal in zip(self.wildcards, self.texts[1:], strict=True):
             if name not in captures:
@@ -42,14 +41,14 @@ class Component(NamedTuple):
         return "".join(parts)
 
     def match(self, text: str, captures: dict[str, str]) -> dict[str, str] | None:
-        """The captures with those of `text` added; None where it does not match."""
+        """Return the captures with those of `text`, or None where it does not match."""
         if len(self.wildcards) == 1 and self.texts == ("", ""):
             return {**captures, self.wildcards[0]: text}
-        found = _compiled(self).fullmatch(text)
-        if found is None:
+        match = _compiled(self).fullmatch(text)
+        if match is None:
             return None
         merged = dict(captures)
-        for name, value in zip(self.wildcards, found.groups(), strict=True):
+        for name, value in zip(self.wildcards, match.groups(), strict=True):
             if merged.setdefault(name, value) != value:
                 return None
         return merged
@@ -61,7 +60,7 @@ def _compiled(component: Component) -> re.Pattern[str]:
 
 
 def parse_pattern(pattern: str) -> tuple[Component, ...]:
-    """The components of a pattern.
+    """Return the components of a pattern.
 
     `{name}` stands for one dotted component of a name, or for a part of one: `layers.{i}.kernel`
     or `layers_{i}.kernel`. The same wildcard stands for the same text everywhere.
@@ -89,7 +88,7 @@ def _parse_pattern(pattern: str) -> tuple[Component, ...]:
 
 
 def wildcards(pattern: str) -> tuple[str, ...]:
-    """The names of a pattern's wildcards, each once.
+    """Return the names of a pattern's wildcards, each once.
 
     >>> wildcards("layers.{i}.experts.{e}.kernel")
     ('i', 'e')
@@ -98,7 +97,7 @@ def wildcards(pattern: str) -> tuple[str, ...]:
 
 
 def substitute(pattern: str, captures: Captures) -> str:
-    """A pattern with the wildcards that are known replaced.
+    """Return a pattern with the wildcards that have a value replaced.
 
     >>> substitute("layers.{i}.experts.{e}", {"i": "3"})
     'layers.3.experts.{e}'
@@ -114,11 +113,7 @@ def is_index(text: str) -> bool:
 
 
 class NameTree:
-    """Names by their dotted components.
-
-    Args:
-        names: The names.
-    """
+    """Names by their dotted components."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._root = _Node()
@@ -131,13 +126,13 @@ class NameTree:
     def match(
         self, pattern: str, captures: Captures | None = None
     ) -> Iterator[tuple[str, dict[str, str]]]:
-        """The names that match a pattern, each with what all wildcards stand for.
+        """Yields the names that match a pattern, each with the values of all wildcards.
 
-        Only the branches that can match are visited.
+        Only branches that can match are visited.
 
         Args:
             pattern: The pattern.
-            captures: What some wildcards have to stand for.
+            captures: Required values of some wildcards.
 
         >>> list(NameTree(["a.0.w", "a.1.w", "a.1.b"]).match("a.{i}.w"))
         [('a.0.w', {'i': '0'}), ('a.1.w', {'i': '1'})]

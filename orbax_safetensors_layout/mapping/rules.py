@@ -1,4 +1,11 @@
-"""Mappings: rules that say how a model's leaves are made of a checkpoint's tensors, as data."""
+"""Mappings: rules that make a model's leaves of a checkpoint's tensors, and their inverse.
+
+Loading binds rules to the tensors' shapes: each leaf is an expression over tensors. Saving
+
+1. takes the tensors' shapes from a checkpoint, or infers them from the leaves' (`Expr.infer`);
+2. binds the rules to them;
+3. inverts the bound expressions (`invert`): each tensor is an expression over leaves.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +26,10 @@ from .expr.expression import Apply, Expr, as_expr
 from .expr.opaque_ops import Compute
 from .expr.ops import ValueOperation
 from .expr.values import Scale
-from .inverse.extents import known
-from .inverse.inference import Inference
+from .inverse.inference import Extent, Inference
 from .inverse.invert import invert
 from .matching import LeafShapes, Rule, RuleTarget, match_rules
-from .names import Captures, substitute, wildcards
+from .names import substitute, wildcards
 from .problems import Problem, mapping_error, problems_of
 from .shapes import Shapes, TensorSpec, TensorSpecs
 
@@ -36,12 +42,12 @@ _MOST_KINDS = 5
 def rule(
     target_pattern: str, expr: Expr | None, *, tied_to: str | None = None, optional: bool = False
 ) -> Rule:
-    """How the leaves of one name pattern are made.
+    """Return a rule that makes the leaves of one name pattern.
 
     Args:
         target_pattern: Dotted names of leaves. `{i}` stands for one component, or for a part of
             one, and for the same text in the names of `expr`.
-        expr: What they are made of. None, for a tied leaf: what the other leaf is made of.
+        expr: The expression of each. None, for a tied leaf: that of the other leaf.
         tied_to: The leaf that holds the same values. It is the one that is saved, unless `expr`
             takes a tensor that the other leaf does not.
         optional: Whether a checkpoint may have none of the tensors of `expr`, and the model no such
@@ -55,28 +61,28 @@ def rule(
         >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
         rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
     """
-    made = Rule(target_pattern, None if expr is None else as_expr(expr, "rule"), tied_to, optional)
+    expr = None if expr is None else as_expr(expr, "rule")
+    result = Rule(target_pattern, expr, tied_to, optional)
     known = set(wildcards(target_pattern))
     if expr is None and tied_to is None:
-        raise MappingError(f"{made!r} has neither an expression nor a leaf to be tied to")
+        raise MappingError(f"{result!r} has neither an expression nor a leaf to be tied to")
     if expr is not None:
         both = sorted(known & expr.stacked_over())
         if both:
-            raise MappingError(f"{made!r}: {both[0]!r} is stacked over, and in the target too")
+            raise MappingError(f"{result!r}: {both[0]!r} is stacked over, and in the target too")
         known |= expr.stacked_over()
         for pattern in expr.patterns():
-            _check_known(made, pattern, known)
+            _check_known(result, pattern, known)
     if tied_to is not None:
-        _check_known(made, tied_to, set(wildcards(target_pattern)))
-    return made
+        _check_known(result, tied_to, set(wildcards(target_pattern)))
+    return result
 
 
 class Mapping:
     """Rules that make a model's leaves of a checkpoint's tensors.
 
-    Every leaf has to be made by one rule, every rule to make a leaf unless it is optional, every
-    tensor to be used or ignored, and every shape to be right. What is not is told in one error, all
-    of it.
+    Every leaf must be made by one rule, every rule must make a leaf unless it is optional, every
+    tensor must be used or ignored, and every shape must fit. One error lists all problems.
 
     Args:
         rules: The rules, as `rule` makes them. Their order does not matter.
@@ -89,10 +95,10 @@ class Mapping:
             what is saved may lack them.
 
     Raises:
-        MappingError: A pattern is malformed, or something else than a rule is given.
+        MappingError: A pattern is malformed, or an item is no rule.
 
     Attributes:
-        files: The names, shapes and dtypes that saving is to give, if they are known; see `like`.
+        files: The names, shapes and dtypes of the tensors that are saved, if known; see `like`.
 
     Example:
         >>> import numpy as np
@@ -103,7 +109,7 @@ class Mapping:
         >>> f32 = np.dtype("float32")
         >>> files = {f"model.layers.{i}.up.weight": ((16, 8), f32) for i in range(3)}
         >>> mapping.leaf_facts(files)
-        {'layers.up.kernel': Fact(shape=(3, 8, 16), dtype=dtype('float32'))}
+        {'layers.up.kernel': TensorSpec(shape=(3, 8, 16), dtype=dtype('float32'))}
     """
 
     def __init__(
@@ -116,12 +122,12 @@ class Mapping:
         buffers: str | Iterable[str] = (),
     ) -> None:
         self.rules = several(rules, "Mapping")
-        some: Iterable[object] = self.rules
-        odd = [rule for rule in some if not isinstance(rule, Rule)]
-        if odd:
-            raise MappingError(
-                "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(odd[0])
-            )
+        items: Iterable[object] = self.rules
+        for item in items:
+            if not isinstance(item, Rule):
+                raise MappingError(
+                    "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(item)
+                )
         self.files: TensorSpecs | None = None
         self.ignore = (ignore,) if isinstance(ignore, str) else several(ignore, "ignore=")
         self.strict = strict
@@ -139,20 +145,20 @@ class Mapping:
         return f"Mapping([\n{rules}]{ignore}{strict}{unsaved}{buffers})"
 
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
-        """The loading direction: each leaf as an expression over a checkpoint's tensors.
+        """Return each leaf as an expression over a checkpoint's tensors: the loading direction.
 
         Args:
             checkpoint: Its path, or name to shape and dtype of its tensors. Of a path only the
                 headers of files that hold a tensor of the mapping are read.
-            leaves: Name to shape of the wanted leaves, where a shape may be None. None takes all
+            leaves: Name to shape of the leaves to load, where a shape may be None. None takes all
                 leaves that the checkpoint gives.
 
         Raises:
-            MappingError: The mapping does not fit; tells everything that is wrong.
+            MappingError: The mapping does not fit; lists all problems.
             CheckpointNotFoundError: There is no checkpoint at the path.
             FormatError: A file of it is malformed.
         """
-        binder = Binder(self.rules, self._facts(checkpoint, leaves), leaves)
+        binder = Binder(self.rules, self._specs(checkpoint, leaves), leaves)
         bound = binder.bind()
         if self.strict:
             binder.check_unused(self._ignored)
@@ -160,37 +166,28 @@ class Mapping:
         return bound
 
     def needs(self, names: Iterable[str], leaves: Iterable[str] | None = None) -> list[str]:
-        """The tensors whose shapes `bind` asks for.
+        """Return the tensors whose shapes `bind` takes.
 
         Args:
             names: All tensors of a checkpoint.
-            leaves: The wanted leaves; None for all.
+            leaves: The leaves to load; None for all.
         """
-        facts = TensorSpecs({}, names)
+        specs = TensorSpecs({}, names)
         shapes = None if leaves is None else dict.fromkeys(leaves)
-        found = {
-            name: None
-            for _, rule, captures in match_rules(self.rules, facts, shapes).targets
-            if rule.expr is not None
-            for name in _names_taken(rule.expr, captures, facts)
-        }
-        return list(found)
+        targets = match_rules(self.rules, specs, shapes).targets
+        return list(dict.fromkeys(n for target in targets for n in _names_taken(target, specs)))
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
-        """The leaves that a checkpoint gives.
-
-        Args:
-            names: All tensors of the checkpoint.
-        """
-        facts = TensorSpecs({}, names)
-        matches = match_rules(self.rules, facts, None)
+        """Return the leaves that a checkpoint of tensors `names` gives."""
+        specs = TensorSpecs({}, names)
+        matches = match_rules(self.rules, specs, None)
         return [
             target.leaf
             for target in (*matches.targets, *matches.ambiguous)
-            if _is_given(target, facts)
+            if _is_given(target, specs)
         ]
 
-    def _facts(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> TensorSpecs:
+    def _specs(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> TensorSpecs:
         if not isinstance(checkpoint, str | os.PathLike):
             return TensorSpecs.of(checkpoint)
         with Catalog.open(checkpoint) as catalog:
@@ -199,15 +196,15 @@ class Mapping:
             return TensorSpecs(shapes, catalog.names)
 
     def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-        """Shape and dtype of the leaves that a checkpoint gives, by dotted name.
+        """Return shape and dtype of the leaves that a checkpoint gives, by dotted name.
 
         Raises:
             MappingError: The mapping does not fit the checkpoint.
         """
-        return self.bind(checkpoint).facts()
+        return self.bind(checkpoint).specs()
 
     def abstract(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """The model side of a checkpoint: the tree to put shardings into, and to load.
+        """Return the abstract tree of a checkpoint: add shardings to it, and load it.
 
         Args:
             checkpoint: Its path, or name to shape and dtype of its tensors.
@@ -223,11 +220,11 @@ class Mapping:
         return abstract_tree(self.leaf_facts(checkpoint))
 
     def explain(self, checkpoint: Checkpoint, abstract: Any = None) -> str:
-        """A table: each leaf, its shape, its expression, and the tensors that it takes.
+        """Return a table: each leaf, its shape, its expression, and the tensors that it takes.
 
         Args:
             checkpoint: Its path, or name to shape and dtype of its tensors.
-            abstract: The wanted tree, or the shapes of its leaves by name; None takes all leaves
+            abstract: The abstract tree, or the shapes of its leaves by name; None takes all leaves
                 that the checkpoint gives.
 
         Raises:
@@ -241,15 +238,15 @@ class Mapping:
         return self.bind(checkpoint, leaves).explain()
 
     def like(self, checkpoint: Checkpoint, *, leave_out: str | Iterable[str] = ()) -> Mapping:
-        """The mapping for saving what a checkpoint has: its names and shapes, and dtypes at casts.
+        """Return the mapping that saves a checkpoint's names and shapes, and its dtypes at casts.
 
         Otherwise these follow from the leaves. They do not for `reshape`, nor for `concat` without
-        sizes, and a `cast` is not undone, since nothing says from which dtype.
+        sizes, and a `cast` is not undone, since its operand's dtype is unknown.
 
         Args:
             checkpoint: Its path, or name to shape and dtype of its tensors.
-            leave_out: Patterns, as for `ignore`, of tensors that no rule takes, and that what is
-                saved will lack.
+            leave_out: Patterns, as for `ignore`, of tensors that no rule takes and that the saved
+                checkpoint will lack.
 
         Raises:
             MappingError: The checkpoint has other tensors that no rule takes, and that are no
@@ -257,12 +254,7 @@ class Mapping:
             CheckpointNotFoundError: There is no checkpoint at the path.
             FormatError: A file of it is malformed.
         """
-        made = copy.copy(self)
-        made.files = self._facts(checkpoint, None)
-        self._check_left_out(made.files, leave_out)
-        return made
-
-    def _check_left_out(self, files: TensorSpecs, leave_out: str | Iterable[str]) -> None:
+        files = self._specs(checkpoint, None)
         patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out), *self._spare]
         taken = set(self.needs(files))
         lost = [
@@ -280,12 +272,15 @@ class Mapping:
                 hint="If it may, say so: mapping.like(path, leave_out=['vision_tower.*', ...]);"
                 " other programs then find these weights missing. Else add rules for them.",
             )
+        mapping = copy.copy(self)
+        mapping.files = files
+        return mapping
 
     def inverse(self) -> InverseMapping:
-        """The saving direction.
+        """Return the saving direction.
 
         Raises:
-            MappingError: Rules do not invert, whatever the shapes; names them all.
+            MappingError: Rules do not invert, for any shapes; lists them all.
         """
         problems = [
             Problem(f"{rule!r}: {problem.text}", hint=problem.hint)
@@ -307,11 +302,7 @@ class Mapping:
 
 
 class InverseMapping:
-    """The saving direction of a mapping: a checkpoint's tensors made of a model's leaves.
-
-    Args:
-        mapping: The loading direction.
-    """
+    """The saving direction of a mapping: a checkpoint's tensors made of a model's leaves."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
@@ -320,45 +311,42 @@ class InverseMapping:
         return f"{self.mapping!r}.inverse()"
 
     def bind(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> BoundMapping:
-        """Each tensor as an expression over leaves.
+        """Return each tensor as an expression over leaves.
 
-        Tied leaves are left out. A tensor's dtype is what the inverse operations make of its
-        leaves': that of the leaf where the mapping has no cast.
+        Tied leaves are left out. A tensor's dtype is the result of the inverse operations on its
+        leaves: that of the leaf where the mapping has no cast.
 
         Args:
             leaves: Name to shape and dtype of the model's leaves.
-            checkpoint: The names and shapes that are to result, or the path of a checkpoint that
-                has them. None takes those of `Mapping.like`, or infers them from the leaves.
+            checkpoint: The names and shapes of the tensors, or the path of a checkpoint that has
+                them. None takes those of `Mapping.like`, or infers them from the leaves.
 
         Raises:
-            MappingError: The mapping does not fit, or something does not invert; tells everything
-                that is wrong.
+            MappingError: The mapping does not fit, or an expression does not invert; lists all
+                problems.
         """
         own = TensorSpecs(leaves)
-        shapes = {name: fact.shape for name, fact in own.items()}
+        shapes = {name: spec.shape for name, spec in own.items()}
         if checkpoint is None:
             checkpoint = self._completed(own, shapes)
         forward = self.mapping.bind(checkpoint, shapes)
-        saved = {n: made for n, made in forward.expressions.items() if n not in forward.ties}
+        saved = {n: expr for n, expr in forward.expressions.items() if n not in forward.ties}
         try:
             inverted = invert(saved, own)
         except MappingError as error:
             raise mapping_error("The mapping cannot save", problems_of(error), {}) from error
         notes = {
-            name: " and ".join(f"inverse of {forward.notes[leaf]}" for leaf in made.sources()[:2])
-            for name, made in inverted.items()
+            name: " and ".join(f"inverse of {forward.notes[leaf]}" for leaf in expr.sources()[:2])
+            for name, expr in inverted.items()
         }
         return BoundMapping(inverted, {}, notes)
 
     def explain(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> str:
-        """A table: each tensor, its shape, the leaves that it takes; see `bind`."""
+        """Return a table: each tensor, its shape, the leaves that it takes; see `bind`."""
         return self.bind(leaves, checkpoint).explain()
 
     def _completed(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
-        """The tensors that are to result: those of `Mapping.like`, and what a leaf has beside.
-
-        Of a leaf that could be tied, but need not be, no value may be lost.
-        """
+        """Return the tensors to save: those of `Mapping.like`, and a tied leaf's own ones."""
         files = self.mapping.files
         more = self._inferred(leaves, shapes)
         if files is None:
@@ -366,22 +354,22 @@ class InverseMapping:
         return TensorSpecs({**more, **dict(files.known())}, [*files, *more], files.pieces)
 
     def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> dict[str, TensorSpec]:
-        """The tensors' shapes, from those of the leaves; beside known files those of ties alone."""
+        """Infer the tensors' shapes from the leaves'; beside known files those of ties alone."""
         inference, files = Inference(), self.mapping.files
-        found, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
+        targets, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
         taken = {
             leaf: {substitute(pattern, captures) for pattern in rule.expr.patterns()}
-            for leaf, rule, captures in found
+            for leaf, rule, captures in targets
             if rule.expr is not None
         }
-        for leaf, rule, captures in found:
+        for leaf, rule, captures in targets:
             other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
             tied = other in leaves and taken.get(leaf, set()) <= taken.get(str(other), set())
             if rule.expr is None or tied or (files is not None and other is None):
                 continue
             inference.leaf, inference.dtype = leaf, leaves[leaf].dtype
             try:
-                rule.expr.infer(captures, known(leaves[leaf].shape), inference)
+                rule.expr.infer(captures, tuple(map(Extent, leaves[leaf].shape)), inference)
             except MappingError as error:
                 problems += [
                     p._replace(text=f"leaf {leaf!r}: {p.text}", kind=f"rule {rule.target!r}")
@@ -390,15 +378,11 @@ class InverseMapping:
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             raise mapping_error("The mapping cannot save", problems, names)
-        return inference.facts()
+        return inference.specs()
 
 
 def check_mapping(mapping: object) -> None:
-    """Refuses what a user gives in place of a mapping.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """Refuses an argument that is no mapping."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             f"mapping={mapping!r} is no osl.Mapping; a ready one is"
@@ -407,7 +391,7 @@ def check_mapping(mapping: object) -> None:
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:
-    """What in an expression never inverts."""
+    """Yields the operations of an expression that never invert."""
     if isinstance(expr, Compute):
         yield Problem(f"{expr!r} does not invert")
         return
@@ -421,18 +405,17 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
         yield from _irreversible(operand)
 
 
-def _names_taken(expr: Expr, captures: Captures, facts: TensorSpecs) -> Iterator[str]:
-    """The tensors of a checkpoint that an expression takes."""
-    for pattern in expr.patterns():
-        yield from (name for name, _ in facts.tree.match(substitute(pattern, captures)))
+def _names_taken(target: RuleTarget, specs: TensorSpecs) -> Iterator[str]:
+    """Yields the tensors of a checkpoint that a leaf takes."""
+    for pattern in () if target.rule.expr is None else target.rule.expr.patterns():
+        yield from (name for name, _ in specs.tree.match(substitute(pattern, target.captures)))
 
 
-def _is_given(target: RuleTarget, facts: TensorSpecs) -> bool:
+def _is_given(target: RuleTarget, specs: TensorSpecs) -> bool:
     """Whether a checkpoint has a tensor of a leaf, or the leaf takes none."""
     expr = target.rule.expr
-    if expr is None or next(expr.patterns(), None) is None:
-        return True
-    return next(_names_taken(expr, target.captures, facts), None) is not None
+    takes_none = expr is None or next(expr.patterns(), None) is None
+    return takes_none or next(_names_taken(target, specs), None) is not None
 
 
 def _compiled(where: str, patterns: str | Iterable[str]) -> list[re.Pattern[str]]:
@@ -450,10 +433,10 @@ def _are_shapes(leaves: Any) -> bool:
     )
 
 
-def _check_known(made: Rule, pattern: str, known: set[str]) -> None:
+def _check_known(owner: Rule, pattern: str, known: set[str]) -> None:
     unknown = [name for name in wildcards(pattern) if name not in known]
     if unknown:
         raise MappingError(
-            f"{made!r}: nothing gives {{{unknown[0]}}} of {pattern!r} a value: it has to stand in"
-            " the target, or in a stack(..., over=...)"
+            f"{owner!r}: nothing gives {{{unknown[0]}}} of {pattern!r} a value: it must be in the"
+            " target, or in a stack(..., over=...)"
         )

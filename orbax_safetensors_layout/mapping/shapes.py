@@ -1,4 +1,4 @@
-"""Facts: the shape and dtype of every tensor on one side of a mapping."""
+"""The shape and dtype of every tensor on one side of a mapping, by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from .names import NameTree
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor.
-
-    Attributes:
-        shape: Its extents.
-        dtype: Its numpy or ml_dtypes dtype.
-    """
+    """Shape, and numpy or ml_dtypes dtype, of a tensor."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -30,12 +25,12 @@ Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class TensorSpecs(Mapping[str, TensorSpec]):
-    """Shapes and dtypes by name, and the names so that patterns find them fast.
+    """Shapes and dtypes by name, and a tree of the names for patterns.
 
     Args:
         shapes: Name to shape and dtype.
-        names: All names; None are those of `shapes`. Of the others nothing but the name is known.
-        pieces: Of tensors that are stored in pieces their boxes, each with a name for it.
+        names: All names; None are those of `shapes`. Others have no shape and dtype.
+        pieces: For tensors that are stored in pieces their boxes, each with a name for it.
     """
 
     def __init__(
@@ -45,28 +40,28 @@ class TensorSpecs(Mapping[str, TensorSpec]):
         pieces: Mapping[str, Sequence[tuple[Box, str]]] | None = None,
     ) -> None:
         self.pieces = pieces or {}
-        self._facts = {
+        self._specs = {
             name: TensorSpec(tuple(shape), np.dtype(dtype))
             for name, (shape, dtype) in shapes.items()
         }
-        self._names = self._facts.keys() if names is None else dict.fromkeys(names).keys()
+        self._names = self._specs.keys() if names is None else dict.fromkeys(names).keys()
 
     @classmethod
     def of(cls, shapes: Shapes) -> TensorSpecs:
-        """The facts of names and shapes."""
+        """Return `shapes` as this class."""
         return shapes if isinstance(shapes, TensorSpecs) else cls(shapes)
 
     def known(self) -> Iterable[tuple[str, TensorSpec]]:
-        """The names of which more than the name is known, and that."""
-        return self._facts.items()
+        """Return the names that have a shape and dtype, with these."""
+        return self._specs.items()
 
     @functools.cached_property
     def tree(self) -> NameTree:
-        """The names."""
+        """The names by their components."""
         return NameTree(self._names)
 
     def __getitem__(self, name: str) -> TensorSpec:
-        return self._facts[name]
+        return self._specs[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

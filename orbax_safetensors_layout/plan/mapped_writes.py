@@ -79,11 +79,11 @@ def plan_scatter(
         MappingError: It does not invert, or does not fit the leaves; tells everything.
         UnsupportedDtypeError: A tensor has a dtype that files have no code for.
     """
-    facts = {leaf.tensor.name: TensorSpec(leaf.tensor.shape, leaf.values) for leaf in leaves}
-    tensors = mapping.inverse().bind(facts).facts()
-    shapes = {name: fact.shape for name, fact in facts.items()}
+    specs = {leaf.tensor.name: TensorSpec(leaf.tensor.shape, leaf.values) for leaf in leaves}
+    tensors = mapping.inverse().bind(specs).specs()
+    shapes = {name: spec.shape for name, spec in specs.items()}
     forward = mapping.bind(tensors, shapes)
-    stored = {name: _stored(fact.dtype, dtype) for name, fact in tensors.items()}
+    stored = {name: _stored(spec.dtype, dtype) for name, spec in tensors.items()}
     parts: dict[str, list[Contribution]] = {name: [] for name in tensors}
     for number, leaf in enumerate(leaves):
         name = leaf.tensor.name
@@ -99,7 +99,7 @@ def plan_scatter(
                     part = Contribution(number, held, piece.box, piece.view, ops)
                     parts[piece.source].append(part)
     new = tuple(
-        NewTensor(name, _code(stored[name], name), fact.shape) for name, fact in tensors.items()
+        NewTensor(name, _code(stored[name], name), spec.shape) for name, spec in tensors.items()
     )
     return ScatterPlan(new, parts)
 

@@ -76,7 +76,7 @@ def test_names_and_shapes_of_the_files_follow_from_the_leaves(saved, name, targe
     folder, config, tensors, _ = saved[name]
     leaves = REFERENCES[target](family_of(name), config, tensors, scan)
     found = families.mapping(folder, target=target, scan=scan).inverse().bind(facts_of(leaves))
-    shapes = {tensor: fact.shape for tensor, fact in found.facts().items()}
+    shapes = {tensor: fact.shape for tensor, fact in found.specs().items()}
     assert shapes == {tensor: array.shape for tensor, array in tensors.items()}
 
 

@@ -289,7 +289,7 @@ def test_local_and_global_layers_in_another_order(cases, name):
 
 def test_what_is_no_configuration():
     for config in (3, None, ["llama"]):
-        with pytest.raises(osl.MappingError, match="needs the facts of a model"):
+        with pytest.raises(osl.MappingError, match="needs a model's configuration"):
             osl.families.mapping(config)
 
 

@@ -110,8 +110,8 @@ def test_rearrange_of_random_patterns(data):
     [
         ("a b", "it needs one '->'"),
         ("a -> b -> a", "it needs one '->'"),
-        ("a b -> b", "'a' stands on one side only"),
-        ("a a -> a", "'a' stands twice on one side"),
+        ("a b -> b", "'a' is on one side only"),
+        ("a a -> a", "'a' is twice on one side"),
         ("(a b -> a b", r"a '\(' is not closed"),
         ("a) -> a", r"'\)' is not understood"),
         ("((a)) -> a", r"'\(' is not understood"),

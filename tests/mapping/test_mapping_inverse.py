@@ -242,9 +242,9 @@ def test_dtypes_of_what_is_saved():
     mapping = Mapping([rule("x", tensor("x").transpose()), rule("y", tensor("y").cast("float32"))])
     leaves = {"x": ((2, 3), F32), "y": ((4,), F32)}
     files = {"x": ((3, 2), BF16), "y": ((4,), BF16)}
-    known = mapping.inverse().bind(leaves, files).facts()
+    known = mapping.inverse().bind(leaves, files).specs()
     assert known == {"x": TensorSpec((3, 2), F32), "y": TensorSpec((4,), BF16)}
-    assert mapping.inverse().bind(leaves).facts()["y"] == TensorSpec((4,), F32)
+    assert mapping.inverse().bind(leaves).specs()["y"] == TensorSpec((4,), F32)
 
 
 def test_values_are_only_undone_exactly():
@@ -368,7 +368,7 @@ def test_tied_leaves_are_skipped():
 def test_what_can_not_be_saved(rules, problem):
     files = {"x": ((6, 4), F32)}
     mapping = Mapping(rules)
-    leaves = mapping.bind(files).facts()
+    leaves = mapping.bind(files).specs()
     if "float16" in problem:
         leaves["b"] = TensorSpec(leaves["b"].shape, BF16)
         mapping = Mapping([rules[0], rule("b", tensor("x").slice(0, 3))])

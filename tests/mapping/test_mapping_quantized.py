@@ -180,7 +180,7 @@ def test_quantised_tensors_as_they_are():
     tensors = fp8_blocks(6, 8, (4, 4))
     rules = [rule("q", W.transpose()), rule("q_scale", S.transpose())]
     made = Mapping(rules).bind(facts_of(tensors))
-    assert made.facts()["q"].dtype == FP8
+    assert made.specs()["q"].dtype == FP8
     assert all(expr.index_only for expr in made.expressions.values())
     leaves = {name: evaluate(expr, tensors) for name, expr in made.expressions.items()}
     for name, expr in Mapping(rules).inverse().bind(facts_of(leaves)).expressions.items():

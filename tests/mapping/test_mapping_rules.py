@@ -90,9 +90,9 @@ def test_a_tie_without_an_expression_is_the_other_leaf():
     made = Mapping(rules).bind({"e.a": ((2, 3), F32), "e.b": ((4,), F32)})
     assert made.ties == {"head.a": "embed.a", "head.b": "embed.b"}
     assert made.expressions["head.a"] is made.expressions["embed.a"]
-    assert made.facts()["head.b"].shape == (4,)
+    assert made.specs()["head.b"].shape == (4,)
     alone = Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": None})
-    assert (alone.facts()["head.a"].shape, alone.ties) == ((2, 3), {})
+    assert (alone.specs()["head.a"].shape, alone.ties) == ((2, 3), {})
     back = Mapping(rules).inverse().bind({"head.a": ((2, 3), F32)})
     assert back.expressions["e.a"].sources() == ("head.a",)
     with pytest.raises(MappingError, match=r"leaf 'head.c': there is no tensor 'e.c'"):
@@ -113,10 +113,10 @@ def test_the_checkpoint_says_which_of_several_rules_makes_a_leaf():
     shapes = {"up.kernel": (2, 3), "head.kernel": (4,)}
     for leaves in (None, shapes, dict.fromkeys(shapes)):
         made = Mapping(KERNELS).bind(files, leaves)
-        assert {name: fact.shape for name, fact in made.facts().items()} == shapes
+        assert {name: fact.shape for name, fact in made.specs().items()} == shapes
     other = {"model.up.weight": ((2, 3), F32), "model.head.weight": ((4,), F32)}
     for leaves in (None, shapes):
-        assert Mapping(KERNELS).bind(other, leaves).facts()["head.kernel"].shape == (4,)
+        assert Mapping(KERNELS).bind(other, leaves).specs()["head.kernel"].shape == (4,)
     for leaves in (None, shapes):
         with pytest.raises(MappingError, match=r"2 rules make leaf 'head.kernel'"):
             Mapping(KERNELS).bind(files | other, leaves)

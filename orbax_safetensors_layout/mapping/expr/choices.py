@@ -1,4 +1,4 @@
-"""Expressions that depend on which tensors a checkpoint has: for weights that are tied or not."""
+"""Expressions that depend on which tensors a checkpoint has: for weights that may be tied."""
 
 from __future__ import annotations
 
@@ -24,35 +24,38 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Either(Expr):
-    """An expression where the checkpoint has its tensors, else another one.
-
-    Saving takes the first, unless the names that are to result are given and lack it.
-    """
-
+class _Choice(Expr):
     first: Expr
     other: Expr
 
     def __repr__(self) -> str:
-        return f"either({self.first!r}, {self.other!r})"
+        return f"{type(self).__name__.lower()}({self.first!r}, {self.other!r})"
 
     def below(self) -> Sequence[Expr]:
         return (self.first, self.other)
-
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
-        chosen = self.first if _has_all(facts, self.first, captures) else self.other
-        return chosen.bind_to(captures, facts)
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
         self.first.infer(captures, shape, inference)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Same(Expr):
+class Either(_Choice):
+    """An expression where the checkpoint has its tensors, else another one.
+
+    Saving takes the first, unless the names of the saved tensors are given and lack it.
+    """
+
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
+        chosen = self.first if _has_all(specs, self.first, captures) else self.other
+        return chosen.bind_to(captures, specs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Same(_Choice):
     """An expression, and another that must have the same bits where the checkpoint has it.
 
-    A process compares only the regions that it loads. Saving writes both, or the first where
-    nothing says that the other is to result.
+    A process compares only the regions that it loads. Saving writes both, or the first where the
+    names of the saved tensors are unknown.
 
     Attributes:
         first: The expression.
@@ -60,37 +63,21 @@ class Same(Expr):
         hint: What the user can do where they differ.
     """
 
-    first: Expr
-    other: Expr
     hint: str
 
-    def __repr__(self) -> str:
-        return f"same({self.first!r}, {self.other!r})"
-
-    def below(self) -> Sequence[Expr]:
-        return (self.first, self.other)
-
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
-        first = self.first.bind_to(captures, facts)
-        if not _has_all(facts, self.other, captures):
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
+        first = self.first.bind_to(captures, specs)
+        if not _has_all(specs, self.other, captures):
             return first
-        other = self.other.bind_to(captures, facts)
+        other = self.other.bind_to(captures, specs)
         if (first.shape, first.dtype) != (other.shape, other.dtype):
             raise _differ(self, expected=given(first), found=given(other))
         return Copies(first.shape, first.dtype, (first, other), self)
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
-        self.first.infer(captures, shape, inference)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Copies(BoundExpr):
-    """Two expressions of the same bits; see `Same`.
-
-    Attributes:
-        operands: Both.
-        rule: What asks for it.
-    """
+    """Two expressions of the same bits, for a `Same`."""
 
     operands: tuple[BoundExpr, BoundExpr]
     rule: Same
@@ -103,7 +90,7 @@ class Copies(BoundExpr):
         return self.operands
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        if sink.saving:  # each of both is written
+        if sink.saving:  # both are written
             for operand in self.operands:
                 operand.pull(window, ops, sink)
         else:
@@ -113,7 +100,7 @@ class Copies(BoundExpr):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Compared:
-    """A `Decoder` that gives the first of its inputs, once it has found the second to be equal."""
+    """A `Decoder` that returns the first of its inputs if the second is equal."""
 
     free: int
     rule: Same
@@ -142,6 +129,6 @@ def _differ(same: Same, *, expected: str, found: str) -> MappingError:
     )
 
 
-def _has_all(facts: TensorSpecs, expr: Expr, captures: Captures) -> bool:
+def _has_all(specs: TensorSpecs, expr: Expr, captures: Captures) -> bool:
     patterns = (substitute(pattern, captures) for pattern in expr.patterns())
-    return all(next(facts.tree.match(pattern), None) is not None for pattern in patterns)
+    return all(next(specs.tree.match(pattern), None) is not None for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Expressions of several: stacks over a wildcard, and concatenations."""
+"""Stacks over a wildcard, and concatenations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from orbax_safetensors_layout.errors import MappingError
 from ..affine.bound import BoundExpr
 from ..affine.index_builders import concatenated, stacked
 from ..argument_checks import integer, integers, several, text
-from ..inverse.extents import Extent
-from ..inverse.inference import LIKE, Inference
+from ..inverse.inference import LIKE, Extent, Inference
 from ..names import Captures, is_index, substitute
 from ..problems import Problem, Problems, gather
 from ..shapes import TensorSpecs
@@ -48,10 +47,10 @@ class Stack(Expr):
     def stacked_over(self) -> frozenset[str]:
         return self.operand.stacked_over() | {self.over}
 
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
-        indices = self._found(captures, facts)
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
+        indices = self._resolve(captures, specs)
         binders = [
-            functools.partial(self.operand.bind_to, {**captures, self.over: str(i)}, facts)
+            functools.partial(self.operand.bind_to, {**captures, self.over: str(i)}, specs)
             for i in indices
         ]
         parts = gather(binders)
@@ -76,33 +75,32 @@ class Stack(Expr):
         for i in indices:
             self.operand.infer({**captures, self.over: str(i)}, inner, inference)
 
-    def _found(self, captures: Captures, facts: TensorSpecs) -> Sequence[int]:
-        """The indices: those given, or those that the checkpoint has."""
+    def _resolve(self, captures: Captures, specs: TensorSpecs) -> Sequence[int]:
+        """Return the indices: those given, or those that the checkpoint has."""
         if isinstance(self.indices, tuple):
             return self.indices
-        found: set[int] = set()
+        stored: set[int] = set()
         patterns = [substitute(pattern, captures) for pattern in self.operand.patterns()]
         patterns = [pattern for pattern in patterns if f"{{{self.over}}}" in pattern]
         for pattern in patterns:
-            values = (match[self.over] for _, match in facts.tree.match(pattern))
-            found.update(int(value) for value in values if is_index(value))
-        chosen = self.indices or slice(None)
-        wanted = range(max(found, default=-1) + 1)[chosen]
-        if not patterns or not wanted:
+            values = (match[self.over] for _, match in specs.tree.match(pattern))
+            stored.update(int(value) for value in values if is_index(value))
+        indices = range(max(stored, default=-1) + 1)[self.indices or slice(None)]
+        if not patterns or not indices:
             seek = patterns[0].replace(f"{{{self.over}}}", "0") if patterns else None
             listed = " or ".join(map(repr, patterns)) or f"a name with {{{self.over}}}"
             raise Problems([Problem(f"{self!r}: there is no tensor {listed}", seek=seek)])
-        # No more than are told: a name may hold any number.
-        gaps = [*itertools.islice((i for i in wanted if i not in found), _MOST_GAPS + 1)]
+        # No more than are listed: a name may hold any number.
+        gaps = [*itertools.islice((i for i in indices if i not in stored), _MOST_GAPS + 1)]
         if gaps:
             more = " and more" if len(gaps) > _MOST_GAPS else ""
             raise MappingError(
-                f"{self!r}: there are tensors {patterns[0]!r} for {self.over} = {_spans(found)},"
+                f"{self!r}: there are tensors {patterns[0]!r} for {self.over} = {_spans(stored)},"
                 f" but none for {_spans(gaps[:_MOST_GAPS])}{more}",
                 hint=f"Complete the checkpoint, or say which to stack: stack(..., over="
                 f"{self.over!r}, indices=[...]).",
             )
-        return wanted
+        return indices
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -120,8 +118,8 @@ class Concat(Expr):
     def below(self) -> Sequence[Expr]:
         return self.operands
 
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
-        binders = [functools.partial(op.bind_to, captures, facts) for op in self.operands]
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
+        binders = [functools.partial(op.bind_to, captures, specs) for op in self.operands]
         parts = gather(binders)
         axis = ops.axis_of("concat", self.axis, len(parts[0].shape))
         first, *others = [(p.shape[:axis], p.shape[axis + 1 :], p.dtype) for p in parts]
@@ -155,14 +153,14 @@ class Concat(Expr):
 def stack(
     expr: Expr, over: str, axis: int = 0, indices: Iterable[int] | slice | None = None
 ) -> Expr:
-    """One expression for each index of a wildcard, along a new axis, as `numpy.stack`.
+    """Stack an expression over the indices of a wildcard, along a new axis, as `numpy.stack`.
 
     Args:
         expr: The expression; its names have the wildcard.
         over: The wildcard.
         axis: The new axis.
         indices: Those to stack, in this order; a slice chooses among those that the checkpoint
-            has. None takes all that it has. They must be without gaps.
+            has. None takes all that it has. They must have no gaps.
 
     Example:
         >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
@@ -184,7 +182,7 @@ def stack(
 
 
 def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None = None) -> Expr:
-    """Expressions one after the other along an axis, as `numpy.concatenate`.
+    """Concatenate expressions along an axis, as `numpy.concatenate`.
 
     Args:
         exprs: At least one.
@@ -203,7 +201,7 @@ def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None 
 
 
 def _spans(numbers: Iterable[int]) -> str:
-    """Numbers as ranges: `0..3, 5`."""
+    """Format numbers as ranges: `0..3, 5`."""
     spans: list[tuple[int, int]] = []
     for n in sorted(numbers):
         if spans and spans[-1][1] == n - 1:

@@ -1,4 +1,4 @@
-"""The notation of `rearrange`: `"(h d) e -> e h d"`, as the einops library defines it."""
+"""Parses the notation of `rearrange`, `"(h d) e -> e h d"`, as the einops library defines it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
 
-from ..inverse.extents import Extent, product, quotient
+from ..inverse.inference import Extent, product, quotient
 
 _TOKEN = re.compile(r"\s*(\.\.\.|\(|\)|\w+|\S)")
 _ELLIPSIS = ("...",)
@@ -31,16 +31,16 @@ class Pattern(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The position among the names of the left of each name of the right."""
+        """For each name of the right its position among those of the left."""
         names = [name for group in self.left for name in group]
         return tuple(names.index(name) for group in self.right for name in group)
 
 
 def parse(text: str) -> Pattern:
-    """Parses a pattern; a `...` stands in it as a group of its own.
+    """Parse a pattern; its `...` becomes a group of its own.
 
     Raises:
-        MappingError: It is malformed, or its sides have unlike names.
+        MappingError: It is malformed, or its sides have different names.
 
     >>> parse("(h d) e -> e h d").left
     (('h', 'd'), ('e',))
@@ -50,27 +50,18 @@ def parse(text: str) -> Pattern:
         raise _malformed(text, "it needs one '->'")
     left, right = (_side(text, side) for side in sides)
     names = [[name for group in side for name in group] for side in (left, right)]
-    for found in names:
-        repeated = sorted({name for name in found if found.count(name) > 1})
+    for side in names:
+        repeated = sorted({name for name in side if side.count(name) > 1})
         if repeated:
-            raise _malformed(text, f"{', '.join(map(repr, repeated))} stands twice on one side")
-    unlike = sorted(set(names[0]) ^ set(names[1]))
-    if unlike:
-        raise _malformed(text, f"{', '.join(map(repr, unlike))} stands on one side only")
+            raise _malformed(text, f"{', '.join(map(repr, repeated))} is twice on one side")
+    single = sorted(set(names[0]) ^ set(names[1]))
+    if single:
+        raise _malformed(text, f"{', '.join(map(repr, single))} is on one side only")
     return Pattern(left, right)
 
 
 def expand(pattern: Pattern, rank: int, side: str) -> Pattern:
-    """A pattern with names in place of its `...`, for a known rank of one side.
-
-    Args:
-        pattern: As `parse` gives it.
-        rank: Number of axes of that side's array.
-        side: `"left"` or `"right"`.
-
-    Raises:
-        MappingError: It does not fit the rank.
-    """
+    """Replace the `...` of a pattern by names, for the rank of its `"left"` or `"right"` array."""
     groups = pattern.left if side == "left" else pattern.right
     hidden = rank - len(groups) + (_ELLIPSIS in groups)
     if hidden < 0 or (hidden and _ELLIPSIS not in groups):
@@ -87,39 +78,39 @@ def expand(pattern: Pattern, rank: int, side: str) -> Pattern:
 
 
 def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> dict[str, Extent]:
-    """The extent of each name.
+    """Return the extent of each name.
 
     Args:
         groups: The axes of one side.
         shape: Their extents.
-        sizes: What is known.
+        sizes: Known extents of names.
 
     Raises:
         MappingError: An axis does not have the extent that its factors make, or two factors of
             one axis are unknown.
     """
-    found = {name: Extent(n) for name, n in sizes.items()}
+    extents = {name: Extent(n) for name, n in sizes.items()}
     for axis, (group, extent) in enumerate(zip(groups, shape, strict=True)):
-        unknown = [name for name in group if name not in found]
+        unknown = [name for name in group if name not in extents]
         if len(unknown) > 1:
             raise MappingError(
                 f"the sizes of {' and '.join(map(repr, unknown))}, which make axis {axis}"
                 f" of extent {extent}, are not known",
                 hint=f"Give all but one of them: rearrange(..., {unknown[-1]}=...).",
             )
-        rest = product(found[name] for name in group if name in found)
+        rest = product(extents[name] for name in group if name in extents)
         size = quotient(extent, rest)
         if size is None or (not unknown and size != Extent(1) and size.exact):
-            known = " * ".join(f"{name}={found[name]}" for name in group if name in found)
+            known = " * ".join(f"{name}={extents[name]}" for name in group if name in extents)
             problem = f"is no multiple of {known}" if unknown else f"is not {known or 1}"
             raise MappingError(f"axis {axis} has extent {extent}, which {problem}")
         if unknown:
-            found[unknown[0]] = size
-    return found
+            extents[unknown[0]] = size
+    return extents
 
 
 def merged_shape(groups: Groups, sizes: Mapping[str, Extent]) -> tuple[int, ...]:
-    """The extents of axes from those of their factors."""
+    """Return the extents of axes from those of their factors."""
     return tuple(math.prod(sizes[name].n for name in group) for group in groups)
 
 

@@ -1,7 +1,7 @@
 """Expressions: how a leaf of a model is made of the tensors of a checkpoint, as data.
 
 An expression is an immutable tree. Its names may have wildcards; `bind` gives them values and
-finds the shapes, and what results can be asked for the pieces of any region (`bound.py`).
+shapes, and returns a `BoundExpr`, which has the pieces of any region.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Expr(abc.ABC):
         return Apply(self, ops.Transpose(_listed(axes, "transpose")))
 
     def rearrange(self, pattern: str, **sizes: int) -> Expr:
-        """Axes split, moved and merged in the notation of einops: `"(h d) e -> e h d"`.
+        """Split, move and merge axes in the notation of einops: `"(h d) e -> e h d"`.
 
         Args:
             pattern: The axes before and after; `(h d)` is one axis of two factors, `1` an axis of
@@ -62,7 +62,7 @@ class Expr(abc.ABC):
     ) -> Expr:
         """Indices `start:stop:step` of an axis, as Python counts them.
 
-        Unlike in Python nothing may reach beyond the axis.
+        Unlike in Python no index may be beyond the axis.
         """
         if step == 0:
             raise MappingError("slice: the step cannot be 0")
@@ -75,32 +75,26 @@ class Expr(abc.ABC):
         return Apply(self, ops.Take(integer(axis, "take"), integers(indices, "take")))
 
     def pad(self, axis: int, before: int, after: int, value: Any = 0) -> Expr:
-        """`before` and `after` indices more along an axis, that hold `value`.
-
-        Saving leaves them out.
-        """
+        """Add `before` and `after` indices along an axis, that hold `value`; saving drops them."""
         axis, before, after = integers((axis, before, after), "pad")
         if before < 0 or after < 0:
             raise MappingError(f"pad: {before} and {after} must not be negative")
         return Apply(self, ops.Pad(axis, before, after, value))
 
     def repeat(self, axis: int, n: int) -> Expr:
-        """Each index of an axis `n` times in a row, as `numpy.repeat`.
-
-        Saving takes the first of each.
-        """
+        """Each index of an axis `n` times, as `numpy.repeat`; saving takes the first of each."""
         axis, n = integers((axis, n), "repeat")
         if n < 1:
             raise MappingError(f"repeat: {n} is less than once")
         return Apply(self, ops.Repeat(axis, n))
 
     def cast(self, dtype: Any, *, lossy_inverse: bool = False) -> Expr:
-        """Another dtype, by numpy's rounding; an integer dtype has to hold every value.
+        """Another dtype, by numpy's rounding; an integer dtype must hold every value.
 
         Args:
             dtype: The dtype.
-            lossy_inverse: Saving casts back, which is exact where the dtype holds every value of
-                the file's and else refused, unless this accepts that loading has rounded.
+            lossy_inverse: Saving casts back. Where the dtype does not hold every value of the
+                file's, saving is refused unless this accepts that loading has rounded.
         """
         return Apply(self, ops.ValueOperation(Cast(as_dtype(dtype), lossy_inverse)))
 
@@ -109,8 +103,8 @@ class Expr(abc.ABC):
 
         Args:
             c: The factor.
-            lossy_inverse: Saving divides, which is refused where that does not give back every
-                value, unless this accepts it. It does for powers of two in a dtype that holds
+            lossy_inverse: Saving divides. Where that does not restore every value, saving is
+                refused unless this accepts it. Powers of two are exact in a dtype that holds
                 every product: after a cast to a wider one.
         """
         return Apply(self, ops.ValueOperation(Scale(number(c, "scale"), lossy_inverse)))
@@ -120,17 +114,17 @@ class Expr(abc.ABC):
 
         Args:
             c: The term.
-            lossy_inverse: Saving subtracts, which is exact for integers and else refused, unless
-                this accepts the rounding.
+            lossy_inverse: Saving subtracts, which is exact for integers; for other values it is
+                refused unless this accepts the rounding.
         """
         return Apply(self, ops.ValueOperation(Add(number(c, "add"), lossy_inverse)))
 
-    def bind(self, captures: Captures, facts: Shapes) -> BoundExpr:
-        """The expression with names, shapes and dtypes.
+    def bind(self, captures: Captures, specs: Shapes) -> BoundExpr:
+        """Return the expression with names, shapes and dtypes.
 
         Args:
-            captures: What the wildcards of its names stand for, but for those of `stack`.
-            facts: Shape and dtype of the tensors.
+            captures: The values of the wildcards in its names, but for those of `stack`.
+            specs: Shape and dtype of the tensors.
 
         Raises:
             MappingError: A tensor is missing, or shapes do not fit.
@@ -140,31 +134,31 @@ class Expr(abc.ABC):
             >>> tensor("layers.{i}.weight").transpose().bind({"i": "0"}, weight)
             <Permuted [6, 8] float32>
         """
-        return self.bind_to(captures, TensorSpecs.of(facts))
+        return self.bind_to(captures, TensorSpecs.of(specs))
 
     @abc.abstractmethod
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         """See `bind`."""
 
     @abc.abstractmethod
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
-        """Records what a leaf's shape tells of the tensors' shapes.
+        """Record the tensors' shapes that follow from a leaf's.
 
         Raises:
-            MappingError: It contradicts the expression, or tells too little.
+            MappingError: The leaf's contradicts the expression, or does not determine them.
         """
 
-    @abc.abstractmethod
     def below(self) -> Sequence[Expr]:
-        """The expressions that this one is made of."""
+        """The operands."""
+        return ()
 
     def patterns(self) -> Iterator[str]:
-        """The name patterns of all its tensors."""
+        """Yields the name patterns of all its tensors."""
         for operand in self.below():
             yield from operand.patterns()
 
     def stacked_over(self) -> frozenset[str]:
-        """The wildcards that stacks within it give values to."""
+        """The wildcards of all stacks within it."""
         return frozenset[str]().union(*(operand.stacked_over() for operand in self.below()))
 
 
@@ -177,18 +171,15 @@ class Tensor(Expr):
     def __repr__(self) -> str:
         return f"tensor({self.name!r})"
 
-    def below(self) -> Sequence[Expr]:
-        return ()
-
     def patterns(self) -> Iterator[str]:
         yield self.name
 
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         name = self._concrete(captures)
-        if name not in facts:
+        if name not in specs:
             raise Problems([Problem(f"there is no tensor {name!r}", seek=name)])
-        shape, dtype = facts[name]
-        pieces = facts.pieces.get(name)
+        shape, dtype = specs[name]
+        pieces = specs.pieces.get(name)
         return WholeTensor(shape, dtype, name, divided(pieces, dtype) if pieces else None)
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
@@ -198,8 +189,8 @@ class Tensor(Expr):
         name = substitute(self.name, captures)
         if "{" in name:
             raise MappingError(
-                f"nothing gives the wildcards of {name!r} a value: they have to stand in the"
-                " rule's target, or in a stack(..., over=...)"
+                f"nothing gives the wildcards of {name!r} a value: they must be in the rule's"
+                " target, or in a stack(..., over=...)"
             )
         return name
 
@@ -215,10 +206,7 @@ class FillExpr(Expr):
     def __repr__(self) -> str:
         return f"fill({self.shape}, {self.value!r}, {self.dtype.name!r})"
 
-    def below(self) -> Sequence[Expr]:
-        return ()
-
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         return Constant(self.shape, self.dtype, ops.scalar(self.value, self.dtype))
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
@@ -238,8 +226,8 @@ class Apply(Expr):
     def below(self) -> Sequence[Expr]:
         return (self.operand,)
 
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
-        operand = self.operand.bind_to(captures, facts)
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
+        operand = self.operand.bind_to(captures, specs)
         try:
             return self.op.bind(operand)
         except MappingError as error:
@@ -254,11 +242,11 @@ class Apply(Expr):
 
 
 def tensor(name_pattern: str) -> Expr:
-    """All of one tensor of the checkpoint.
+    """One tensor of the checkpoint.
 
     Args:
-        name_pattern: Its name. Wildcards such as `{i}` stand for what they are in the target of
-            the rule, or for the index of a `stack`.
+        name_pattern: Its name. Wildcards such as `{i}` have the values that they have in the target
+            of the rule, or the indices of a `stack`.
 
     Raises:
         MappingError: The pattern is malformed.
@@ -268,20 +256,12 @@ def tensor(name_pattern: str) -> Expr:
 
 
 def fill(shape: Sequence[int], value: Any, dtype: Any) -> Expr:
-    """One value everywhere. It takes nothing from the checkpoint, and saving leaves it out."""
+    """One value everywhere; it reads nothing, and saving leaves it out."""
     return FillExpr(as_shape(shape), value, as_dtype(dtype))
 
 
 def as_expr(value: Any, where: str) -> Expr:
-    """An expression that a user gives.
-
-    Args:
-        value: What was given.
-        where: For what, for the message.
-
-    Raises:
-        MappingError: It is none.
-    """
+    """Check that an argument of the function `where` is an expression."""
     if isinstance(value, Expr):
         return value
     hint = f"Did you mean osl.tensor({value!r})?" if isinstance(value, str) else None
@@ -291,11 +271,7 @@ def as_expr(value: Any, where: str) -> Expr:
 
 
 def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
-    """A shape that a user gives.
-
-    Raises:
-        MappingError: An extent is negative.
-    """
+    """Check a shape that a user gives."""
     extents = integers(shape, "a shape")
     if min(extents, default=0) < 0:
         raise MappingError(f"{extents} is no shape")
@@ -303,7 +279,7 @@ def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def given(operand: BoundExpr) -> str:
-    """What an expression turned out to be, for messages."""
+    """Describe a bound expression, for messages."""
     names = operand.sources()
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     of = f" of {names[0]!r}{more}" if names else ""

@@ -1,4 +1,4 @@
-"""Expressions that are computed: the escape hatch `opaque`, and what decoders share."""
+"""Computed expressions: the escape hatch `opaque`, and the base of decoders."""
 
 from __future__ import annotations
 
@@ -27,15 +27,11 @@ class Kernel(Protocol):
     """A function of several expressions."""
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
-        """The function of bound expressions.
-
-        Raises:
-            MappingError: Their shapes or dtypes do not fit.
-        """
+        """Apply it to bound expressions, whose shapes and dtypes must fit."""
         ...
 
     def describe(self, operands: Sequence[str]) -> str:
-        """How a user calls it."""
+        """Format the user's call."""
         ...
 
 
@@ -52,8 +48,8 @@ class Compute(Expr):
     def below(self) -> Sequence[Expr]:
         return self.operands
 
-    def bind_to(self, captures: Captures, facts: TensorSpecs) -> BoundExpr:
-        binders = [functools.partial(op.bind_to, captures, facts) for op in self.operands]
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
+        binders = [functools.partial(op.bind_to, captures, specs) for op in self.operands]
         operands = tuple(gather(binders))
         try:
             return self.kernel.bind(operands)
@@ -67,14 +63,7 @@ class Compute(Expr):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whole:
-    """A `Decoder` that calls a function on whole arrays.
-
-    Attributes:
-        function: The function.
-        shape: Shape of its result.
-        dtype: Dtype of its result.
-        inputs: Shapes of what it takes.
-    """
+    """A `Decoder` that calls a function on whole arrays of shapes `inputs`."""
 
     function: Callable[..., Any]
     shape: tuple[int, ...]
@@ -123,13 +112,12 @@ class _Opaque:
 def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: Any) -> Expr:
     """Any function of whole arrays: the escape hatch.
 
-    It costs what the other operations avoid: each process reads ALL of each expression for any
-    shard of the leaf, holds it together with the whole result, and computes the whole result for
-    each piece of its shards. It does not invert, so such a leaf cannot be saved through the
-    mapping.
+    Each process reads ALL of each expression for any shard of the leaf, holds it together with the
+    whole result, and computes the whole result for each piece of its shards: costs that other
+    operations avoid. It does not invert, so such a leaf cannot be saved through the mapping.
 
     Args:
-        fn: Takes a numpy array for each expression, gives one.
+        fn: Takes a numpy array for each expression, and returns one.
         *exprs: The expressions.
         shape: The result's shape.
         dtype: The result's dtype.

@@ -1,4 +1,4 @@
-"""Operations on one expression: how each is written, bound, and read backwards for shapes."""
+"""Operations on one expression: how each is written and bound, and its inverse on shapes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ..affine.bound import BoundExpr, Valued
 from ..affine.index_builders import padded, permuted, repeated, reshaped, sliced, taken
 from ..affine.index_nodes import inverse_permutation
 from ..integers import is_whole, whole_or_lost
-from ..inverse.extents import Extent, product, quotient
-from ..inverse.inference import LIKE
+from ..inverse.inference import LIKE, Extent, product, quotient
 from . import einops
 from .values import ValueOp, rounded
 
@@ -28,19 +27,11 @@ class Op(Protocol):
     """An operation on one expression; its `str` is how a user calls it."""
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
-        """The operation on a bound expression.
-
-        Raises:
-            MappingError: It does not fit the operand's shape or dtype.
-        """
+        """Apply it to a bound expression, whose shape and dtype must fit."""
         ...
 
     def operand_extents(self, result: Extents) -> Extents:
-        """What the result's shape tells of the operand's.
-
-        Raises:
-            MappingError: It cannot be the result's shape, or tells nothing.
-        """
+        """Return the operand's shape from the result's, which must determine it."""
         ...
 
 
@@ -54,7 +45,7 @@ class Transpose:
         return f"transpose({_listed(self.axes)})"
 
     def order(self, rank: int) -> tuple[int, ...]:
-        """The axes, counted from 0."""
+        """Return the axes, counted from 0."""
         if not self.axes:
             return tuple(reversed(range(rank)))
         order = tuple(axis + rank if axis < 0 else axis for axis in self.axes)
@@ -79,11 +70,7 @@ class Rearrange:
 
     @classmethod
     def of(cls, text: str, sizes: dict[str, int]) -> Rearrange:
-        """Parses the pattern.
-
-        Raises:
-            MappingError: It is malformed, or lacks a name of `sizes`; or one of these is negative.
-        """
+        """Parse a pattern that has all names of `sizes`."""
         pattern = einops.parse(argument_checks.text(text, "rearrange"))
         names = {name for group in pattern.left for name in group}
         unknown = sorted(set(sizes) - names)
@@ -142,7 +129,7 @@ class Reshape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """`x[..., start:stop:step, ...]`, but nothing may reach beyond the axis."""
+    """`x[..., start:stop:step, ...]`, but no index may be beyond the axis."""
 
     axis: int
     start: int | None
@@ -208,7 +195,7 @@ class Take:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pad:
-    """Indices before and after those of an axis, that hold one value."""
+    """`numpy.pad` along an axis, with one value."""
 
     axis: int
     before: int
@@ -254,7 +241,7 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueOperation:
-    """An operation on values."""
+    """An operation on values: a cast, a product or a sum."""
 
     op: ValueOp
 
@@ -269,36 +256,28 @@ class ValueOperation:
 
 
 def axis_of(op: object, axis: int, rank: int) -> int:
-    """An axis, counted from 0.
-
-    Raises:
-        MappingError: There is no such axis.
-    """
+    """Return an axis of an array of `rank`, counted from 0."""
     if not -rank <= axis < rank:
         raise MappingError(f"{op} needs an axis {axis}; there are {rank}")
     return axis + rank if axis < 0 else axis
 
 
 def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
-    """A value as a scalar of a dtype.
-
-    Raises:
-        MappingError: The dtype cannot hold it.
-    """
+    """Return a value as a scalar of a dtype, which must hold it."""
     if isinstance(value, complex | np.complexfloating) and (dtype.kind == "c" or not value.imag):
         held = np.asarray(value if dtype.kind == "c" else value.real)
     else:
         held = np.asarray(
             argument_checks.number(value, f"{short_repr(value)} is no {dtype.name}; a value")
         )
-    made, kept = whole_or_lost(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
-    if not np.all(kept) or (np.isfinite(held) and not np.isfinite(made)):
+    result, kept = whole_or_lost(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
+    if not np.all(kept) or (np.isfinite(held) and not np.isfinite(result)):
         raise MappingError(f"{short_repr(value)} is no {dtype.name}")
-    return made[()]
+    return result[()]
 
 
 def short_list(indices: Any, most: int = 8) -> str:
-    """Some indices, the first ones of many."""
+    """Format indices, of many the first ones."""
     more = len(indices) - most
     text = ", ".join(map(str, indices[:most]))
     return f"[{text}, … {more} more]" if more > 0 else f"[{text}]"

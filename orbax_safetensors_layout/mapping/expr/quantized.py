@@ -1,8 +1,8 @@
-"""Quantised tensors decoded on the shard that a process holds.
+"""Decodes quantised tensors on the shard that a process holds.
 
-A shard needs its own part of the stored values and, of the scales, those of the blocks that it
-touches. All compute in float32 and round once, to the wanted dtype. None inverts: a mapping that is
-to save keeps quantised tensors as they are, with a `tensor` for the values and one for the scales.
+A shard needs its own part of the stored values, and the scales of the blocks that it touches. All
+compute in float32 and round once, to the dtype of the result. None inverts: a mapping for saving
+keeps quantised tensors as they are, with a `tensor` for the values and one for the scales.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ class BlockScale:
     free: int = 0
 
     def describe(self, operands: Sequence[str]) -> str:
-        return (
-            f"dequantize_block({', '.join(operands)}, block={self.block},"
-            f" dtype={self.dtype.name!r})"
-        )
+        listed = ", ".join(operands)
+        return f"dequantize_block({listed}, block={self.block}, dtype={self.dtype.name!r})"
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         weight, scale = operands
@@ -112,7 +110,7 @@ class Mxfp4:
         return Computed(shape, self.dtype, operands, dataclasses.replace(self, free=len(shape) - 1))
 
     def widen(self, region: Box) -> Box:
-        return _widen_last(region, MXFP4_GROUP)
+        return _scale_last(_divide_last(region, MXFP4_GROUP), MXFP4_GROUP)
 
     def needs(self, region: Box) -> tuple[Box, ...]:
         scales = _divide_last(region, MXFP4_GROUP)
@@ -143,9 +141,8 @@ class Int4:
     extent: int = 0
 
     def describe(self, operands: Sequence[str]) -> str:
-        return (
-            f"dequantize_int4({', '.join(operands)}, group={self.group}, dtype={self.dtype.name!r})"
-        )
+        listed = ", ".join(operands)
+        return f"dequantize_int4({listed}, group={self.group}, dtype={self.dtype.name!r})"
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         packed, scale = operands
@@ -162,7 +159,7 @@ class Int4:
         return Computed((*scale.shape[:-1], n), self.dtype, operands, decoder)
 
     def widen(self, region: Box) -> Box:
-        wide = _widen_last(region, 8)
+        wide = _scale_last(_divide_last(region, 8), 8)
         return Box(wide.start, (*wide.stop[:-1], min(wide.stop[-1], self.extent)))
 
     def needs(self, region: Box) -> tuple[Box, ...]:
@@ -236,11 +233,7 @@ def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bf
 
 
 def _decoded(name: str, operands: tuple[Expr, ...], kernel: BlockScale | Mxfp4 | Int4) -> Expr:
-    """A decoder of expressions, to a floating-point dtype.
-
-    Raises:
-        MappingError: The dtype is another, or an operand is no expression.
-    """
+    """Return a decoder of expressions, whose dtype must be floating-point."""
     dtype = kernel.dtype
     if is_whole(dtype) or dtype.kind == "c":
         raise MappingError(f"{name} gives floating-point numbers", found=dtype.name)
@@ -250,22 +243,22 @@ def _decoded(name: str, operands: tuple[Expr, ...], kernel: BlockScale | Mxfp4 |
 def _by_rows(
     shape: tuple[int, ...], dtype: np.dtype[Any], rows: Callable[[slice], np.ndarray]
 ) -> np.ndarray:
-    """An array made some rows at a time."""
+    """Return an array that is computed some rows at a time."""
     out = np.empty(shape, dtype)
     step = max(1, _CHUNK_ELEMENTS * shape[0] // out.size) if out.size else 1
     with np.errstate(all="ignore"):
         for start in range(0, shape[0], step):
-            out[start : start + step] = rows(slice(start, min(start + step, shape[0]))).astype(
-                dtype
-            )
+            part = slice(start, min(start + step, shape[0]))
+            out[part] = rows(part).astype(dtype)
     return out
 
 
-def _widen_last(region: Box, size: int) -> Box:
-    low, high = region.start[-1] // size * size, -(-region.stop[-1] // size) * size
+def _divide_last(region: Box, size: int) -> Box:
+    """Return the blocks of `size` along the last axis that a region touches."""
+    low, high = region.start[-1] // size, -(-region.stop[-1] // size)
     return Box((*region.start[:-1], low), (*region.stop[:-1], high))
 
 
-def _divide_last(region: Box, size: int) -> Box:
-    low, high = region.start[-1] // size, -(-region.stop[-1] // size)
+def _scale_last(region: Box, size: int) -> Box:
+    low, high = region.start[-1] * size, region.stop[-1] * size
     return Box((*region.start[:-1], low), (*region.stop[:-1], high))

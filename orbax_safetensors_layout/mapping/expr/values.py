@@ -1,4 +1,4 @@
-"""Operations on values: they act on each element alone, on the shard that a process holds.
+"""Operations on values: they act on each element by itself, on the shard that a process holds.
 
 Every operation computes in the dtype of its operand, with its constant rounded to that dtype
 first, as numpy does step by step: `x.cast("float32").scale(c).cast("bfloat16")` rounds once, at the
@@ -23,10 +23,7 @@ _CHUNK_ELEMENTS = 1 << 16  # bounds what a chain of operations holds besides its
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """The numpy or ml_dtypes dtype of a name, a scalar type or a dtype, in native byte order.
-
-    Raises:
-        MappingError: It is none.
+    """Return the dtype of a name, a scalar type or a dtype of numbers, in native byte order.
 
     >>> as_dtype("bfloat16")
     dtype(bfloat16)
@@ -41,7 +38,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def rounded(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """`values.astype(dtype)`; see `assign`."""
+    """Return `values.astype(dtype)`; see `assign`."""
     result = np.empty_like(values, dtype)
     assign(result, values)
     return result
@@ -80,11 +77,7 @@ class Cast:
         return f"cast({self.dtype.name!r}{_lossy(self.lossy_inverse)})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of the result for an operand's.
-
-        Raises:
-            MappingError: The cast has no numeric meaning.
-        """
+        """Return the dtype of the result; refuses casts without numeric meaning."""
         if dtype.kind == "c" and self.dtype.kind != "c":
             raise MappingError(f"{self} of {dtype.name} would drop the imaginary part")
         if not (is_number(dtype) and is_number(self.dtype)):
@@ -92,11 +85,7 @@ class Cast:
         return self.dtype
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """The values as the new dtype.
-
-        Raises:
-            DtypeMismatchError: An integer dtype cannot hold a value.
-        """
+        """Return the values as the new dtype; an integer dtype must hold every one."""
         if is_whole(self.dtype):
             result, lost = to_whole(values, self.dtype)
             if not lost.size:
@@ -115,12 +104,7 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arithmetic:
-    """An operation of each element and a constant.
-
-    Attributes:
-        constant: The constant.
-        lossy_inverse: Whether saving may undo it although that rounds.
-    """
+    """An operation on each element and a constant; `lossy_inverse` as in `Cast`."""
 
     constant: float
     lossy_inverse: bool = False
@@ -132,29 +116,25 @@ class _Arithmetic:
         return f"{self.name}({self.constant!r}{_lossy(self.lossy_inverse)})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of the result for an operand's; the same.
-
-        Raises:
-            MappingError: The dtype cannot hold the constant.
-        """
+        """Return the dtype of the result, that of the operand; it must hold the constant."""
         self._constant(dtype)
         return dtype
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """The results."""
+        """Return the results."""
         with np.errstate(all="ignore"):
             result: np.ndarray = self.function(values, self._constant(values.dtype))
         return result
 
     def _constant(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """The constant as an operand's dtype: rounded among floats, exact among integers."""
+        """Return the constant in an operand's dtype: rounded among floats, exact in integers."""
         if dtype.kind == "b" or not is_number(dtype):
             raise MappingError(f"{self} of {dtype.name} has no numeric meaning")
         if not is_integer(dtype):
-            made = rounded(np.asarray(self.constant), dtype)
-            if np.isfinite(self.constant) and not np.isfinite(made):
+            constant = rounded(np.asarray(self.constant), dtype)
+            if np.isfinite(self.constant) and not np.isfinite(constant):
                 raise MappingError(f"{self} of {dtype.name}: the dtype cannot hold the constant")
-            return made
+            return constant
         result, lost = to_whole(np.asarray(self.constant), dtype)
         if lost.size:
             raise MappingError(
@@ -175,11 +155,7 @@ class Scale(_Arithmetic):
     function = np.multiply
 
     def inverse(self, dtype: np.dtype[Any]) -> Scale:
-        """Division, by a power of two; `exactness.py` says whether every product comes back.
-
-        Raises:
-            MappingError: It would round.
-        """
+        """Division by a power of two; `exactness.py` checks whether it restores every value."""
         exact = self.constant != 0 and abs(math.frexp(self.constant)[0]) == 0.5
         if self.constant and not is_integer(dtype) and (exact or self.lossy_inverse):
             return Scale(1 / self.constant)
@@ -195,11 +171,7 @@ class Add(_Arithmetic):
     function = np.add
 
     def inverse(self, dtype: np.dtype[Any]) -> Add:
-        """Subtraction, where it is exact: of zero, and of integers, which wrap around.
-
-        Raises:
-            MappingError: It would round.
-        """
+        """Subtraction where it is exact: of zero, and of integers, which wrap around."""
         wraps = is_integer(dtype) and dtype.kind == "i"
         if self.constant == 0 or wraps or self.lossy_inverse:
             return Add(-self.constant)
@@ -211,15 +183,15 @@ ValueOp = Cast | Scale | Add
 
 
 def undone(op: ValueOp, operand: np.dtype[Any], values: np.dtype[Any]) -> tuple[ValueOp, ...]:
-    """What undoes an operation on values of a leaf.
+    """Return the operations that undo one on a leaf's values.
 
-    Arithmetic is undone in the dtype that it is done in, where the leaf's holds less: a constant
-    that is rounded to bfloat16 would shift all values alike.
+    Arithmetic is undone in its own dtype where the leaf's holds less: a constant that is rounded to
+    bfloat16 would shift all values.
 
     Args:
         op: The operation.
-        operand: Dtype of what it is done on.
-        values: Dtype of the values.
+        operand: Dtype of its operand.
+        values: Dtype of the leaf's values.
 
     Raises:
         MappingError: It does not invert.
@@ -237,7 +209,7 @@ def _lossy(accepted: bool) -> str:
 def apply_ops(
     values: np.ndarray, ops: tuple[ValueOp, ...], out: np.ndarray | None = None
 ) -> np.ndarray:
-    """The operations one after the other.
+    """Apply operations in order.
 
     Args:
         values: The operand.
@@ -257,7 +229,7 @@ def apply_ops(
 
 
 def in_chunks(values: np.ndarray, out: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Parts of an array that a core's cache holds, each with its place in one of equal shape."""
+    """Yields parts of an array that fit a core's cache, each with its place in an equal one."""
     if values.size <= _CHUNK_ELEMENTS or not values.ndim:
         yield values, out
         return

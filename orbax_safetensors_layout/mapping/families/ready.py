@@ -185,7 +185,7 @@ def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
         return read_config(config)
     if not isinstance(config, collections.abc.Mapping):
         raise MappingError(
-            "a mapping needs the facts of a model",
+            "a mapping needs a model's configuration",
             expected="a checkpoint's folder, its config.json, or what that holds as a dict",
             found=short_repr(config),
         )

@@ -1,7 +1,11 @@
-"""Whether saving gives back what loading took: operations on values are tried, and undone.
+"""Checks that saving restores the loaded values, by doing and undoing operations on all of them.
 
-Checked before a byte is written, for the dtype of the files and not for the values of one model: a
+It runs before a byte is written, for the dtype of the files and not for the values of one model: a
 mapping that saves one checkpoint saves all of them.
+
+1. `check_exact` walks a leaf's expression down and collects value operations and their inverses;
+2. `first_loss` applies both to every value of the tensor's dtype (of wide ones to a selection);
+3. a value that does not come back is an error, unless an operation has `lossy_inverse`.
 """
 
 from __future__ import annotations
@@ -13,21 +17,19 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format import NARROW_INTEGERS
 
 from ..affine.bound import BoundExpr, Valued, WholeTensor
 from ..expr.values import Cast, ValueOp, undone
-from ..integers import NARROW_INTEGERS, is_whole, whole_or_lost, whole_range
+from ..integers import is_whole, whole_or_lost, whole_range
 
 
 def check_exact(expression: BoundExpr, leaf: np.dtype[Any]) -> None:
-    """Refuses a leaf that does not give back every value of its tensors.
+    """Refuses a leaf from which some value of its tensors cannot be restored.
 
     Args:
-        expression: What loading makes the leaf of.
+        expression: The leaf as an expression over tensors.
         leaf: The leaf's dtype, which may not be the expression's.
-
-    Raises:
-        MappingError: A value would be lost, and no operation has `lossy_inverse`.
     """
     last = () if leaf == expression.dtype else (Cast(leaf),)
     _check(expression, (), (), leaf, last)
@@ -40,13 +42,13 @@ def _check(
     dtype: np.dtype[Any],
     last: tuple[Cast, ...],
 ) -> None:
-    """Checks what is below a node.
+    """Checks a node and its operands.
 
     Args:
         node: The node.
-        ops: What loading does with its values.
-        back: What undoes that.
-        dtype: Dtype of what is undone so far.
+        ops: The operations of loading on its values.
+        back: Their inverses.
+        dtype: Dtype of the result of `back`.
         last: The cast to the leaf's dtype.
     """
     if isinstance(node, Valued):
@@ -73,13 +75,7 @@ def _check(
 
 
 class Loss(NamedTuple):
-    """A value that does not come back from loading and saving.
-
-    Attributes:
-        stored: The value in the file.
-        loaded: What loading makes of it.
-        saved: What saving makes of that.
-    """
+    """A value that loading and saving change: in the file, as loaded, and as saved."""
 
     stored: Any
     loaded: Any
@@ -90,16 +86,16 @@ class Loss(NamedTuple):
 def first_loss(
     stored: np.dtype[Any], ops: tuple[ValueOp, ...], back: tuple[ValueOp, ...]
 ) -> Loss | None:
-    """A value of a dtype that saving does not give back, if there is one.
+    """Return a value of a dtype that saving does not restore, if there is one.
 
     Tries every value of dtypes of up to 16 bits, and of wider ones those at which rounding,
-    overflow and underflow begin. A NaN may come back as another NaN. What is saved in the dtype of
-    a leaf, since nothing casts it back, has to be the same numbers.
+    overflow and underflow begin. A NaN may become another NaN. Values that are saved in the dtype
+    of a leaf, since no operation casts them back, must be the same numbers.
 
     Args:
         stored: The dtype in the file.
-        ops: What loading does; a value that it refuses is none that saving meets.
-        back: What saving does with the result.
+        ops: The operations of loading; values that they refuse do not count.
+        back: The operations of saving.
     """
     with np.errstate(all="ignore"):
         loaded, kept = _applied(_probes(stored), ops)
@@ -114,15 +110,15 @@ def first_loss(
     return Loss(values[lost[0]], loaded[lost[0]], saved[lost[0]]) if lost.size else None
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Where arrays of one dtype have the same bits, or NaN."""
-    bits = f"V{one.itemsize}"
-    same: np.ndarray = (one.view(bits) == other.view(bits)) | ((one != one) & (other != other))
+    bits = f"V{a.itemsize}"
+    same: np.ndarray = (a.view(bits) == b.view(bits)) | ((a != a) & (b != b))
     return same
 
 
 def _applied(values: np.ndarray, ops: tuple[ValueOp, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The results of operations, and for each value whether none of them refuses it."""
+    """Return the results of operations, and for each value whether all of them accept it."""
     kept = np.ones(values.shape, np.bool_)
     for op in ops:
         if isinstance(op, Cast) and is_whole(op.dtype):
@@ -135,7 +131,7 @@ def _applied(values: np.ndarray, ops: tuple[ValueOp, ...]) -> tuple[np.ndarray, 
 
 @functools.lru_cache(64)
 def _probes(dtype: np.dtype[Any]) -> np.ndarray:
-    """Every value of a dtype, or of a wide one those that arithmetic is most likely to change."""
+    """Return every value of a dtype, or of a wide one those that arithmetic most likely changes."""
     if is_whole(dtype):
         return _integers(dtype)
     if dtype.kind == "c":
@@ -152,12 +148,11 @@ def _probes(dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _integers(dtype: np.dtype[Any]) -> np.ndarray:
-    """All integers of a dtype of up to 16 bits; of wider ones those next to powers of two."""
+    """Return all integers of a dtype of up to 16 bits; of wider ones those near powers of two."""
     low, high = (0, 1) if dtype.kind == "b" else whole_range(dtype)
     if high - low < 1 << 16:
-        found = [*range(low, high + 1)]
+        values = [*range(low, high + 1)]
     else:
         powers = [sign << n for n in range(high.bit_length() + 1) for sign in (1, -1)]
-        found = [n for p in powers for n in (p - 1, p, p + 1) if low <= n <= high]
-    whole = np.array(found, np.int8) if dtype.name in NARROW_INTEGERS else np.array(found, dtype)
-    return whole.astype(dtype)
+        values = [n for p in powers for n in (p - 1, p, p + 1) if low <= n <= high]
+    return np.array(values, np.int8 if dtype.name in NARROW_INTEGERS else dtype).astype(dtype)

@@ -1,6 +1,6 @@
-"""Patches: which elements of a tensor a leaf holds, found by walking a bound expression down.
+"""Patches: the elements of a tensor that a leaf holds, found by walking a bound expression down.
 
-A tensor's axes are taken apart into factors, as fine as the reshapes on the way need it; along
+A tensor's axes are taken apart into factors, as fine as the reshapes on the way require; along
 each factor a patch has equally spaced indices. Its values are an expression over the leaf with one
 axis for each factor.
 """
@@ -33,7 +33,6 @@ from ..expr.choices import Copies
 from ..expr.values import undone
 
 _OnAxis: TypeAlias = Sliced | Taken | Padded | Repeated
-"""Nodes that change the indices of one axis."""
 
 
 class Factor(NamedTuple):
@@ -53,7 +52,7 @@ class Factor(NamedTuple):
 
     @classmethod
     def whole(cls, extent: int) -> Factor:
-        """All indices."""
+        """Return all indices."""
         return cls(extent, 0, 1, extent)
 
 
@@ -70,37 +69,33 @@ class Patch(NamedTuple):
 
     @classmethod
     def whole(cls, values: BoundExpr) -> Patch:
-        """All elements of an array."""
+        """Return all elements of an array."""
         extents = tuple(n for n in values.shape if n > 1)
         return cls(reshaped(values, extents), tuple(map(Factor.whole, extents)))
 
     @property
     def boundaries(self) -> list[int]:
-        """For each factor the number of elements that one step along it goes."""
+        """For each factor its stride in elements."""
         sizes = itertools.accumulate(reversed([f.extent for f in self.factors]), operator.mul)
         return [1, *sizes][:-1][::-1] if self.factors else []
 
     def put(self, number: int, factor: Factor, values: BoundExpr) -> Patch:
-        """With a factor replaced; one of extent 1 is left out."""
+        """Replace a factor; one of extent 1 is left out."""
         if factor.extent > 1:
             return self.replaced(number, factor, values)
         values = reshaped(values, values.shape[:number] + values.shape[number + 1 :])
         return Patch(values, self.factors[:number] + self.factors[number + 1 :])
 
     def replaced(self, number: int, factor: Factor, values: BoundExpr) -> Patch:
-        """With a factor replaced."""
+        """Replace a factor."""
         return Patch(values, (*self.factors[:number], factor, *self.factors[number + 1 :]))
 
 
 def trace(node: BoundExpr, patch: Patch) -> Iterator[tuple[WholeTensor, Patch]]:
-    """The patches of tensors that hold a patch of an expression made of them.
-
-    Args:
-        node: The expression.
-        patch: A patch of its elements.
+    """Yields the patches of tensors that hold a patch of an expression over them.
 
     Raises:
-        MappingError: An operation on the way does not invert.
+        MappingError: An operation of the expression does not invert.
     """
     if isinstance(node, WholeTensor):
         yield node, patch
@@ -122,7 +117,7 @@ def trace(node: BoundExpr, patch: Patch) -> Iterator[tuple[WholeTensor, Patch]]:
     elif isinstance(node, Stacked | Concatenated):
         yield from _trace_joined(node, patch)
     elif isinstance(node, Computed):
-        raise MappingError("what is decoded or computed by a function does not invert")
+        raise MappingError("a value that is decoded or computed by a function does not invert")
     elif isinstance(node, Sliced | Taken | Padded | Repeated):
         yield from _trace_axis(node, patch)
     elif not isinstance(node, Constant):
@@ -150,7 +145,7 @@ def _trace_axis(node: _OnAxis, patch: Patch) -> Iterator[tuple[WholeTensor, Patc
 
 
 def _moved(node: _OnAxis, patch: Patch, number: int) -> Iterator[Patch | None]:
-    """A patch of a node as patches of its operand, which differ along one axis."""
+    """Yields a patch of a node as patches of its operand, which differ along one axis."""
     n = node.operand.shape[node.axis]
     if isinstance(node, Padded):
         yield restrict(patch, number, node.before, node.before + n)
@@ -169,12 +164,12 @@ def _moved(node: _OnAxis, patch: Patch, number: int) -> Iterator[Patch | None]:
 
 
 def steps_of(shape: Sequence[int]) -> list[int]:
-    """For each axis of extent above 1 the number of elements that one step along it goes."""
+    """Return the row-major strides of the axes of extent above 1."""
     return [math.prod(shape[i + 1 :]) for i, n in enumerate(shape) if n > 1]
 
 
 def coarsen(patch: Patch, boundaries: Collection[int]) -> Patch:
-    """The patch with factors joined where that is possible, but for some boundaries."""
+    """Join factors where that is possible, but for some boundaries."""
     for number in reversed(range(len(patch.factors) - 1)):
         if patch.boundaries[number] not in boundaries:
             patch = _join(patch, number) or patch
@@ -182,23 +177,19 @@ def coarsen(patch: Patch, boundaries: Collection[int]) -> Patch:
 
 
 def confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
-    """Patches with factors that begin at some boundaries and nowhere else; as `refine`."""
+    """Split a patch into such with factors at some boundaries and nowhere else; as `refine`."""
     for number in reversed(range(len(patch.factors) - 1)):
         if patch.boundaries[number] not in boundaries:
-            return [p for one in _joined(patch, number) for p in confine(one, boundaries)]
+            return [p for part in _joined(patch, number) for p in confine(part, boundaries)]
     return refine(patch, boundaries)
 
 
 def refine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
-    """Patches with factors that begin at all of some boundaries.
+    """Split a patch into such with factors at all of some boundaries.
 
     Args:
         patch: The patch.
-        boundaries: Numbers of elements that one step along a factor has to go. Each divides the
-            next larger one.
-
-    Raises:
-        MappingError: The patch is too irregular for them.
+        boundaries: Strides of factors, in elements. Each divides the next larger one.
     """
     patches = [patch]
     for boundary in boundaries:
@@ -220,7 +211,7 @@ def _refine(patch: Patch, boundary: int) -> list[Patch]:
 
 
 def _cut(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
-    """A factor as two, the inner one of extent `inner`; in several patches if need be."""
+    """Cut a factor in two, the inner one of extent `inner`; in several patches if need be."""
     extent, start, step, count = patch.factors[number]
     outer = extent // inner
     row, rest = divmod(start, inner)
@@ -240,7 +231,7 @@ def _cut(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
         factors = (*patch.factors[:number], *pair, *patch.factors[number + 1 :])
         yield Patch(values, factors)
         return
-    # Neither: whole rows apart from what is before and after them, or each row alone.
+    # Neither: separate whole rows from the rest before and after them, or each row.
     first = -(-(inner - rest) // step)
     if rest < step and inner % step == 0:
         first = count // (inner // step) * (inner // step)
@@ -251,27 +242,24 @@ def _cut(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
 
 
 def _join(patch: Patch, number: int) -> Patch | None:
-    """A factor and the next as one; None where their indices are not equally spaced."""
-    one, two = patch.factors[number : number + 2]
-    if one.length == 1 or one.step * two.extent == two.step * two.length:
-        step = two.step
-    elif two.length == 1:
-        step = one.step * two.extent
+    """Merge a factor and the next; None where their indices are not equally spaced."""
+    outer, inner = patch.factors[number : number + 2]
+    if outer.length == 1 or outer.step * inner.extent == inner.step * inner.length:
+        step = inner.step
+    elif inner.length == 1:
+        step = outer.step * inner.extent
     else:
         return None
-    count = one.length * two.length
-    start = one.start * two.extent + two.start
-    factor = Factor(one.extent * two.extent, start, step, count)
+    count = outer.length * inner.length
+    start = outer.start * inner.extent + inner.start
+    factor = Factor(outer.extent * inner.extent, start, step, count)
     shape = patch.values.shape
     values = reshaped(patch.values, (*shape[:number], count, *shape[number + 2 :]))
     return Patch(values, (*patch.factors[:number], factor, *patch.factors[number + 2 :]))
 
 
 def _joined(patch: Patch, number: int) -> list[Patch]:
-    """A factor and the next as one, in several patches where their indices are not equally spaced.
-
-    Then the one of fewer indices is taken apart into these.
-    """
+    """Merge a factor and the next; where they are not equally spaced, for each index of one."""
     joined = _join(patch, number)
     if joined is not None:
         return [joined]
@@ -283,7 +271,7 @@ def _joined(patch: Patch, number: int) -> list[Patch]:
 
 
 def _span(node: BoundExpr, patch: Patch, axis: int) -> range:
-    """The factors of an axis."""
+    """Return the factors of an axis."""
     size = math.prod(node.shape[axis + 1 :])
     steps = patch.boundaries
     start = sum(step >= size * node.shape[axis] for step in steps)
@@ -291,10 +279,7 @@ def _span(node: BoundExpr, patch: Patch, axis: int) -> range:
 
 
 def _single(node: BoundExpr, patch: Patch, axis: int) -> tuple[list[Patch], int]:
-    """The patch with one factor for an axis, of extent 1 too, and its number.
-
-    Several patches, where the axis is merged of factors of which the patch has only some indices.
-    """
+    """Merge the factors of an axis into one, also of extent 1; return patches, and its number."""
     span = _span(node, patch, axis)
     patches = [patch]
     for number in reversed(span[:-1]):
@@ -310,14 +295,9 @@ def _single(node: BoundExpr, patch: Patch, axis: int) -> tuple[list[Patch], int]
 def restrict(
     patch: Patch, number: int, start: int, stop: int, *, keep: bool = False
 ) -> Patch | None:
-    """Only the indices `start` to `stop` of a factor, counted from `start`; None where it has none.
+    """Restrict a factor to indices `start` to `stop`, relative to `start`; None where it has none.
 
-    Args:
-        patch: The patch.
-        number: The factor.
-        start: The first index.
-        stop: One past the last.
-        keep: Keep the factor, also where its extent becomes 1.
+    With `keep` the factor remains, also where its extent becomes 1.
     """
     _, first, step, count = patch.factors[number]
     low = max(0, -(-(start - first) // step))
@@ -330,7 +310,7 @@ def restrict(
 
 
 def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patch:
-    """Index `i` of a factor as index `start + i * step` of one of another extent."""
+    """Map index `i` of a factor to index `start + i * step` of one of another extent."""
     _, first, distance, count = patch.factors[number]
     values = patch.values
     start, step = start + first * step, step * distance
@@ -341,7 +321,7 @@ def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patc
 
 
 def _every(patch: Patch, number: int, n: int) -> Patch | None:
-    """The first of each `n` indices of a factor."""
+    """Return the first of each `n` indices of a factor."""
     extent, start, step, count = patch.factors[number]
     period = n // math.gcd(step, n)
     firsts = [j for j in range(min(period, count)) if (start + j * step) % n == 0]

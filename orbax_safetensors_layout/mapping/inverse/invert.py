@@ -1,4 +1,12 @@
-"""The saving direction: each tensor of a checkpoint as an expression over the model's leaves."""
+"""Inverts bound expressions: each tensor of a checkpoint as an expression over the model's leaves.
+
+1. `trace` finds the patches of tensors that each leaf holds, with expressions over the leaf.
+2. Patches of one tensor are counted: they must have as many elements as it, and one dtype.
+3. Their axes are taken apart at the same boundaries (`coarsen`, `confine`).
+4. `_compose` finds an axis along which they are separate ranges (a concatenation) or separate
+   remainders (interleaved), and does so again with the parts of each; `_cut` cuts patches where
+   there is no such axis.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +35,10 @@ class InversePart(NamedTuple):
 def invert(
     expressions: Mapping[str, BoundExpr], leaves: Mapping[str, TensorSpec]
 ) -> dict[str, BoundExpr]:
-    """Each tensor as an expression over leaves.
+    """Return each tensor as an expression over leaves.
 
     Args:
-        expressions: Each leaf that is to be saved, as an expression over tensors.
+        expressions: Each saved leaf as an expression over tensors.
         leaves: Shape and dtype of the leaves.
 
     Raises:
@@ -73,11 +81,7 @@ def invert(
 
 
 def _assemble(source: WholeTensor, parts: Sequence[InversePart]) -> BoundExpr:
-    """A tensor from its parts, which have to cover it exactly.
-
-    Raises:
-        MappingError: They overlap, leave gaps, or differ in dtype.
-    """
+    """Return a tensor from its parts, which must be of one dtype and cover it exactly."""
     if 0 in source.shape:
         return Constant(source.shape, source.dtype, source.dtype.type(0))
     dtypes = {part.patch.values.dtype.name for part in parts}
@@ -86,8 +90,8 @@ def _assemble(source: WholeTensor, parts: Sequence[InversePart]) -> BoundExpr:
     size = math.prod(source.shape)
     held = sum(math.prod(part.patch.values.shape) for part in parts)
     if held < size:
-        having = f"only {held} are in {_leaves(parts)}" if parts else "none is in any leaf"
-        raise MappingError(f"of its {size} elements {having}")
+        present = f"only {held} are in {_leaves(parts)}" if parts else "none is in any leaf"
+        raise MappingError(f"of its {size} elements {present}")
     if held > size:
         raise _overlap(parts)
     own = set(steps_of(source.shape))
@@ -104,7 +108,7 @@ def _assemble(source: WholeTensor, parts: Sequence[InversePart]) -> BoundExpr:
 
 
 def _compose(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
-    """Parts put together along the axes on which they lie apart."""
+    """Join parts along the axes on which they are separate."""
     first = parts[0].patch
     if len(parts) == 1 and first.values.shape == tuple(extents):
         return first.values
@@ -123,10 +127,10 @@ def _compose(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
 
 
 def _cut(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
-    """Parts of which none lies apart from the others on any axis, cut until some do.
+    """Cut parts that are separate on no axis until some are.
 
-    Parts that run along an axis for long by several steps are cut by the remainders of their steps'
-    common multiple, others where any of them begins or ends.
+    Long parts with several steps along an axis are cut by remainders of the steps' common multiple,
+    others where any of them begins or ends.
     """
     for axis, extent in enumerate(extents):
         period = math.lcm(*_steps(axis, parts))
@@ -149,7 +153,7 @@ def _cut(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
 
 
 class _Stretch(NamedTuple):
-    """Indices `start` to `stop` of an axis, and parts whose indices are counted from `start`."""
+    """A range of an axis, and parts whose indices are relative to `start`."""
 
     start: int
     stop: int
@@ -157,7 +161,7 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(axis: int, parts: Sequence[InversePart]) -> list[_Stretch]:
-    """Parts grouped by the stretch of an axis that they share with no other group."""
+    """Group parts by the range of an axis that they share with no other group."""
     groups: list[_Stretch] = []
     for part in sorted(parts, key=lambda part: _ends(axis, part)):
         start, stop = _ends(axis, part)
@@ -172,7 +176,7 @@ def _stretches(axis: int, parts: Sequence[InversePart]) -> list[_Stretch]:
 
 
 def _within(axis: int, start: int, stop: int, parts: Iterable[InversePart]) -> _Stretch:
-    """What of some parts lies in a stretch of an axis."""
+    """Restrict parts to a range of an axis."""
     inside = [(part.leaf, restrict(part.patch, axis, start, stop, keep=True)) for part in parts]
     return _Stretch(
         start, stop, [InversePart(leaf, patch) for leaf, patch in inside if patch is not None]
@@ -193,11 +197,11 @@ def _concatenated(axis: int, extents: Sequence[int], stretches: Sequence[_Stretc
 
 
 def _turns(axis: int, period: int, parts: Iterable[InversePart]) -> dict[int, list[InversePart]]:
-    """What of some parts has each remainder of the index by `period`, by their quotients."""
-    found: dict[int, list[InversePart]] = {}
+    """Split parts by the remainder of their indices by `period`; the indices become quotients."""
+    turns: dict[int, list[InversePart]] = {}
     for part in parts:
         extent, start, step, count = part.patch.factors[axis]
-        apart = period // math.gcd(step, period)  # so many indices on, the remainder is the same
+        apart = period // math.gcd(step, period)  # after so many indices the remainder is the same
         for first in range(min(apart, count)):
             length = -(-(count - first) // apart)
             values = sliced(part.patch.values, axis, first, length, apart if length > 1 else 1)
@@ -205,8 +209,8 @@ def _turns(axis: int, period: int, parts: Iterable[InversePart]) -> dict[int, li
             each = step * apart // period if length > 1 else 1
             factor = Factor(len(range(rest, extent, period)), quotient, each, length)
             moved = part.patch.replaced(axis, factor, values)
-            found.setdefault(rest, []).append(InversePart(part.leaf, moved))
-    return found
+            turns.setdefault(rest, []).append(InversePart(part.leaf, moved))
+    return turns
 
 
 def _interleaved(
@@ -220,13 +224,13 @@ def _interleaved(
 
 
 def _steps(axis: int, parts: Iterable[InversePart]) -> list[int]:
-    """The steps of the parts that have several indices of an axis."""
+    """Return the steps of the parts that have several indices of an axis."""
     factors = (part.patch.factors[axis] for part in parts)
     return [factor.step for factor in factors if factor.length > 1]
 
 
 def _ends(axis: int, part: InversePart) -> tuple[int, int]:
-    """The first index of a part along an axis, and one past the last."""
+    """Return the first index of a part along an axis, and one past the last."""
     _, start, step, count = part.patch.factors[axis]
     return start, start + step * (count - 1) + 1
 
