@@ -1,4 +1,4 @@
-"""Pure plans: what will be read, printable and costable without touching a file or a device."""
+"""Pure plans of reads and writes: printed and costed without touching a file or a device."""
 
 from .array_source import ArraySource, ComposedBlock, LeafPlan, MappedSource, StoredSource, bind
 from .axes import Axis

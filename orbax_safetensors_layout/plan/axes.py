@@ -1,4 +1,4 @@
-"""Axes: the dimensions of a region in the order of the file, each with its way through memory."""
+"""Axes: the dimensions of a region in the order of the file, each with its strides in memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from .tiles import TileLayout
 class Axis(NamedTuple):
     """One dimension of a region.
 
-    Index `i` of it is index `phase + i` of the members that it runs through, one after the other.
-    One that stays inside a member, or to which members are one piece, has a member of its own
-    extent.
+    Index `i` of it is index `phase + i` of the consecutive members that it runs through. One that
+    stays inside a member, or whose members are contiguous, has a member of its own extent.
 
     Attributes:
-        extent: Indices.
-        source: Bytes from one to the next in the file; 0 where elements are repeated.
-        member: Indices of one member.
-        phase: Where in its member the first index stands.
-        within: Bytes from one to the next in memory inside a member; may be negative.
-        across: Bytes from member to member in memory.
+        extent: Number of indices.
+        source: Byte stride in the file; 0 where elements are repeated.
+        member: Number of indices of one member.
+        phase: Place of the first index within its member.
+        within: Byte stride in memory inside a member; may be negative.
+        across: Byte stride in memory from member to member.
     """
 
     extent: int
@@ -37,31 +36,31 @@ class Axis(NamedTuple):
     def of(
         cls, extent: int, source: int, member: int, phase: int, within: int, across: int
     ) -> Axis:
-        """The axis, simplified where the bounds of members do not matter."""
+        """Return the axis, simplified where the bounds of members do not matter."""
         if phase + extent <= member or across == member * within:
             return cls(extent, source, extent, 0, within, 0)
         return cls(extent, source, member, phase, within, across)
 
     @property
     def crosses(self) -> bool:
-        """Whether it runs through several members that are not one piece."""
+        """Whether it runs through several members that are not contiguous."""
         return self.member < self.phase + self.extent
 
     @property
     def whole(self) -> int:
-        """The length of a range that is all of it: indices of the members that it touches."""
+        """Number of indices of all members that it touches."""
         return -(-(self.phase + self.extent) // self.member) * self.member
 
     def memory_offset(self, index: int) -> int:
-        """Bytes from index 0 to `index` in memory."""
+        """Return the bytes from index 0 to `index` in memory."""
         cell, inside = divmod(self.phase + index, self.member)
         return cell * self.across + (inside - self.phase) * self.within
 
     def ranges(self, length: int) -> Iterator[tuple[int, int]]:
         """Cuts the axis into half-open ranges of at most `length` indices.
 
-        Shorter ones than a member stay inside one, longer ones end where a member ends; so all
-        of it is one range if `length` is `whole`.
+        Ranges shorter than a member stay inside one, longer ones end at the end of a member; with
+        `length=whole` there is one.
         """
         low, stop = self.phase, self.phase + self.extent
         while low < stop:
@@ -75,7 +74,7 @@ class Axis(NamedTuple):
             low = high
 
     def segments(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """A range as (first index, members, indices of each): whole members, or some of one."""
+        """Cuts a range into (first index, members, indices of each): whole members, or a part."""
         low, high = low + self.phase, high + self.phase
         while low < high:
             inside = low % self.member
@@ -92,13 +91,12 @@ class Axis(NamedTuple):
 def axes_of(
     layout: TileLayout, extents: Sequence[int], strides: Sequence[int], phases: Sequence[int]
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The axes of a region, outermost in the file first, and those that repeat elements.
+    """Return the axes of a region, outermost in the file first, and those that repeat elements.
 
     Args:
         layout: The tile in memory.
         extents: The region's shape.
-        strides: Its byte strides in the file. Where one is negative, so that the file has the
-            indices in reverse, the axis is turned around.
+        strides: Its byte strides in the file. An axis with a negative one is reversed.
         phases: The first index of each dimension within its member, counted from the member's
             end where the dimension is reversed.
     """
@@ -116,7 +114,7 @@ def axes_of(
 
 
 def _merged(axes: Sequence[Axis]) -> list[Axis]:
-    """Joins axes that follow one another alike in the file and in memory."""
+    """Joins axes that are contiguous both in the file and in memory."""
     merged: list[Axis] = []
     for inner in axes:
         outer = merged[-1] if merged else None
@@ -141,7 +139,7 @@ def _merged(axes: Sequence[Axis]) -> list[Axis]:
 
 
 def memory_runs(axes: Sequence[Axis], itemsize: int) -> StridedRuns | None:
-    """The region's bytes in memory, in the order of the file, from its first byte.
+    """Return the region's bytes in memory, in the order of the file, from its first byte.
 
     None where they are no regular runs: where the region begins or ends within a member.
     """

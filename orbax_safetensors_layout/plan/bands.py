@@ -1,8 +1,8 @@
-"""Bands: boxes that lie side by side in the rows of a file, read together by all that hold them.
+"""Bands: boxes that are neighbours in the rows of a file, read together by all that hold them.
 
 A process that reads the columns of a matrix of short rows reads through the gaps between them, and
 so the columns of all others: cheaper for it than a request a row, but N processes then read
-everything N times. Where nothing is to be read twice, such boxes are one band, read in contiguous
+everything N times. Where each byte is to be read once, such boxes are one band, read in contiguous
 parts, each by one process, and exchanged among the devices.
 """
 
@@ -31,19 +31,19 @@ class Bands(NamedTuple):
     axes: tuple[int, ...]
 
     def uncut(self) -> Bands:
-        """The same where every device gathers whole bands, of which the host takes parts."""
+        """Return the same where every device gathers whole bands, and the host takes parts."""
         return Bands(self.replicas._replace(grid=self.replicas.grid._replace(cuts=())), ())
 
 
 def bands_of(
     replicas: Replicas, shape: Sequence[int], strides: Sequence[int], gap_bytes: int
 ) -> Bands | None:
-    """The bands of an array whose boxes would be read through gaps; None if there are none.
+    """Return the bands of an array whose boxes would be read through gaps; None without any.
 
     Args:
         replicas: Its boxes; all of one shape.
         shape: Its shape.
-        strides: How many bytes apart in a file neighbours along each dimension are.
+        strides: Its byte strides in the file.
         gap_bytes: The longest gap that is read through.
     """
     axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
@@ -73,7 +73,7 @@ def bands_of(
 def _cut_axes(
     box: Sequence[int], shape: Sequence[int], strides: Sequence[int], gap_bytes: int
 ) -> tuple[int, ...]:
-    """The split dimensions along which others' values lie in short gaps between those of a box."""
+    """Return the split dimensions along which a box has short gaps with the values of others."""
     axes = []
     rank = rank_of(strides)
     for at, axis in enumerate(rank):
@@ -85,5 +85,4 @@ def _cut_axes(
 
 
 def _in_turn(rows: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """The first of each row, then the second of each, and so on."""
     return tuple(itertools.chain.from_iterable(zip(*rows, strict=True)))

@@ -1,7 +1,7 @@
-"""Blocking: how a region that is put in its place by copies is cut into blocks of bounded size.
+"""Cuts a region that is copied into its place into blocks of bounded size.
 
-A block is read into a staging buffer, in the order of the file, and copied from there. Both sides
-of the copy want a say in its shape: long requests on one, whole cache lines on the other.
+A block is read into a staging buffer, in the order of the file, and copied from there. Its shape is
+a compromise of long requests on one side of the copy, and whole cache lines on the other.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PAD_BYTES = 64
 
 
 class Blocking(NamedTuple):
-    """The shape of a region's blocks, and how one lies in the staging buffer.
+    """The shape of a region's blocks, and the layout of one in the staging buffer.
 
     Attributes:
         lengths: Indices of each axis in one block, at most.
         request: The axes from this one on share a request; a block has one for each index of
             those before.
-        row: The axes from this one on are a row of the staging buffer: bytes that follow one
-            another as in the file. Not before `request`.
+        row: The axes from this one on are a row of the staging buffer: contiguous bytes of the
+            file. Not before `request`.
         pad_bytes: Unused bytes after each row.
     """
 
@@ -50,7 +50,7 @@ class Blocking(NamedTuple):
     def plan(
         cls, axes: Sequence[Axis], itemsize: int, request_bytes: int, profile: StorageProfile
     ) -> Blocking:
-        """The blocking of a region.
+        """Return the blocking of a region.
 
         Args:
             axes: Its axes.
@@ -63,10 +63,10 @@ class Blocking(NamedTuple):
         shape = _Shape(axes, itemsize, request_bytes)
         inner = min(range(len(axes)), key=lambda d: (abs(axes[d].within), -d))
         lengths, cut = shape.lengths(profile.staging_bytes)
-        wanted = min(axes[inner].member, -(-_LINE_BYTES // itemsize))
-        if inner < len(axes) - 1 and lengths[inner] < wanted:
+        in_line = min(axes[inner].member, -(-_LINE_BYTES // itemsize))
+        if inner < len(axes) - 1 and lengths[inner] < in_line:
             least = max(profile.max_gap_bytes, _LEAST_REQUEST_BYTES)
-            rows = min(wanted, profile.staging_bytes // least)
+            rows = min(in_line, profile.staging_bytes // least)
             if rows > lengths[inner]:
                 lengths, cut = shape.lengths(profile.staging_bytes // rows, inner + 1)
                 lengths = (*lengths[:inner], rows, *lengths[inner + 1 :])
@@ -75,21 +75,21 @@ class Blocking(NamedTuple):
         return cls(lengths, request, row, pad)
 
     def requests(self, axes: Sequence[Axis]) -> int:
-        """Ranged reads of all blocks."""
+        """Return the number of ranged reads of all blocks."""
         return math.prod(axis.extent for axis in axes[: self.request]) * self._blocks(axes)
 
     def read_bytes(self, axes: Sequence[Axis], itemsize: int) -> int:
-        """Bytes of those reads: gaps between blocks are left out."""
+        """Return the bytes of those reads: gaps between blocks are left out."""
         blocks = self._blocks(axes)
-        found = blocks * itemsize
+        nbytes = blocks * itemsize
         for axis, length in zip(axes[self.request :], self.lengths[self.request :], strict=True):
             ranges = _count(axis, length)
-            # A range of n indices reaches n - 1 strides; each stands in some of the blocks.
-            found += axis.source * (axis.extent - ranges) * (blocks // ranges)
-        return math.prod(axis.extent for axis in axes[: self.request]) * found
+            # A range of n indices has n - 1 strides, and is in some of the blocks.
+            nbytes += axis.source * (axis.extent - ranges) * (blocks // ranges)
+        return math.prod(axis.extent for axis in axes[: self.request]) * nbytes
 
     def _blocks(self, axes: Sequence[Axis]) -> int:
-        """Blocks of the axes that share a request."""
+        """Return the number of blocks of the axes that share a request."""
         tail = zip(axes[self.request :], self.lengths[self.request :], strict=True)
         return math.prod(_count(axis, length) for axis, length in tail)
 
@@ -99,13 +99,7 @@ def _count(axis: Axis, length: int) -> int:
 
 
 class _Shape(NamedTuple):
-    """What a block of some lengths takes.
-
-    Attributes:
-        axes: The region's axes.
-        itemsize: Bytes of an element.
-        request_bytes: Length of a request that is not cut.
-    """
+    """Sizes of blocks; `request_bytes` is the length of a request that is not cut."""
 
     axes: Sequence[Axis]
     itemsize: int
@@ -128,9 +122,9 @@ class _Shape(NamedTuple):
         return sum((a.extent - 1) * a.source for a in self.axes[first:]) + self.itemsize
 
     def lengths(self, most_bytes: int, first: int = 0) -> tuple[tuple[int, ...], int]:
-        """The longest blocks of `most_bytes`, and the axis that is cut.
+        """Return the longest blocks of `most_bytes`, and the axis that is cut.
 
-        A block has one index of the axes before it, some of that axis, all of those behind.
+        A block has one index of the axes before it, some of that axis, all of those after.
 
         Args:
             most_bytes: Bound on its staging buffer, where one index of the axis allows it.
@@ -141,12 +135,12 @@ class _Shape(NamedTuple):
             cut += 1
         axis, tail = self.axes[cut], self.staged_bytes(cut + 1)
         stride = axis.source if cut >= self.outer else tail
-        some = _even(axis, 1 + max(0, most_bytes - tail) // stride)
-        return (*[1] * cut, some, *[axis.whole for axis in self.axes[cut + 1 :]]), cut
+        length = _even(axis, 1 + max(0, most_bytes - tail) // stride)
+        return (*[1] * cut, length, *[axis.whole for axis in self.axes[cut + 1 :]]), cut
 
 
 def _even(axis: Axis, most: int) -> int:
-    """A length of at most `most` that cuts an axis evenly: whole members, or parts of one."""
+    """Return a length up to `most` that cuts an axis evenly: whole members, or parts of one."""
     if most >= axis.extent:
         return axis.whole
     if most < axis.member:
@@ -158,13 +152,13 @@ def _even(axis: Axis, most: int) -> int:
 def _padding(
     axes: Sequence[Axis], lengths: Sequence[int], itemsize: int, inner: int, request: int
 ) -> tuple[int, int]:
-    """The rows of a block, and the pad after each: for a block that is transposed.
+    """Return `Blocking.row` and `pad_bytes`; a block that is transposed is padded.
 
     Args:
         axes: The region's axes.
         lengths: The block's.
         itemsize: Bytes of an element.
-        inner: The axis whose neighbours are neighbours in memory: what the copy gathers along.
+        inner: The axis of the smallest stride in memory, that the copy gathers along.
         request: The axes from this one on share a request.
     """
     if inner < request:  # a row is a request

@@ -1,10 +1,12 @@
-"""What a load costs every process of a cluster, worked out for all of them at once.
+"""Plans the reads of every process of a cluster at once, and their costs.
 
-Nothing is sampled. Processes whose shards lie alike are one; what is left of them goes through the
-tensors of each file together, as vectors. What is large is read by itself, so its cost depends on
-its shape alone; only small regions, which may share a request with their neighbours in the file,
-are looked at one after the other, by the rules of `coalesce.coalesced`. `test_fleet.py` holds the
-result equal to the `ReadPlan` of each process.
+Nothing is sampled; `test_fleet.py` holds the result equal to the `ReadPlan` of each process.
+
+1. Tensors of one shape, dtype and spec are a `TensorClass`.
+2. Processes whose shards are at equal places in all classes are one.
+3. Large regions are read by themselves, so their cost depends on the class alone.
+4. Small regions may share a request with their neighbours: each file is walked once by the rules of
+   `coalesce.coalesced`, for all processes together, as vectors.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ class ClusterPlan:
     """The shares of all processes of one load.
 
     Attributes:
-        leaves: What is loaded.
+        leaves: The tensors.
         grid: The devices.
         profile: The cost model.
-        kinds: The distinct kinds of leaves.
-        kind_of: For each leaf the number of its kind.
-        distinct: For each process the number of its like among those that differ.
-        costs: The cost of each that differs.
+        kinds: The classes of tensors.
+        kind_of: For each tensor the number of its class.
+        distinct: For each process the number of its cost in `costs`.
+        costs: The costs of processes that differ.
     """
 
     leaves: tuple[ClusterTensor, ...]
@@ -52,11 +54,11 @@ class ClusterPlan:
     costs: tuple[Cost, ...]
 
     def cost(self, process: int) -> Cost:
-        """The cost of one process, as `ReadPlan.cost` has it."""
+        """Return the cost of one process, equal to its `ReadPlan.cost`."""
         return self.costs[int(self.distinct[process])]
 
     def files(self) -> Iterator[tuple[str, list[tuple[TensorEntry, TensorClass]]]]:
-        """Each file with its tensors, by offset, and their kinds."""
+        """Yields each file with its tensors, by offset, and their classes."""
         yield from _files(self.leaves, self.kind_of, self.kinds)
 
 
@@ -90,18 +92,18 @@ def plan_cluster(
             counts.append(0)
         counts[number] += 1
         kind_of.append(number)
-    holdings = [_holding(leaf, grid) for leaf in firsts]
-    chosen, distinct = _distinct(holdings, grid.processes)
+    partitions = [_partition(leaf, grid) for leaf in firsts]
+    chosen, distinct = _distinct(partitions, grid.processes)
     slabs = slab_bytes(profile, memory_budget_bytes)
     planner = RegionPlanner(profile, memory_budget_bytes, slabs)
     kinds = tuple(
         TensorClass(
             count,
             leaf,
-            tuple(_shapes(leaf, holding, chosen, planner, memory_budget_bytes)),
-            holding.shard_elements,
+            tuple(_shapes(leaf, partition, chosen, planner, memory_budget_bytes)),
+            partition.shard_elements,
         )
-        for count, leaf, holding in zip(counts, firsts, holdings, strict=True)
+        for count, leaf, partition in zip(counts, firsts, partitions, strict=True)
     )
     sums = CostVectors(len(chosen), profile)
     for kind in kinds:
@@ -122,15 +124,15 @@ def _files(
         yield file, sorted(tensors, key=lambda item: item[0].start)
 
 
-def _holding(leaf: ClusterTensor, grid: MeshShape) -> Partition:
+def _partition(leaf: ClusterTensor, grid: MeshShape) -> Partition:
     return Partition.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
 
 
-def _distinct(holdings: Sequence[Partition], processes: int) -> tuple[Ints, Ints]:
-    """Processes of which no two are alike in all, and for each process the one it is like."""
+def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, Ints]:
+    """Return processes that differ in some partition, and for each process its number in them."""
     columns = [np.zeros((processes, 1), np.int64)]
-    for holding in holdings:
-        columns += [holding.alike[:, None], holding.origin]
+    for partition in partitions:
+        columns += [partition.alike[:, None], partition.origin]
     _, chosen, inverse = np.unique(
         np.concatenate(columns, 1), axis=0, return_index=True, return_inverse=True
     )
@@ -138,23 +140,23 @@ def _distinct(holdings: Sequence[Partition], processes: int) -> tuple[Ints, Ints
 
 
 def _shapes(
-    leaf: ClusterTensor, holding: Partition, chosen: Ints, planner: RegionPlanner, most_held: int
+    leaf: ClusterTensor, partition: Partition, chosen: Ints, planner: RegionPlanner, most_held: int
 ) -> Iterator[ShardClass]:
     entry = leaf.entry
     if 0 in entry.shape:
         return
-    alike = holding.alike[chosen]
-    parts = np.array(holding.cells.parts, np.int64)
+    alike = partition.alike[chosen]
+    parts = np.array(partition.cells.parts, np.int64)
     strides = np.array(row_major_strides(entry.shape), np.int64)
     for number in np.unique(alike):
         processes = np.flatnonzero(alike == number)
         first = int(chosen[processes[0]])
-        local = holding.local(first)
+        local = partition.local(first)
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
-        found = sorted(planner.regions(0, read), key=lambda region: region.start)
-        moved = [region._replace(start=region.start - entry.start) for region in found]
+        regions = sorted(planner.regions(0, read), key=lambda region: region.start)
+        moved = [region._replace(start=region.start - entry.start) for region in regions]
         fetches = tuple(requests_of(moved, HeldBound(functools.partial(_held, read), most_held)))
-        shift = (holding.origin[chosen[processes]] - holding.origin[first]) * parts @ strides
+        shift = (partition.origin[chosen[processes]] - partition.origin[first]) * parts @ strides
         yield ShardClass(
             processes,
             fetches,

@@ -1,4 +1,4 @@
-"""Costs of all processes of a cluster as vectors, added up kind by kind and file by file."""
+"""Costs of all processes of a cluster as vectors, added up class by class and file by file."""
 
 from __future__ import annotations
 
@@ -17,25 +17,20 @@ from .reads import staging_bytes
 
 
 class ClusterTensor(NamedTuple):
-    """One tensor that is loaded as it stands.
-
-    Attributes:
-        entry: The tensor.
-        spec: How it is sharded.
-    """
+    """One tensor that is loaded as it is stored, and its sharding."""
 
     entry: TensorEntry
     spec: Spec
 
 
 class ShardClass(NamedTuple):
-    """What some processes read of each tensor of a kind.
+    """Processes that read each tensor of a class in the same way, but for the offset.
 
     Attributes:
-        processes: [n] the processes, counted among those that are not alike.
-        fetches: Those of the first of them; `start` counts from the tensor's first byte.
-        shift: [n] bytes by which those of each process lie behind those of the first.
-        held: Host bytes that the tiles of each fetch take.
+        processes: [n] the processes, counted among those that differ.
+        fetches: Requests of the first process; `start` is relative to the tensor.
+        shift: [n] bytes from the first process's requests to those of each.
+        held: Host bytes of the tiles of each request.
         elements: Elements of the distinct shards of one process.
     """
 
@@ -50,9 +45,9 @@ class TensorClass(NamedTuple):
     """Tensors of one shape, dtype and spec.
 
     Attributes:
-        tensors: How many there are.
+        tensors: Number of tensors.
         first: The first of them.
-        shapes: What the processes have of each.
+        shapes: The shards of processes.
         shard_elements: Elements of one device's shard.
     """
 
@@ -63,13 +58,7 @@ class TensorClass(NamedTuple):
 
 
 class _Small(NamedTuple):
-    """A fetch that may share a request.
-
-    Attributes:
-        request: What it brings to a group.
-        alone_requests: Ranged reads that fetch it by itself.
-        alone_bytes: Their bytes.
-    """
+    """A fetch that may share a request; by itself it takes `alone_requests` of `alone_bytes`."""
 
     request: SmallRequest
     alone_requests: int
@@ -77,12 +66,7 @@ class _Small(NamedTuple):
 
 
 class CostVectors:
-    """Costs of processes, as vectors.
-
-    Args:
-        processes: How many.
-        profile: The cost model.
-    """
+    """Adds up the costs of processes, as vectors."""
 
     def __init__(self, processes: int, profile: StorageProfile) -> None:
         self._profile = profile
@@ -94,25 +78,25 @@ class CostVectors:
         self._small: dict[int, list[tuple[ShardClass, int, _Small]]] = {}
 
     def add_kind(self, kind: TensorClass) -> None:
-        """Adds all that does not depend on the neighbours in the file."""
+        """Adds the part of a class that does not depend on neighbours in a file."""
         small = self._small[id(kind)] = []
         for shape in kind.shapes:
-            mine = shape.processes
-            self._tensors[mine] += kind.tensors
+            rows = shape.processes
+            self._tensors[rows] += kind.tensors
             for number, (fetch, held) in enumerate(zip(shape.fetches, shape.held, strict=True)):
                 read = fetch.read
-                self._needed[mine] += kind.tensors * len(fetch.regions) * read.runs.total_bytes
-                self._held[mine] += kind.tensors * held
-                self._staged[mine] |= not read.direct
-                self._padded[mine] |= not read.direct and bool(read.blocking.pad_bytes)
+                self._needed[rows] += kind.tensors * len(fetch.regions) * read.runs.total_bytes
+                self._held[rows] += kind.tensors * held
+                self._staged[rows] |= not read.direct
+                self._padded[rows] |= not read.direct and bool(read.blocking.pad_bytes)
                 nbytes, requests = fetch.cost(self._profile)
                 request = SmallRequest.of(fetch, self._profile)
                 if request is not None:
                     small.append((shape, number, _Small(request, requests, nbytes)))
                     continue
-                self._read[mine] += kind.tensors * nbytes
-                self._requests[mine] += kind.tensors * requests
-                self._most_held[mine] = np.maximum(self._most_held[mine], held)
+                self._read[rows] += kind.tensors * nbytes
+                self._requests[rows] += kind.tensors * requests
+                self._most_held[rows] = np.maximum(self._most_held[rows], held)
 
     def add_file(self, tensors: Sequence[tuple[TensorEntry, TensorClass]]) -> None:
         """Adds the small fetches of a file, and the file."""
@@ -130,11 +114,7 @@ class CostVectors:
         np.maximum(self._most_held, group.most_held, out=self._most_held)
 
     def costs(self, memory_budget_bytes: int) -> tuple[Cost, ...]:
-        """The cost of each process.
-
-        Args:
-            memory_budget_bytes: As for `plan_reads`.
-        """
+        """Return the cost of each process; the budget is that of `plan_reads`."""
         most = np.maximum(self._most_held, memory_budget_bytes)
         staging = staging_bytes(self._profile, padded=False)
         padded = staging_bytes(self._profile, padded=True)
@@ -146,7 +126,7 @@ class CostVectors:
 
 
 class _Groups:
-    """`groups.grouped` of one file for all processes."""
+    """`coalesce.coalesced` of one file for all processes."""
 
     def __init__(self, processes: int, max_gap_bytes: int) -> None:
         self._max_gap_bytes = max_gap_bytes
@@ -154,43 +134,36 @@ class _Groups:
         zeros = [np.zeros(processes, np.int64) for _ in range(10)]
         self.read, self.requests, self.most_held, *zeros = zeros
         self._first, self._end, self._limit, self._buffers, self._held, *zeros = zeros
-        # What changes when a region that was alone is joined by another.
+        # Changes when a region that was alone is joined by another.
         self._more_requests, self._more_bytes = zeros
         self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
 
     def add(self, base: int, shape: ShardClass, number: int, small: _Small) -> None:
-        """Adds a fetch of each of some processes.
-
-        Args:
-            base: First byte of the tensor.
-            shape: The fetches.
-            number: Which of them.
-            small: What it brings.
-        """
+        """Adds fetch `number` of a class for a tensor at byte `base`."""
         fetch, request = shape.fetches[number], small.request
         shared = fetch.regions[0].layout.shared
         everyone = len(shape.processes) == self._processes
-        mine: slice | Ints = slice(None) if everyone else shape.processes
+        rows: slice | Ints = slice(None) if everyone else shape.processes
         start = shape.shift + (base + fetch.start)
         stop = start + request.length
-        gap = start - self._end[mine]
-        limit = np.minimum(self._limit[mine], request.limit)
+        gap = start - self._end[rows]
+        limit = np.minimum(self._limit[rows], request.limit)
         join = (
-            (self._shared[mine] == shared)
+            (self._shared[rows] == shared)
             & (gap >= 0)
             & (gap <= self._max_gap_bytes)
-            & (stop - self._first[mine] <= limit)
-            & (self._buffers[mine] + request.buffers <= MAX_GROUP_BUFFERS)
+            & (stop - self._first[rows] <= limit)
+            & (self._buffers[rows] + request.buffers <= MAX_GROUP_BUFFERS)
         )
-        joined = gap + request.length + self._more_bytes[mine]
-        self.read[mine] += np.where(join, joined, small.alone_bytes)
-        self._more_bytes[mine] = np.where(join, 0, request.length - small.alone_bytes)
-        self.requests[mine] += np.where(join, self._more_requests[mine], small.alone_requests)
-        self._more_requests[mine] = np.where(join, 0, 1 - small.alone_requests)
-        self._first[mine] = np.where(join, self._first[mine], start)
-        self._limit[mine] = np.where(join, limit, request.limit)
-        self._buffers[mine] = np.where(join, self._buffers[mine], 0) + request.buffers
-        self._held[mine] = np.where(join, self._held[mine], 0) + shape.held[number]
-        self.most_held[mine] = np.maximum(self.most_held[mine], self._held[mine])
-        self._shared[mine] = shared
-        self._end[mine] = stop
+        joined = gap + request.length + self._more_bytes[rows]
+        self.read[rows] += np.where(join, joined, small.alone_bytes)
+        self._more_bytes[rows] = np.where(join, 0, request.length - small.alone_bytes)
+        self.requests[rows] += np.where(join, self._more_requests[rows], small.alone_requests)
+        self._more_requests[rows] = np.where(join, 0, 1 - small.alone_requests)
+        self._first[rows] = np.where(join, self._first[rows], start)
+        self._limit[rows] = np.where(join, limit, request.limit)
+        self._buffers[rows] = np.where(join, self._buffers[rows], 0) + request.buffers
+        self._held[rows] = np.where(join, self._held[rows], 0) + shape.held[number]
+        self.most_held[rows] = np.maximum(self.most_held[rows], self._held[rows])
+        self._shared[rows] = shared
+        self._end[rows] = stop

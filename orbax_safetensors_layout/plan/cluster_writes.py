@@ -1,4 +1,4 @@
-"""What a save costs every process of a cluster, from the one plan that all of them agree on."""
+"""Costs of a save for every process of a cluster, from the one plan that all of them share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from .writes import LeafWrite, WritePlan, plan_writes
 def plan_cluster_writes(
     leaves: Sequence[ClusterTensor], grid: MeshShape, options: WriteOptions
 ) -> tuple[Cost, ...]:
-    """The cost of each process, as `WritePlan.cost` has it, but for the headers of pieces.
-
-    Args:
-        leaves: Tensors like those that are saved.
-        grid: The devices and processes.
-        options: How to write.
+    """Return the cost of each process: its `WritePlan.cost`, but for the headers of pieces.
 
     Raises:
         ValueError: A spec does not fit its tensor.
@@ -60,11 +55,11 @@ def _costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
             for box in boxes:
                 elements[number, owners[box.file]] += box.box.size
         for leaf in plan.leaves:
-            found = pieced.get(leaf.tensor.name)
-            if found is None:
+            stored = pieced.get(leaf.tensor.name)
+            if stored is None:
                 continue
             bits = 8 if leaf.tensor.dtype.packed else leaf.tensor.dtype.bits
-            nbytes = elements[found.number] * bits // 8
+            nbytes = elements[stored.number] * bits // 8
             needed += nbytes
             written += nbytes
             tensors += (nbytes > 0) & (not plan.files)
@@ -76,7 +71,7 @@ def _costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
 
 
 def _piece_owners(plan: WritePlan) -> list[int]:
-    """Who writes each file of pieces."""
+    """Return the process that writes each file of pieces."""
     assert plan.stored is not None
     owners = {piece_file_prefix(process): process for process in range(plan.process_count)}
     prefixes = [name.rpartition("/")[2].rpartition("-of-")[0] for name in plan.stored.files]

@@ -1,4 +1,4 @@
-"""What a plan costs, in numbers that can be added over processes and printed."""
+"""The cost of a plan, in numbers that can be added over processes and printed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Cost:
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
 
     def __add__(self, other: Cost) -> Cost:
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Cost(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Cost(*(a + b for a, b in pairs))
 
     def __str__(self) -> str:
         if self.written_bytes:

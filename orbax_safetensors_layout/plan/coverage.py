@@ -1,4 +1,4 @@
-"""Which part of the files each process reads: a picture of a fleet, in bins."""
+"""Bins the files of a cluster plan: the share of each bin that each process reads and needs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .cluster import ClusterPlan
 
 
 class Coverage(NamedTuple):
-    """How much of each part of the files each process reads.
+    """The share of each bin of the concatenated files that each process reads.
 
     Attributes:
         read: [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
         needed: [processes, bins] the share that the shards consist of.
-        edges: Name and first byte of each file, with all files one after the other.
+        edges: Name and first byte of each file.
         tensors: Name, first byte and length of each tensor.
         total_bytes: Bytes of all files' tensors.
     """
@@ -31,25 +31,25 @@ class Coverage(NamedTuple):
 
 
 def coverage(
-    fleet: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
+    cluster: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
 ) -> Coverage:
-    """What some processes read of a fleet's tensors.
+    """Return the coverage of some processes.
 
     A region that is read in several runs is spread evenly over its span.
 
     Args:
-        fleet: The fleet.
+        cluster: The plan.
         processes: The processes.
-        bins: Into how many parts of equal size the files, one after the other, are cut.
+        bins: Number of parts of equal size that the concatenated files are cut into.
         files: Glob pattern of the names of the files that count.
     """
     chosen = [
         (file, tensors)
-        for file, tensors in fleet.files()
+        for file, tensors in cluster.files()
         if fnmatch.fnmatchcase(file.rpartition("/")[2], files)
     ]
-    distinct, rows = np.unique(fleet.distinct[list(processes)], return_inverse=True)
-    row_of = np.full(len(fleet.costs), -1)
+    distinct, rows = np.unique(cluster.distinct[list(processes)], return_inverse=True)
+    row_of = np.full(len(cluster.costs), -1)
     row_of[distinct] = np.arange(len(distinct))
     total = sum(entry.nbytes for _, tensors in chosen for entry, _ in tensors)
     width = max(total, 1) / bins
@@ -61,14 +61,14 @@ def coverage(
         for entry, kind in tensors:
             for shape in kind.shapes:
                 row = row_of[shape.processes]
-                mine = np.flatnonzero(row >= 0)
+                own_rows = np.flatnonzero(row >= 0)
                 for fetch in shape.fetches:
-                    start = at + fetch.start + shape.shift[mine]
+                    start = at + fetch.start + shape.shift[own_rows]
                     span = fetch.spread_bytes + fetch.read.requests.stop
-                    nbytes, _ = fetch.cost(fleet.profile)
-                    own = sum(region.read.runs.total_bytes for region in fetch.regions)
-                    _spread(read, row[mine], start, span, nbytes, width)
-                    _spread(needed, row[mine], start, span, own, width)
+                    nbytes, _ = fetch.cost(cluster.profile)
+                    needed_bytes = sum(region.read.runs.total_bytes for region in fetch.regions)
+                    _spread(read, row[own_rows], start, span, nbytes, width)
+                    _spread(needed, row[own_rows], start, span, needed_bytes, width)
             places.append((entry.name, at, entry.nbytes))
             at += entry.nbytes
     rows = rows.reshape(-1)
@@ -85,7 +85,7 @@ def _spread(
     nbytes: int,
     width: float,
 ) -> None:
-    """Adds `nbytes` to the bins of `width` bytes that `span` bytes from each `start` on touch."""
+    """Adds `nbytes` to the bins of `width` bytes that `span` bytes from each `start` on overlap."""
     if not span or not len(row):
         return
     first, last = start / width, (start + span) / width

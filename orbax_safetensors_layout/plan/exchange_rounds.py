@@ -1,16 +1,17 @@
-"""Reading replicas once: who reads what of values that several processes hold, and how they meet.
+"""Plans reads of replicas that read each byte once, and the rounds of their exchange.
 
 Devices that hold an array are a grid: a row for each distinct box, a column for each of its
-replicas. Values travel in rounds. In each a device contributes one piece, and the devices of a row
-gather their pieces; so every row gets whole boxes of which no byte was read twice. A round moves
-several leaves of one shape, one to a group of columns (a lane) that splits it, or many small ones,
-packed end to end into one buffer a column.
+replicas. In each round a device contributes one piece, and the devices of a row gather their
+pieces; so every row gets whole boxes of which no byte was read twice. A round moves several leaves
+of one shape, one to a group of columns (a lane) that splits it, or many small ones, packed into one
+buffer a column. Boxes that are neighbours in the rows of a file are read as one; see `bands`.
 
-Boxes that lie side by side in the rows of a file are read as one, a band; see `bands`.
+1. Leaves are grouped: small ones by grid, others by grid, shape and dtype.
+2. Each group becomes rounds of bounded size. Columns are in the order of the processes, and lanes
+   take leaves in the order of the files, so that each process reads from few files.
+3. Rounds are joined to stages of bounded host memory.
 
-Columns are in the order of the processes, and lanes take leaves in the order of the files, so that
-each process reads from few files. Everything is decided from shapes, shardings and headers, which
-all processes know.
+All is decided from shapes, shardings and headers, which all processes know.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class SharedLeaf(NamedTuple):
         number: The leaf's number.
         replicas: Its boxes; all of one shape.
         dtype: The dtype that it will have.
-        is_direct: Whether the gathered values can stay on the devices as they are; otherwise they
-            pass through the host.
+        is_direct: Whether the gathered values remain on the devices; otherwise they pass through
+            the host.
         place: The file and the offset that it, or its first part, begins at.
-        strides: How many bytes apart in a file neighbours along each dimension are.
+        strides: Its byte strides in the file.
         cut_axes: The dimensions along which bands are made of several boxes.
-        tied: Numbers of leaves that have the same values in the same places. What is read for this
-            one is spread again for each of them.
+        tied: Numbers of leaves with equal values in the same places. The values read for this one
+            are exchanged again for each of them.
     """
 
     number: int
@@ -60,7 +61,7 @@ class SharedLeaf(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of each box."""
+        """The shape of each box."""
         return self.replicas.boxes[0].shape
 
     @property
@@ -70,7 +71,7 @@ class SharedLeaf(NamedTuple):
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that a device has of it in the end."""
+        """Bytes of it on a device in the end."""
         return self.box_bytes // math.prod(self.replicas.grid.cuts)
 
 
@@ -89,7 +90,7 @@ class Item(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """What a device contributes of one leaf: a box that its process reads.
+    """The contribution of a device to one leaf: a box that its process reads.
 
     Attributes:
         leaf: The leaf's number.
@@ -107,17 +108,17 @@ class Fragment(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Leaves that travel together.
+    """Leaves that are exchanged together.
 
     Attributes:
         grid: The devices.
         lanes: The leaves of each lane; at most one, unless they are packed.
-        shape: Shape of what a lane gathers in each row: a box, or `[bytes]` of packed ones.
+        shape: Shape that a lane gathers in each row: a box, or `[bytes]` of packed ones.
         dtype: Dtype of its elements.
         axis: The dimension that the columns of a lane split it along.
         is_packed: Whether a lane is bytes of many leaves.
-        is_direct: Whether what was gathered stays on the devices.
-        cut_axes: Dimensions along which each device keeps its own part of what is gathered.
+        is_direct: Whether the gathered values remain on the devices.
+        cut_axes: Dimensions along which each device keeps its own part of them.
     """
 
     grid: ReplicaGrid
@@ -136,7 +137,7 @@ class Round(NamedTuple):
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape of what one device contributes, padded to be alike for all."""
+        """Shape that one device contributes, padded to be equal for all."""
         extent = -(-self.shape[self.axis] // self.parts)
         return (*self.shape[: self.axis], extent, *self.shape[self.axis + 1 :])
 
@@ -151,7 +152,7 @@ class Round(NamedTuple):
         return self.slot_bytes * self.grid.replicas
 
     def fragments(self, process: int) -> Iterator[Fragment]:
-        """What a process reads for the round, device by device."""
+        """Yields the boxes that a process reads for the round, device by device."""
         for row, column in self.grid.slots(process):
             lane, part = divmod(column, self.parts)
             for leaf, boxes, offset in self.lanes[lane]:
@@ -174,11 +175,11 @@ Stage = tuple[Round, ...]
 
 
 class ExchangeLimits(NamedTuple):
-    """What bounds a plan; the same on all processes.
+    """The bounds of a plan; the same on all processes.
 
     Attributes:
-        round_bytes: What a device may gather at once; a single larger box is a round of its own.
-        stage_bytes: Host bytes that a process may read before they are spread.
+        round_bytes: Bytes that a device may gather at once; a larger box is a round of its own.
+        stage_bytes: Host bytes that a process may read before they are exchanged.
         gap_bytes: The longest gap that is read through.
     """
 
@@ -188,12 +189,7 @@ class ExchangeLimits(NamedTuple):
 
 
 def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[Stage]:
-    """Who reads what of leaves that several processes hold, in stages; the same on all processes.
-
-    Args:
-        leaves: The leaves, of tied ones the first.
-        limits: What bounds the stages.
-    """
+    """Plan the reads and exchanges of leaves (of tied ones the first); equal on all processes."""
     tied: dict[int, tuple[int, ...]] = {}
     small: dict[int, list[SharedLeaf]] = {}
     alike: dict[tuple[object, ...], list[SharedLeaf]] = {}
@@ -217,13 +213,13 @@ def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[
         *itertools.chain.from_iterable(_whole(group, limits) for group in alike.values()),
         *itertools.chain.from_iterable(_packed(group, limits) for group in small.values()),
     ]
-    return list(_stages([_repeated(one, tied) for one in rounds], limits.stage_bytes))
+    return list(_stages([_repeated(step, tied) for step in rounds], limits.stage_bytes))
 
 
-def _repeated(one: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
-    """A round, and those that spread the same again for tied leaves."""
-    times = max((len(tied.get(i.leaf, ())) for lane in one.lanes for i in lane), default=0)
-    rounds = [one]
+def _repeated(step: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
+    """Return a round, and those that exchange the same again for tied leaves."""
+    times = max((len(tied.get(i.leaf, ())) for lane in step.lanes for i in lane), default=0)
+    rounds = [step]
     for time in range(times):
         lanes = [
             tuple(
@@ -231,24 +227,21 @@ def _repeated(one: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
                 for item in lane
                 if time < len(others := tied.get(item.leaf, ()))
             )
-            for lane in one.lanes
+            for lane in step.lanes
         ]
-        rounds.append(one._replace(lanes=tuple(lanes)))
+        rounds.append(step._replace(lanes=tuple(lanes)))
     return tuple(rounds)
 
 
 def _whole(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Round]:
-    """Rounds of leaves of one shape; at most two kinds of them.
-
-    Each lane takes leaves that are neighbours in the files.
-    """
+    """Yields rounds of leaves of one shape; those of a lane are neighbours in the files."""
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     first = leaves[0]
     grid = first.replicas.grid
     most = min(len(leaves), _MOST_LANES, max(1, limits.round_bytes // first.gathered_bytes))
     lanes = max(n for n in range(1, most + 1) if grid.replicas % n == 0)
     rounds = len(leaves) // lanes
-    if rounds >= _MANY_ROUNDS:  # what is left over makes one more, in which some lanes are idle
+    if rounds >= _MANY_ROUNDS:  # the rest is one more round, in which some lanes are idle
         rounds += len(leaves) % lanes > 0
     for i in range(rounds):
         firsts = range(i, lanes * rounds, rounds)
@@ -268,7 +261,7 @@ def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: ExchangeLimits) -> Rou
 
 
 def _split_axis(leaf: SharedLeaf, parts: int, limits: ExchangeLimits) -> int:
-    """The dimension that is split: evenly, and so that nobody reads what another does.
+    """Choose the dimension that is split: evenly, and so that no byte is read twice.
 
     Parts along the dimension that is outermost in the file are contiguous. Along others there are
     gaps, which are read through where they are short.
@@ -295,23 +288,23 @@ def _split_axis(leaf: SharedLeaf, parts: int, limits: ExchangeLimits) -> int:
 
 
 def rank_of(strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions, that with the largest stride first."""
+    """Return the dimensions in the order of their strides, the largest first."""
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
 def _packed(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Round]:
-    """Rounds of small leaves; each column has the leaves of a stretch of the files."""
+    """Yields rounds of small leaves; each column has the leaves of a range of the files."""
     leaves = sorted(leaves, key=lambda leaf: leaf.place)
     grid = leaves[0].replicas.grid._replace(cuts=())
     sizes = [-(-leaf.box_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for leaf in leaves]
     total = sum(sizes)
-    # Its middle decides which column has a leaf, so one may have half of round_bytes too much.
+    # The middle of a leaf decides its column, so one may have half of round_bytes too much.
     rounds = -(-2 * total // limits.round_bytes)
     bins: list[list[Item]] = [[] for _ in range(rounds * grid.columns)]
     filled = [0] * len(bins)
     before = 0
     for leaf, size in zip(leaves, sizes, strict=True):
-        number = (2 * before + size) * len(bins) // (2 * total)  # where its middle lies
+        number = (2 * before + size) * len(bins) // (2 * total)
         bins[number].append(Item(leaf.number, leaf.replicas.boxes, filled[number]))
         filled[number] += size
         before += size
@@ -321,11 +314,11 @@ def _packed(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Ro
 
 
 def _stages(bundles: Iterable[Stage], stage_bytes: int) -> Iterator[Stage]:
-    """Stages of rounds; those of a bundle share what is read, so they are in one."""
+    """Joins bundles to stages; the rounds of a bundle share their reads, so they are in one."""
     stage: list[Round] = []
     held = 0
     for bundle in bundles:
-        more = sum(one.slot_bytes * one.grid.most_slots for one in bundle)
+        more = sum(step.slot_bytes * step.grid.most_slots for step in bundle)
         if stage and held + more > stage_bytes:
             yield tuple(stage)
             stage, held = [], 0

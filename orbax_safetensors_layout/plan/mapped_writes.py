@@ -1,7 +1,7 @@
-"""Saves through a mapping: where the elements of each shard of a leaf go in the files' tensors.
+"""Plans saves through a mapping: the place of each shard's elements in the files' tensors.
 
-The mapping of loading says for each region of a leaf which elements of which tensor it is made of;
-a save walks the same pieces the other way.
+The mapping of loading gives for each region of a leaf the elements of tensors that it is made of; a
+save walks the same pieces in the other direction.
 """
 
 from __future__ import annotations
@@ -54,12 +54,7 @@ class Contribution(NamedTuple):
 
 
 class ScatterPlan(NamedTuple):
-    """What tensors are made of.
-
-    Attributes:
-        tensors: The tensors, with the dtypes that they have in the files.
-        parts: Of each tensor by name, what it is made of.
-    """
+    """Tensors, with their dtypes in the files, and the contributions to each by name."""
 
     tensors: tuple[NewTensor, ...]
     parts: dict[str, list[Contribution]]
@@ -73,10 +68,10 @@ def plan_scatter(
     Args:
         leaves: The leaves.
         mapping: The mapping, as for loading.
-        dtype: What floating-point tensors are written in; None for what the mapping gives.
+        dtype: Dtype that floating-point tensors are written in; None for that of the mapping.
 
     Raises:
-        MappingError: It does not invert, or does not fit the leaves; tells everything.
+        MappingError: It does not invert, or does not fit the leaves; lists all problems.
         UnsupportedDtypeError: A tensor has a dtype that files have no code for.
     """
     specs = {leaf.tensor.name: TensorSpec(leaf.tensor.shape, leaf.values) for leaf in leaves}
@@ -89,10 +84,10 @@ def plan_scatter(
         name = leaf.tensor.name
         if name in forward.ties or not leaf.tensor.nbytes:
             continue
-        made = forward.expressions[name]
+        bound = forward.expressions[name]
         for held, box in enumerate(leaf.held.boxes):
-            for piece in made.pull_back(box, refined=True, saving=True):
-                if isinstance(piece, AffinePiece):  # nothing is computed, and fills go nowhere
+            for piece in bound.pull_back(box, refined=True, saving=True):
+                if isinstance(piece, AffinePiece):  # nothing is computed, and fills are not saved
                     ops = _inverse_ops(piece.ops, tensors[piece.source].dtype, leaf.values)
                     if stored[piece.source] != tensors[piece.source].dtype:
                         ops += (Cast(stored[piece.source]),)
@@ -105,25 +100,19 @@ def plan_scatter(
 
 
 def _code(dtype: np.dtype, name: str) -> DType:
-    """The dtype in the files; integers narrower than a byte are stored one a byte."""
+    """Return the dtype in the files; integers narrower than a byte are stored one a byte."""
     if dtype.name in NARROW_INTEGERS:
         return DTYPES[ONE_A_BYTE[dtype.name].code]
     return dtype_from_numpy(dtype, tensor=name)
 
 
-def _stored(dtype: np.dtype, wanted: np.dtype | None) -> np.dtype:
+def _stored(dtype: np.dtype, floating: np.dtype | None) -> np.dtype:
     is_floating = is_number(dtype) and not is_whole(dtype) and dtype.kind != "c"
-    return wanted if wanted is not None and is_floating else dtype
+    return floating if floating is not None and is_floating else dtype
 
 
 def _inverse_ops(ops: Sequence[ValueOp], source: np.dtype, values: np.dtype) -> tuple[ValueOp, ...]:
-    """What undoes operations, last one first.
-
-    Args:
-        ops: The operations.
-        source: Dtype of what they are done on.
-        values: Dtype of the leaf's values.
-    """
+    """Return the inverse of operations on `source`, for a leaf whose dtype is `values`."""
     operands = [source]
     for op in ops:
         operands.append(op.result(operands[-1]))

@@ -1,7 +1,6 @@
-"""Who writes what: files to processes, shards to one of their holders; the same on every process.
+"""Assigns files to processes, and shards to one of their holders; equal on every process.
 
-Everything is decided from names, shapes and shardings, which all processes know, so that no
-process has to be told by another.
+All is decided from names, shapes and shardings, which all processes know, without communication.
 """
 
 from __future__ import annotations
@@ -15,38 +14,33 @@ import numpy.typing as npt
 from orbax_safetensors_layout.geometry import Tile, tile
 from orbax_safetensors_layout.sharding import GlobalShards
 
-_SLACK = 1.1  # a process may own this much more than its even share to own what it holds already
+_SLACK = 1.1  # a process may own this much more than its even share to own files that it holds
 
 
 class StoredTile(NamedTuple):
-    """Boxes of an array that one process writes together, as one piece.
-
-    Attributes:
-        process: The process.
-        tile: The boxes, by their numbers in `GlobalShards.boxes`.
-    """
+    """Boxes, by number in `GlobalShards.boxes`, that one process writes as one piece."""
 
     process: int
     tile: Tile
 
 
 class PieceWriters:
-    """Chooses who writes each box of arrays that are written in pieces, so that all write alike.
+    """Chooses the writer of each box of arrays in pieces, so that all processes write as much.
 
     Args:
-        processes: How many there are.
+        processes: Number of processes.
         replicate_below_bytes: Arrays up to this size are written by each of their holders.
     """
 
     def __init__(self, processes: int, *, replicate_below_bytes: int = 0) -> None:
         self.load: npt.NDArray[np.int64] = np.zeros(processes, np.int64)
         self._replicate_below_bytes = replicate_below_bytes
-        # The values hold `held`, so that its id stays its own.
+        # The values keep `held` alive, so that its id is not reused.
         self._choices: dict[int, tuple[GlobalShards, _Choices]] = {}
         self._tiles: dict[tuple[int, int], tuple[StoredTile, ...]] = {}
 
     def choose(self, held: GlobalShards, itemsize: int) -> tuple[StoredTile, ...]:
-        """The pieces of the next array; the same object for arrays that are written alike.
+        """Return the pieces of the next array; the same object for the same boxes and writers.
 
         Args:
             held: The array's boxes and their holders.
@@ -71,11 +65,11 @@ _EVERYONE = -1
 
 
 class _Choices(NamedTuple):
-    """Ways to choose one holder of each box: way `i` takes holder `i`, one further box by box.
+    """Ways to choose one holder of each box: way `i` takes holder `i + box`.
 
     Attributes:
         writers: [ways, boxes] the process.
-        elements: [ways, processes] how many elements each process would write.
+        elements: [ways, processes] the number of elements that each process would write.
         size: Elements of the array.
     """
 
@@ -84,7 +78,7 @@ class _Choices(NamedTuple):
     size: int
 
     def best(self, load: npt.NDArray[np.int64], itemsize: int) -> int:
-        """The way after which the process that writes most writes least."""
+        """Return the way that minimises the bytes of the process that writes most."""
         if self.writers.shape[1] == 1:  # one box: the holder that writes least so far
             return int(load[self.writers[:, 0]].argmin())
         return int((load + self.elements * itemsize).max(1).argmin())
@@ -119,7 +113,7 @@ def _stored_tiles(held: GlobalShards, choices: _Choices, number: int) -> tuple[S
     )
     if sum(box.size for box in {found.tile.box for found in joined}) == choices.size:
         return joined
-    # Holders of different boxes join these differently, and the pieces would overlap.
+    # Holders of different boxes join them differently, and the pieces would overlap.
     return tuple(
         StoredTile(process, tile([held.boxes[box]])[0]._replace(members=(box,)))
         for process, boxes in sorted(of_process.items())
@@ -130,12 +124,12 @@ def _stored_tiles(held: GlobalShards, choices: _Choices, number: int) -> tuple[S
 def file_owners(
     sizes: Sequence[int], held: npt.NDArray[np.int64], processes: int
 ) -> tuple[int, ...]:
-    """Which process writes each file: one that holds much of it, and none much more than others.
+    """Choose the process that writes each file: one that holds much of it, with even shares.
 
     Args:
         sizes: Bytes of each file.
         held: [files, processes] bytes of each file that each process holds.
-        processes: How many there are.
+        processes: Number of processes.
     """
     share = sum(sizes) / processes * _SLACK
     load: npt.NDArray[np.int64] = np.zeros(processes, np.int64)

@@ -1,4 +1,4 @@
-"""Tiles in memory: how neighbouring shards of a leaf, read as one box, lie one after the other."""
+"""Layouts in memory of tiles: neighbouring shards of a leaf that are read as one box."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileLayout:
-    """One tile of a leaf in memory; made once for all leaves of a shape and sharding.
+    """One tile of a leaf in memory; shared by all leaves of a shape and sharding.
 
     Attributes:
         tile: The tile; its members are box numbers of the leaf, of which it may have a part.
@@ -50,7 +50,7 @@ class TileLayout:
         staged: bool,
         regions: Iterable[Box] | None = None,
     ) -> TileLayout:
-        """The layout of a tile of elements of `itemsize` bytes."""
+        """Return the layout of a tile of elements of `itemsize` bytes."""
         member_shape = tile.member_shape
         member_bytes = math.prod(member_shape) * itemsize
         slot_bytes = -(-member_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
