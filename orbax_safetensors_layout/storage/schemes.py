@@ -1,9 +1,10 @@
-"""From a path to the storage that serves it."""
+"""Opens the storage that serves a path: a registry of openers by scheme."""
 
 from __future__ import annotations
 
 import os
 import urllib.parse
+from collections.abc import Callable
 
 from orbax_safetensors_layout.errors import StorageError, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
@@ -14,13 +15,13 @@ from .local import LocalStorage
 CLOUDS = ("gs", "s3", "az")
 """Schemes of object stores."""
 
-_SCHEMES = ("file", *CLOUDS, "hf", "https")
+Opener = Callable[[str, RetryPolicy | None], tuple[Storage, str]]
 
 
 def open_storage(
     path: str | os.PathLike[str], *, retries: RetryPolicy | None = None
 ) -> tuple[Storage, str]:
-    """The storage that a path names, and the path in that storage's own terms.
+    """Return the storage that a path names, and the path in that storage's own terms.
 
     Args:
         path: A local path or a URL.
@@ -33,34 +34,41 @@ def open_storage(
     text = os.fsdecode(path)
     if not text or "\0" in text:  # an empty one would be the working folder
         raise StorageError("no path", file=repr(text), expected="a local path or a URL")
-    scheme, separator, rest = text.partition("://")
-    if scheme in CLOUDS and separator:
-        return _open_cloud(scheme, rest, retries)
-    if not separator:
-        _check_no_lost_slash(text)
-        return LocalStorage(), os.path.abspath(os.path.expanduser(text))
-    if scheme == "file":
-        return LocalStorage(), os.path.abspath(urllib.parse.unquote(rest))
-    if scheme == "hf":
-        return _open_hub(text, retries), text
-    if scheme in ("http", "https"):
-        from .web import WebStorage  # its HTTP client takes time to import
+    scheme, separator, _ = text.partition("://")
+    opener = OPENERS.get(scheme + separator if separator else "")
+    if opener is None:
+        known = ", ".join(prefix for prefix in OPENERS if prefix not in ("", "http://"))
+        raise StorageError(
+            f"can not open a {scheme}:// path",
+            file=text,
+            expected=f"a local path, or a URL of {known}",
+            found=f"{scheme}://",
+            hint="Copy the checkpoint to a local disk first, or mount the bucket.",
+        )
+    return opener(text, retries)
 
-        web = WebStorage(text, retries)
-        return web, web.path
-    raise StorageError(
-        f"can not open a {scheme}:// path",
-        file=text,
-        expected=f"a local path, or a URL of {', '.join(f'{known}://' for known in _SCHEMES)}",
-        found=f"{scheme}://",
-        hint="Copy the checkpoint to a local disk first, or mount the bucket.",
-    )
+
+def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
+    _check_no_lost_slash(text)
+    return LocalStorage(), os.path.abspath(os.path.expanduser(text))
+
+
+def _open_file(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
+    path = urllib.parse.unquote(text.removeprefix("file://"))
+    return LocalStorage(), os.path.abspath(path)
+
+
+def _open_web(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
+    from .web import WebStorage  # its HTTP client takes time to import
+
+    web = WebStorage(text, retries)
+    return web, web.path
 
 
 def _check_no_lost_slash(text: str) -> None:
     """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
     scheme, _, rest = text.partition(":/")
-    if scheme in (*_SCHEMES, "http") and rest and not os.path.lexists(text):
+    if rest and f"{scheme}://" in OPENERS and not os.path.lexists(text):
         meant = redact_urls(f"{scheme}://{rest}")
         raise StorageError(
             "the path lacks a slash, which `pathlib.Path` takes away from URLs",
@@ -70,30 +78,31 @@ def _check_no_lost_slash(text: str) -> None:
         )
 
 
-def _open_cloud(scheme: str, rest: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
+def _open_cloud(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
+    scheme, _, rest = text.partition("://")
     try:
         from .cloud import CloudStorage  # needs an extra
     except ImportError as error:
         raise StorageError(
             f"{scheme}:// paths need the package `obstore`",
-            file=f"{scheme}://{rest}",
+            file=text,
             found=error,
             hint="pip install 'orbax-safetensors-layout[cloud]'",
         ) from error
     bucket, _, key = rest.partition("/")
     if not bucket:
-        raise StorageError("the path names no bucket", file=f"{scheme}://{rest}")
+        raise StorageError("the path names no bucket", file=text)
     if "@" in bucket:
         raise StorageError(
             "a bucket's path takes no credentials",
-            file=f"{scheme}://{rest}",
+            file=text,
             hint="They come from the environment; docs/storage.md lists the variables and files.",
         )
     path = "/".join(part for part in key.split("/") if part)
     return CloudStorage(scheme, bucket, retries=retries), f"{scheme}://{bucket}/{path}"
 
 
-def _open_hub(path: str, retries: RetryPolicy | None) -> Storage:
+def _open_hub(path: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
     try:
         from .hub import HubStorage  # needs an extra
     except ImportError as error:
@@ -103,4 +112,15 @@ def _open_hub(path: str, retries: RetryPolicy | None) -> Storage:
             found=error,
             hint="pip install 'orbax-safetensors-layout[hf]'",
         ) from error
-    return HubStorage(path, retries)
+    return HubStorage(path, retries), path
+
+
+OPENERS: dict[str, Opener] = {
+    "": _open_local,
+    "file://": _open_file,
+    **{f"{scheme}://": _open_cloud for scheme in CLOUDS},
+    "hf://": _open_hub,
+    "https://": _open_web,
+    "http://": _open_web,
+}
+"""Openers of paths by their beginning; "" is a local path."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from format_helpers import MemoryStorage, Request, entry, file_bytes, index_bytes, model_file
+from recording import serving
 
 from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
@@ -435,18 +436,16 @@ def test_close_leaves_a_given_storage_open() -> None:
     assert not storage.closed
 
 
-def test_own_storage_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = MemoryStorage({"/m/1.safetensors": file_bytes({"a": entry("U8", [1], 0, 1)}, b"x")})
-    monkeypatch.setattr(
-        "orbax_safetensors_layout.catalog.catalog.open_storage", lambda path, **_: (storage, path)
-    )
-    with Catalog.open("/m"):
-        assert not storage.closed
-    assert storage.closed
-    storage.closed = False
-    with pytest.raises(CheckpointNotFoundError):
-        Catalog.open("/elsewhere")
-    assert storage.closed
+def test_own_storage_is_closed() -> None:
+    file = file_bytes({"a": entry("U8", [1], 0, 1)}, b"x")
+    with serving(MemoryStorage({"memory://m/1.safetensors": file}), "memory://") as storage:
+        with Catalog.open("memory://m"):
+            assert not storage.closed
+        assert storage.closed
+        storage.closed = False
+        with pytest.raises(CheckpointNotFoundError):
+            Catalog.open("memory://elsewhere")
+        assert storage.closed
 
 
 def test_hidden_files_do_not_count() -> None:

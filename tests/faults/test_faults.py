@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from unittest import mock
 
 import backends
 import jax
@@ -20,6 +19,7 @@ from faulty import FaultyStorage
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
+from recording import serving
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
@@ -88,8 +88,7 @@ def load_through(folder, seed):
     passing = shares.choice([0.0, 0.05, 0.3, 0.6, 0.95])
     lasting = shares.choice([0.0, 0.0, 0.01, 0.2])
     storage = FaultyStorage(seed, passing=passing, lasting=lasting)
-    where = "orbax_safetensors_layout.catalog.catalog.open_storage"
-    with storage, mock.patch(where, lambda path, **_: (storage, str(path))):
+    with storage, serving(storage):
         went_well = check_loaded(outcome(lambda: osl.load(folder, wanted(seed), options=OPTIONS)))
     assert went_well or passing or lasting
     return went_well
@@ -104,8 +103,7 @@ def save_through(folder, seed):
         seed, passing=shares.choice([0.0, 0.1, 0.6]), lasting=shares.choice([0.0, 0.0, 0.02])
     )
     options = osl.WriteOptions(max_file_bytes=40_000, layout=shares.choice(["hf", "sharded"]))
-    with mock.patch("orbax_safetensors_layout.save.open_storage") as opened:
-        opened.return_value = storage, str(target)
+    with serving(storage):
         found = outcome(lambda: osl.save(target, new, options=options, overwrite=True))
     if found is None:
         loaded = osl.load(target)

@@ -22,10 +22,17 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MOST_BYTES = 500e6
 
 MAKE = """
-import sys
+import re, sys
 sys.path.insert(0, sys.argv[1])
 import deepseek, llama405b
+
+def make_some_layers(folder):
+    tensors = deepseek.deepseek_tensors()
+    kept = [t for t in tensors if not re.search("layers\\\\.([7-9]|[1-5][0-9]|60)\\\\.", t.name)]
+    deepseek.make_index(folder, kept, files=22)
+
 make = {"deepseek": deepseek.make_deepseek_index, "llama": llama405b.make_llama_index}
+make["deepseek, 8 layers"] = make_some_layers
 make[sys.argv[2]](sys.argv[3])
 """
 PLAN = """
@@ -71,7 +78,14 @@ def test_in_little_memory_and_without_jax(model, name, hosts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "process"), [("deepseek", 517), ("llama", 3)])
+@pytest.mark.parametrize(
+    ("name", "process"),
+    [
+        ("deepseek, 8 layers", 517),  # of 62: all kinds of tensors
+        pytest.param("deepseek", 517, marks=pytest.mark.soak),
+        ("llama", 3),
+    ],
+)
 def test_the_share_of_one_process_is_what_it_reads(model, name, process):
     grid = MeshShape({"fsdp": 1024, "tensor": 4}, 1024)
     rules = [ShardingRule.parse("'.*' = auto")]

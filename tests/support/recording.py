@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 from unittest import mock
 
+from orbax_safetensors_layout.storage.base import Storage
 from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage.schemes import OPENERS
+
+S = TypeVar("S", bound=Storage)
 
 
 class RecordingStorage(LocalStorage):
@@ -40,9 +45,14 @@ class RecordingStorage(LocalStorage):
 
 
 @contextlib.contextmanager
+def serving(storage: S, prefix: str = "") -> Iterator[S]:
+    """Inside the block the storage serves paths that begin so, by default all local ones."""
+    with mock.patch.dict(OPENERS, {prefix: lambda path, retries: (storage, path)}):
+        yield storage
+
+
+@contextlib.contextmanager
 def recording() -> Iterator[RecordingStorage]:
     """Inside the block every load of a local path goes through the storage."""
-    storage = RecordingStorage()
-    where = "orbax_safetensors_layout.catalog.catalog.open_storage"
-    with mock.patch(where, lambda path, **_: (storage, str(path))):
+    with serving(RecordingStorage()) as storage:
         yield storage
