@@ -46,10 +46,9 @@ from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
 from orbax_safetensors_layout.storage import LocalStorage, open_storage
 from orbax_safetensors_layout.writing import (
     appearance_rank,
-    check_documents,
     check_is_folder,
-    companions,
-    given_companions,
+    check_sidecar_files,
+    read_sidecar_files,
 )
 
 PathLike = str | os.PathLike[str]
@@ -173,7 +172,7 @@ def convert(
         limits = conversion_limits(folder, options.memory_budget_bytes, restart=restart)
         way = mapping and fingerprint(mapping)
         planned: Target
-        documents: dict[str, bytes] = {}
+        sidecar_files: dict[str, bytes] = {}
         if kind == "orbax":
             saved_item = None if kept is None else location.item or "default"
             planned = orbax_target(
@@ -186,7 +185,7 @@ def convert(
                 item=saved_item,
             )
         else:
-            documents = _documents(opened, config)
+            sidecar_files = _sidecar_files(opened, config)
             planned = files_target(
                 made,
                 opened,
@@ -194,7 +193,7 @@ def convert(
                 topology,
                 is_tree=mapping is None and opened.is_recorded,
                 identity=_digest(opened.identity(), way, backwards, subtree, options.dtype),
-                documents=documents,
+                sidecar_files=sidecar_files,
             )
         for rule in () if topology is None or not spec else topology.unused_rules:
             logging.warning("The sharding rule %s is used by no array.", rule)
@@ -213,16 +212,15 @@ def convert(
             )
             resumed = conversion.run(
                 group,
-                lambda: _check_target(folder, kind, documents, overwrite),
+                lambda: _check_target(folder, kind, sidecar_files, overwrite),
             )
         return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
 
 
-def _documents(source: CheckpointReader, config: PathLike | None) -> dict[str, bytes]:
-    """What is put beside safetensors files."""
-    if config is None:
-        return companions(source.path) if source.kind == "hf" else {}
-    return given_companions(config)
+def _sidecar_files(source: CheckpointReader, config: PathLike | None) -> dict[str, bytes]:
+    if config is not None:
+        return read_sidecar_files(config, required=True)
+    return read_sidecar_files(source.path) if source.kind == "hf" else {}
 
 
 def _digest(*arguments: object) -> str:
@@ -285,7 +283,7 @@ def _write_options(
 
 
 def _check_target(
-    folder: str, kind: Format, documents: Mapping[str, bytes], overwrite: bool
+    folder: str, kind: Format, sidecar_files: Mapping[str, bytes], overwrite: bool
 ) -> None:
     check_is_folder(folder, is_file=os.path.exists(folder) and not os.path.isdir(folder))
     if holds_checkpoint(folder):
@@ -301,7 +299,7 @@ def _check_target(
         )
     if not overwrite:
         with LocalStorage() as storage:
-            check_documents(storage, folder, documents)
+            check_sidecar_files(storage, folder, sidecar_files)
 
 
 def _is_replaced(folder: str) -> Callable[[str], bool]:

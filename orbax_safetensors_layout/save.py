@@ -1,35 +1,25 @@
-"""The save pipeline, top to bottom: tree, plan, write, put together, publish. Start here."""
+"""The save pipeline: prepare the tree, plan, write shards, assemble files, commit. Start here."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import hashlib
 import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
 from absl import logging
 
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import redact_urls
 from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import (
-    MIB,
-    ConvertOptions,
-    Progress,
-    WriteOptions,
-    given_or_default,
-)
+from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.plan import ScatterPlan, WritePlan
 from orbax_safetensors_layout.reading import DistributedStore
 from orbax_safetensors_layout.runtime import (
     Fingerprint,
     ProcessGroup,
-    Workers,
     frozen_heap,
     progress_callback,
 )
@@ -37,21 +27,16 @@ from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import Storage, open_storage
 from orbax_safetensors_layout.writing import (
     CheckpointFolder,
-    Completion,
     HostValues,
     PreparedTree,
-    WriteStats,
-    gather,
-    given_companions,
-    publication_of,
-    publish,
-    scatter,
+    assemble_files,
+    commit_when_complete,
+    read_sidecar_files,
+    write_mapped,
     write_parts,
 )
 
 PathLike = str | os.PathLike[str]
-_WRITING, _GATHERING = "writing shards", "putting files together"
-_BUDGET_BYTES = 256 * MIB  # of a save that names none: copies from devices, and pieces
 
 
 def save(
@@ -100,14 +85,13 @@ def save(
         >>> safetensors.numpy.load_file(f"{folder}/model.safetensors")
         {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    with frozen_heap(len(jax.tree.leaves(tree))):
-        options = given_or_default(options, WriteOptions)
-        with save_group(path, options) as group:
-            documents = {}
-            if config is not None and group.is_leader:
-                documents = given_companions(config)
-            prepared = PreparedSave.of(tree, options, mapping=mapping)
-            prepared.publish(path, group=group, overwrite=overwrite, documents=documents)
+    options = given_or_default(options, WriteOptions)
+    with frozen_heap(len(jax.tree.leaves(tree))), save_group(path, options) as group:
+        sidecar_files: dict[str, bytes] = {}
+        if config is not None and group.is_leader:
+            sidecar_files = read_sidecar_files(config, required=True)
+        prepared = PreparedSave.of(tree, options, mapping=mapping)
+        prepared.commit(path, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
 
 
 def plan_save(
@@ -166,12 +150,11 @@ class PreparedSave:
     Args:
         plan: What this process writes.
         values: The values of its leaves.
-        manifest: What is written beside the tensors, if anything.
+        manifest: The manifest, if the checkpoint has one.
         options: How to write.
-        scattered: What the files' tensors are made of, in a save through a mapping.
-        pieces: Where the pieces are that files are put together from, a storage and a folder, if
-            they are there already; by default this save writes them, and removes them when it is
-            done.
+        mapped: What the files' tensors are made of, in a save through a mapping.
+        pieces: Storage and folder of the pieces that files are assembled from, if they exist
+            already; by default this save writes them, and removes them when it is complete.
     """
 
     def __init__(
@@ -181,14 +164,14 @@ class PreparedSave:
         manifest: Manifest | None,
         options: WriteOptions,
         *,
-        scattered: ScatterPlan | None = None,
+        mapped: ScatterPlan | None = None,
         pieces: tuple[Storage, str] | None = None,
     ) -> None:
         self.plan = plan
         self._values = values
         self._manifest = manifest
         self._options = options
-        self._scattered = scattered
+        self._mapped = mapped
         self._pieces = pieces
 
     @classmethod
@@ -216,35 +199,32 @@ class PreparedSave:
             SafetensorsLayoutError: Leaves that can not be saved.
         """
         shards = ProcessShards()
-        parsed = PreparedTree.parse(
+        prepared = PreparedTree.parse(
             tree, options=options, shards=shards, dtypes=dtypes, mapping=mapping
         )
-        parsed.check_concrete()
-        plan, scattered = parsed.plan(mapping, options, shards)
-        values = HostValues(parsed.values, plan.leaves)
+        prepared.check_concrete()
+        plan, mapped = prepared.plan(mapping, options, shards)
+        values = HostValues(prepared.values, plan.leaves)
         manifest: Manifest | None = None
         if custom is not None:  # checked, and copied, now: the caller may change it
             data = Manifest("hf", custom=custom).to_json()
             manifest = parse_manifest(data, file=MANIFEST)
-            custom = manifest.custom
-        if scattered is not None:
-            return cls(plan, values, manifest, options, scattered=scattered)
-        stored = plan.stored if options.layout == "sharded" else None
-        manifest = Manifest(
-            layout=options.layout,
-            tree=parsed.node,
-            shardings=parsed.shardings,
-            metadata=dict(options.metadata),
-            custom=custom,
-            pieces=stored,
-        )
-        return cls(plan, values, manifest, options)
+        if mapped is None:
+            manifest = Manifest(
+                layout=options.layout,
+                tree=prepared.node,
+                shardings=prepared.shardings,
+                metadata=dict(options.metadata),
+                custom=None if manifest is None else manifest.custom,
+                pieces=plan.stored if options.layout == "sharded" else None,
+            )
+        return cls(plan, values, manifest, options, mapped=mapped)
 
     def capture(self) -> None:
         """Brings what this process writes to the host, as far as the memory budget allows."""
         parts = [part for file in self.plan.writes() for part in file.parts]
-        if self._scattered is not None and self.plan.stored is None:
-            wanted = {(p.leaf, p.held) for made in self._scattered.parts.values() for p in made}
+        if self._mapped is not None and self.plan.stored is None:
+            wanted = {(p.leaf, p.held) for made in self._mapped.parts.values() for p in made}
             parts = [self._values.box_part(leaf, held) for leaf, held in sorted(wanted)]
         self._values.capture(parts, self._options.memory_budget_bytes)
 
@@ -258,21 +238,21 @@ class PreparedSave:
         """
         return self._values.wait_captured(timeout_seconds)
 
-    def publish(
+    def commit(
         self,
         path: PathLike,
         *,
         group: ProcessGroup,
         overwrite: bool,
-        documents: Mapping[str, bytes] | None = None,
+        sidecar_files: Mapping[str, bytes],
     ) -> None:
-        """Writes everything, and lets it appear at a path when it is complete.
+        """Writes everything; the checkpoint appears at `path` when it is complete.
 
         Args:
             path: A folder, or the URL of one.
             group: The processes.
             overwrite: Replace a checkpoint that stands there.
-            documents: More small files, by name; those of the leader count.
+            sidecar_files: More small files, by name; those of the leader count.
 
         Raises:
             CheckpointExistsError: One stands there, or another file of such a name, without
@@ -281,118 +261,60 @@ class PreparedSave:
             PeerError: Another process failed.
         """
         storage, target = open_storage(path, retries=self._options.retries)
-        with storage:
-            documents = documents or {}
-            publication = publication_of(
-                storage, target, overwrite=overwrite, documents=documents.keys()
-            )
-            write = functools.partial(self.write, group=group, storage=storage, documents=documents)
-            publish(
-                publication,
-                write,
-                group=group,
-                storage=storage,
-                overwrite=overwrite,
-                documents=documents,
-            )
+        with (
+            storage,
+            commit_when_complete(
+                storage, target, group=group, overwrite=overwrite, sidecar_files=sidecar_files
+            ) as folder,
+        ):
+            self.write(folder, group=group, storage=storage, sidecar_files=sidecar_files)
 
     def write(
         self,
-        folder: str,
+        path: str,
         *,
         group: ProcessGroup,
         storage: Storage,
-        documents: Mapping[str, bytes] | None = None,
-    ) -> WriteStats:
+        sidecar_files: Mapping[str, bytes],
+    ) -> None:
         """Writes everything into a folder that exists, and waits until all processes have.
 
         Args:
-            folder: The folder.
+            path: The folder.
             group: The processes.
             storage: Where the folder is.
-            documents: More small files, by name.
+            sidecar_files: More small files, by name; those of the leader count.
 
         Raises:
             StorageError: A write failed.
             PeerError: Another process failed.
         """
-        options = self._options
-        with progress_callback(options.progress) as progress:
-            run = _Run(
-                CheckpointFolder(folder, storage, options),
-                group,
-                Workers(
-                    options.writers,
-                    "safetensors-write",
-                    storage.interrupt,
-                    functools.partial(group.check, "saving"),
-                ),
-                options.memory_budget_bytes or _BUDGET_BYTES,
-                progress,
-            )
-            stats = self._write(run, documents or {})
-        _record(stats)
-        return stats
-
-    def _write(self, run: _Run, documents: Mapping[str, bytes]) -> WriteStats:
-        folder, group = run.folder, run.group
-        save_id = uuid.uuid4().hex
+        folder = CheckpointFolder(path, storage, group, self._options)
         try:
-            with run.step("agreeing on what is saved", self._agreement(), save_id) as told:
-                if group.is_leader:
-                    folder.begin(self._manifest_bytes(save_id), documents)
-            self.plan = self.plan.stamped(told[0])
-            with run.step(_WRITING):
-                stats = self._write_shards(run)
-            with run.step(_GATHERING):
-                stats += self._put_together(run)
-                if not group.is_leader:
-                    folder.leave_digests(group.process_index)
+            with progress_callback(self._options.progress) as progress:
+                save_id = folder.begin(self._manifest, sidecar_files, self._fingerprint())
+                plan = self.plan.stamped(save_id)
+                with folder.step("writing shards"):
+                    stats = write_parts(folder, plan, self._values, progress)
+                with folder.step("putting files together"):
+                    pieces: Catalog | None = None
+                    if plan.stored is not None:
+                        pieces = Catalog.of_pieces(*self._pieces or (storage, path), plan.stored)
+                    if self._mapped is not None:
+                        mapped = self._mapped
+                        stats += write_mapped(folder, plan, mapped, self._values, pieces, progress)
+                    elif pieces is not None and plan.exchanges:
+                        stats += assemble_files(folder, plan, pieces, progress)
+                    folder.leave_digests()
         finally:
-            run.pool.stop()
-            folder.files.abort()
+            folder.close()
             self._values.release()
-        with run.step("looking at what was written"):  # by all, before pieces are removed
-            folder.storage.check_written(folder.path)
-        with run.step("completing the folder"):
-            if group.is_leader:
-                folder.complete(self.plan)
-        return stats
+        folder.complete(plan)
+        prefix = "/jax/orbax/write/safetensors/"  # beside what loads report
+        jax.monitoring.record_scalar(prefix + "bytes_written", float(stats.bytes_written))
+        logging.vlog(1, "Saved safetensors: %s", stats)
 
-    def _write_shards(self, run: _Run) -> WriteStats:
-        """Writes what comes from this process's own shards."""
-        if self.plan.pieces is not None and self.plan.pieces.is_temporary:
-            run.folder.make_pieces_folder()
-        return write_parts(
-            [*self.plan.writes()],
-            self.plan.leaves,
-            self._values,
-            run.folder.files,
-            run.pool,
-            memory_budget_bytes=run.memory_budget_bytes,
-            progress=run.progress,
-            check=functools.partial(run.group.check, _WRITING),
-        )
-
-    def _put_together(self, run: _Run) -> WriteStats:
-        """Completes the files that need what other processes have written, or a mapping."""
-        storage, pieces_folder = self._pieces or (run.folder.storage, run.folder.path)
-        work = Completion(
-            self.plan,
-            run.folder.files,
-            run.pool,
-            storage,
-            pieces_folder,
-            run.folder.storage.appends,
-            run.memory_budget_bytes,
-            run.progress,
-            check=functools.partial(run.group.check, _GATHERING),
-        )
-        if self._scattered is not None:
-            return scatter(work, self._scattered.parts, self._values)
-        return gather(work) if self.plan.exchanges else WriteStats()
-
-    def _agreement(self) -> Fingerprint | None:
+    def _fingerprint(self) -> Fingerprint | None:
         plan = self.plan
         if plan.process_count == 1:
             return None
@@ -410,55 +332,3 @@ class PreparedSave:
             " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give"
             " it a sharding over all processes.",
         )
-
-    def _manifest_bytes(self, save_id: str) -> bytes | None:
-        manifest = self._manifest
-        if manifest is None:
-            return None
-        if manifest.pieces is not None:
-            stored = self.plan.stamped(save_id).stored
-            manifest = dataclasses.replace(manifest, pieces=stored)
-        return manifest.to_json()
-
-
-class _Run(NamedTuple):
-    """What the steps of a save share.
-
-    Attributes:
-        folder: What is written.
-        group: The processes.
-        pool: Threads that write.
-        memory_budget_bytes: Host bytes of values that are held at once.
-        progress: Told of what is done.
-    """
-
-    folder: CheckpointFolder
-    group: ProcessGroup
-    pool: Workers
-    memory_budget_bytes: int
-    progress: Callable[[Progress], None] | None
-
-    @contextlib.contextmanager
-    def step(
-        self, doing: str, agree: Fingerprint | None = None, tell: str = ""
-    ) -> Iterator[list[str]]:
-        """A step of all processes, that wait for each other after it and fail together.
-
-        What the first process tells is in the list that the step yields, when it is over.
-        """
-        error: BaseException | None = None
-        told: list[str] = []
-        try:
-            yield told
-        except BaseException as problem:
-            error = problem
-            self.folder.storage.interrupt()
-            self.pool.stop()
-        told.append(self.group.barrier(doing, error, agree=agree, tell=tell))
-
-
-def _record(stats: WriteStats) -> None:
-    """Reports the save beside what loads report."""
-    prefix = "/jax/orbax/write/safetensors/"
-    jax.monitoring.record_scalar(prefix + "bytes_written", float(stats.bytes_written))
-    logging.vlog(1, "Saved safetensors: %s", stats)

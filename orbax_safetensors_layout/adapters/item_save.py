@@ -85,7 +85,7 @@ class ItemSave:
         self._retries = options.retries
         has_manifest = mapping is None or options.layout == "sharded"
         metadata = _WITH_MANIFEST if has_manifest else _ITEM_METADATA
-        self._documents = {_orbax.ITEM_METADATA: json.dumps(metadata).encode() + b"\n"}
+        self._sidecar_files = {_orbax.ITEM_METADATA: json.dumps(metadata).encode() + b"\n"}
         self._making = making
         self._group = save_group(folder, options)
         with _turns_lock:
@@ -130,7 +130,7 @@ class ItemSave:
                 if self._turn.newest != self._group.number:
                     raise StorageError("a later save to this folder has begun", file=target)
                 self._prepared.write(
-                    target, group=self._group, storage=storage, documents=self._documents
+                    target, group=self._group, storage=storage, sidecar_files=self._sidecar_files
                 )
 
     def _await_folder(self, folder: _PathLike) -> None:

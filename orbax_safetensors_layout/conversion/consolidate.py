@@ -24,7 +24,7 @@ from orbax_safetensors_layout.runtime import ProcessGroup
 from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import LocalStorage, finish_interrupted
-from orbax_safetensors_layout.writing import HostValues, companions
+from orbax_safetensors_layout.writing import HostValues, read_sidecar_files
 
 _PACKED = {dtype.numpy.name: dtype for dtype in DTYPES.values() if dtype.packed}
 
@@ -97,10 +97,10 @@ def consolidate(
         pieces = catalog.storage, catalog.path
         prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces=pieces)
         if target is None:  # what stands beside the pieces stays there
-            prepared.publish(path, group=group, overwrite=True)
+            prepared.commit(path, group=group, overwrite=True, sidecar_files={})
         else:
-            documents = companions(path) if group.is_leader else {}
-            prepared.publish(target, group=group, overwrite=overwrite, documents=documents)
+            sidecar_files = read_sidecar_files(path) if group.is_leader else {}
+            prepared.commit(target, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
 
 
 def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.runtime import ProcessGroup as Processes
+from orbax_safetensors_layout.runtime import ProgressReport
 
 from .assembly import assembled
 from .checkpoint_reader import (
@@ -54,26 +54,6 @@ class ConversionLimits(NamedTuple):
     def of(cls, memory_budget_bytes: int) -> ConversionLimits:
         """Shares of a budget."""
         return cls(max(1, memory_budget_bytes // 16), memory_budget_bytes // 2)
-
-
-class ProgressReport:
-    """Tells of progress over several passes.
-
-    Args:
-        tell: Called after each block; None for nobody.
-        total_bytes: Bytes of all passes.
-    """
-
-    def __init__(self, tell: Callable[[Progress], None] | None, total_bytes: int) -> None:
-        self._tell = tell
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-
-    def add(self, nbytes: int, name: str) -> None:
-        """Says that more is done."""
-        self._done_bytes += nbytes
-        if self._tell is not None:
-            self._tell(Progress(self._done_bytes, self._total_bytes, name))
 
 
 def convert_groups(

@@ -12,27 +12,22 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.format import (
-    DTYPES,
-    MAIN_INDEX,
     MANIFEST,
     NARROW_INTEGERS,
-    NO_SAVE_ID,
     ONE_A_BYTE,
-    SAVE_ID,
-    DType,
     FileLayout,
     Manifest,
-    NewTensor,
-    index_bytes,
-    lay_out,
-    piece_name,
-    split,
 )
 from orbax_safetensors_layout.geometry import Box, pack_bits, within
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan import LeafWrite, plan_writes
-from orbax_safetensors_layout.storage import ResumableFile, flush_folder, storage_errors
-from orbax_safetensors_layout.writing import row_blocks
+from orbax_safetensors_layout.plan import LeafWrite, plan_all_writes
+from orbax_safetensors_layout.storage import (
+    LocalStorage,
+    ResumableFile,
+    flush_folder,
+    storage_errors,
+)
+from orbax_safetensors_layout.writing import row_blocks, write_small_files
 
 from .readable_arrays import LeafRegion, TargetLeaf
 from .target import FINISHED
@@ -45,85 +40,46 @@ class _Place(NamedTuple):
     start: int
 
 
-class _Piece(NamedTuple):
-    """A box of a tensor, as a tensor of a file."""
-
-    tensor: NewTensor
-    name: str
-    box: Box
-
-
 class FilesTarget:
     """Files with a row-major box of a tensor at each of some places.
 
     Args:
-        leaves: The arrays, in the order of `tensors`.
-        tensors: Their dtypes in the files.
+        leaves: The arrays, in the order of `written`.
+        written: Their tensors; layout `sharded` shares them out among processes of the target's
+            topology.
         options: Layout, size of files, metadata.
-        written: How `sharded` tensors are shared out among processes of the target's topology;
-            empty in layout `hf`.
         processes: How many processes that topology has.
-        save_id: What tells the files of pieces of this conversion from those of others.
-        manifest: What stands beside the files, if anything; its pieces are filled in.
-        documents: More files, by name.
+        save_id: Tells the files of pieces of this conversion from those of others.
+        manifest: The manifest, if the checkpoint has one; layout and pieces are filled in.
+        sidecar_files: Side files, by name.
     """
 
     def __init__(
         self,
         leaves: Sequence[TargetLeaf],
-        tensors: Sequence[NewTensor],
+        written: Sequence[LeafWrite],
         options: WriteOptions,
         *,
-        written: Sequence[LeafWrite] = (),
-        processes: int = 1,
-        save_id: str = NO_SAVE_ID,
-        manifest: Manifest | None = None,
-        documents: Mapping[str, bytes] | None = None,
+        processes: int,
+        save_id: str,
+        manifest: Manifest | None,
+        sidecar_files: Mapping[str, bytes],
     ) -> None:
+        plan = plan_all_writes(written, options=options, process_count=processes).stamped(save_id)
         self.leaves = leaves
-        self._options = options
-        self._save_id = save_id
-        self._documents: dict[str, bytes] = dict(documents or {})
-        self._layouts: dict[str, FileLayout] = {}
+        self._layout = options.layout
+        self._layouts = {file.name: file.layout for file in plan.own}
+        self._dtypes = {leaf.tensor.name: leaf.tensor.dtype for leaf in written}
         self._places: dict[str, dict[Box, list[_Place]]] = {leaf.name: {} for leaf in leaves}
+        for file in plan.own:
+            for part in file.parts:
+                places = self._places[written[part.leaf].tensor.name]
+                places.setdefault(part.tile.box, []).append(_Place(file.name, part.start))
         self._outer: dict[tuple[str, Box], Box] = {}  # of each region the box that it is of
-        self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
-        if options.layout == "hf":
-            self._whole_tensors(tensors)
-        else:
-            assert manifest is not None
-            manifest = self._pieces(written, processes, manifest)
+        self._small_files = {**sidecar_files, **plan.index()}
         if manifest is not None:
-            self._documents[MANIFEST] = manifest.to_json()
-
-    def _whole_tensors(self, tensors: Sequence[NewTensor]) -> None:
-        files = split(tensors, self._options.max_file_bytes)
-        for name, members in files:
-            layout = lay_out(name, members, {"format": "pt", **self._options.metadata})
-            self._layouts[name] = layout
-            for entry in layout.tensors:
-                box = Box.whole(entry.shape)
-                self._places[entry.name][box] = [_Place(name, entry.start)]
-        if len(files) > 1:
-            self._documents[MAIN_INDEX] = index_bytes(files)
-
-    def _pieces(self, written: Sequence[LeafWrite], processes: int, manifest: Manifest) -> Manifest:
-        plan = plan_writes(written, options=self._options, process_count=processes)
-        stored = plan.stamped(self._save_id).stored
-        assert stored is not None
-        members: list[dict[str, _Piece]] = [{} for _ in stored.files]
-        for name, (code, shape, _) in stored.tensors.items():
-            for box in stored.boxes(name):
-                tensor = NewTensor(piece_name(name, shape, box), DTYPES[code], box.box.shape)
-                members[box.file][tensor.name] = _Piece(tensor, name, box.box)
-        metadata = {"format": "pt", **self._options.metadata, SAVE_ID: NO_SAVE_ID}
-        for file, pieces in zip(stored.files, members, strict=True):
-            layout = lay_out(file, [piece.tensor for piece in pieces.values()], metadata)
-            self._layouts[file] = layout.stamped(self._save_id)
-            for entry in layout.tensors:
-                _, name, whole = pieces[entry.name]
-                self._places[name].setdefault(whole, []).append(_Place(file, entry.start))
-        return dataclasses.replace(manifest, layout="sharded", pieces=stored)
+            manifest = dataclasses.replace(manifest, layout=options.layout, pieces=plan.stored)
+            self._small_files[MANIFEST] = manifest.to_json()
 
     def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
         """Rows of each box."""
@@ -139,7 +95,7 @@ class FilesTarget:
     def describe(self) -> object:
         """The files, to the byte, but for the values."""
         headers = [(name, layout.header) for name, layout in self._layouts.items()]
-        return self._options.layout, headers, self._documents
+        return self._layout, headers, self._small_files
 
     def open(self, folder: str, process: int) -> FilesWriter:
         """Begins, or continues, to write; the files have their full size at once."""
@@ -164,8 +120,12 @@ class FilesTarget:
         return self._layouts[file]
 
     def encoded(self, region: LeafRegion, values: np.ndarray) -> np.ndarray:
-        """Values as they stand in the file."""
-        return _encoded(values, self._dtypes[region.leaf.name])
+        """Return values as the bytes of the file."""
+        dtype = self._dtypes[region.leaf.name]
+        if values.dtype.name in NARROW_INTEGERS:
+            values = values.astype(dtype.numpy)
+        flat = values.reshape(-1).view(np.uint8)
+        return pack_bits(flat, dtype.bits) if dtype.packed else flat
 
     def commit(self, folder: str) -> None:
         """Writes headers and what stands beside the files."""
@@ -177,12 +137,8 @@ class FilesTarget:
                 file.flush()
             finally:
                 file.close()
-        with storage_errors("can not complete the folder", finished):
-            for name, data in self._documents.items():
-                with open(os.path.join(finished, name), "wb") as document:
-                    document.write(data)
-                    document.flush()
-                    os.fsync(document.fileno())
+        with LocalStorage() as storage:
+            write_small_files(storage, finished, self._small_files, durable=True)
         flush_folder(finished)
 
 
@@ -228,13 +184,6 @@ class FilesWriter:
         """Closes the files."""
         for file in self._files.values():
             file.close()
-
-
-def _encoded(values: np.ndarray, dtype: DType) -> np.ndarray:
-    if values.dtype.name in NARROW_INTEGERS:
-        values = values.astype(dtype.numpy)
-    flat = values.reshape(-1).view(np.uint8)
-    return pack_bits(flat, dtype.bits) if dtype.packed else flat
 
 
 def values_dtype(leaf: LeafWrite) -> np.dtype:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.runtime import Fingerprint, progress_callback
+from orbax_safetensors_layout.runtime import Fingerprint, ProgressReport, progress_callback
 from orbax_safetensors_layout.runtime import ProcessGroup as Processes
 from orbax_safetensors_layout.storage import (
     Claim,
@@ -22,7 +22,6 @@ from orbax_safetensors_layout.storage import (
 from .checkpoint_reader import CheckpointReader, SourceArray
 from .execute import (
     ConversionLimits,
-    ProgressReport,
     convert_groups,
     verify_groups,
 )

@@ -219,7 +219,7 @@ def files_target(
     *,
     is_tree: bool,
     identity: str,
-    documents: Mapping[str, bytes],
+    sidecar_files: Mapping[str, bytes],
 ) -> FilesTarget:
     """A target of safetensors files.
 
@@ -230,7 +230,7 @@ def files_target(
         topology: What layout `sharded` is cut for; None for whole tensors.
         is_tree: Record the tree beside the files, not just in layout `sharded`.
         identity: Digest of what is converted, and how.
-        documents: Files that are put beside them.
+        sidecar_files: Side files, by name.
 
     Raises:
         SafetensorsLayoutError: Leaves that can not be held; names all.
@@ -253,11 +253,10 @@ def files_target(
     manifest = Manifest("hf", parsed.node, parsed.shardings, dict(options.metadata), source.custom)
     return FilesTarget(
         leaves,
-        [written.tensor for written in parsed.leaves],
+        parsed.leaves,
         options,
-        written=parsed.leaves,
         processes=processes,
         save_id=identity[: len(NO_SAVE_ID)],
         manifest=manifest if is_tree or options.layout == "sharded" else None,
-        documents=documents,
+        sidecar_files=sidecar_files,
     )

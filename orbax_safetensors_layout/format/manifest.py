@@ -105,6 +105,13 @@ class Manifest:
             if isinstance(leaf, TensorLeaf) and leaf.dtype is not None
         }
 
+    def stamped(self, save_id: str) -> Manifest:
+        """Return the manifest of one save, whose id is in its files of pieces, if it has any."""
+        if self.pieces is None:
+            return self
+        pieces = dataclasses.replace(self.pieces, save_id=save_id)
+        return dataclasses.replace(self, pieces=pieces)
+
     def to_json(self) -> bytes:
         """The file's bytes: one member a line, and the same bytes for the same manifest.
 

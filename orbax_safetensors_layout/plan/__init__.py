@@ -22,6 +22,7 @@ from .writes import (
     FileWrite,
     LeafWrite,
     WritePlan,
+    plan_all_writes,
     plan_consolidation,
     plan_mapped_writes,
     plan_writes,

@@ -9,13 +9,14 @@ is. See ARCHITECTURE.md, Writing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.format import (
     DTYPES,
+    MAIN_INDEX,
     NO_SAVE_ID,
     SAVE_ID,
     DType,
@@ -24,6 +25,7 @@ from orbax_safetensors_layout.format import (
     StoredBox,
     StoredPieces,
     StoredTensor,
+    index_bytes,
     lay_out,
     piece_file_prefix,
     piece_name,
@@ -94,6 +96,10 @@ class FileWrite(NamedTuple):
         """Whether it is gone when the save is complete."""
         return self.name.startswith(f"{PIECES_FOLDER}/")
 
+    def stamped(self, save_id: str) -> FileWrite:
+        """Return the file with the id of a save in its header."""
+        return self._replace(layout=self.layout.stamped(save_id))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WritePlan:
@@ -130,14 +136,20 @@ class WritePlan:
         return tuple(name for name, _, _ in self.files)
 
     def stamped(self, save_id: str) -> WritePlan:
-        """The plan of one save, whose id stands in files of pieces that are there to stay."""
+        """Return the plan of one save, whose id is in files of pieces that stay."""
         if self.stored is None or self.files:
             return self
-        pieces = self.pieces
+        own, pieces = tuple(file.stamped(save_id) for file in self.own), self.pieces
         if pieces is not None:
-            pieces = pieces._replace(layout=pieces.layout.stamped(save_id))
+            pieces = pieces.stamped(save_id)
         stored = dataclasses.replace(self.stored, save_id=save_id)
-        return dataclasses.replace(self, pieces=pieces, stored=stored)
+        return dataclasses.replace(self, own=own, pieces=pieces, stored=stored)
+
+    def index(self) -> dict[str, bytes]:
+        """Return the index of several files of whole tensors, by name; empty without one."""
+        if len(self.files) < 2:
+            return {}
+        return {MAIN_INDEX: index_bytes([(name, tensors) for name, _, tensors in self.files])}
 
     def writes(self) -> Iterator[FileWrite]:
         """Every file that this process writes."""
@@ -192,6 +204,23 @@ def plan_writes(
     return planner.hf() if options.layout == "hf" else planner.sharded()
 
 
+def plan_all_writes(
+    leaves: Sequence[LeafWrite], *, options: WriteOptions, process_count: int
+) -> WritePlan:
+    """Plans the files of all processes of a save, which are `own` of the plan.
+
+    Args:
+        leaves: The tensors; layout `hf` takes each from the first process.
+        options: How to write.
+        process_count: How many processes layout `sharded` has files of.
+    """
+    if options.layout == "hf":
+        return plan_writes(leaves, options=options)
+    planner = _Planner(leaves, options, 0, process_count)
+    stored, files = planner.pieces(range(len(leaves)), "", range(process_count))
+    return WritePlan(tuple(leaves), (), tuple(files), None, stored, 0, process_count)
+
+
 def plan_consolidation(
     tensors: Sequence[NewTensor],
     stored: StoredPieces,
@@ -237,7 +266,7 @@ def plan_mapped_writes(
     stored: StoredPieces | None = None
     if process_count > 1:
         planner = _Planner(leaves, options, process_index, process_count)
-        stored, pieces = planner.pieces(range(len(leaves)), folder=PIECES_FOLDER)
+        stored, pieces = planner.own_pieces(range(len(leaves)), PIECES_FOLDER)
     empty = StoredPieces((), (), {})
     files = plan_consolidation(
         tensors, empty, options=options, process_index=process_index, process_count=process_count
@@ -265,7 +294,7 @@ class _Planner:
         self._writers = PieceWriters(count, replicate_below_bytes=below)
 
     def sharded(self) -> WritePlan:
-        stored, pieces = self.pieces(range(len(self._leaves)), folder="")
+        stored, pieces = self.own_pieces(range(len(self._leaves)), "")
         return self._plan((), (), pieces, stored)
 
     def hf(self, stored: StoredPieces | None = None) -> WritePlan:
@@ -297,7 +326,7 @@ class _Planner:
         )
         if stored is not None or not exchanged:
             return self._plan(described, tuple(own), None, stored)
-        stored, pieces = self.pieces(sorted(exchanged), folder=PIECES_FOLDER)
+        stored, pieces = self.own_pieces(sorted(exchanged), PIECES_FOLDER)
         return self._plan(described, tuple(own), pieces, stored)
 
     def _is_pieced(
@@ -352,8 +381,17 @@ class _Planner:
                 parts.append(FilePart(number, found, entry.dtype, entry.start, entry.stop))
         return FileWrite(name, layout, tuple(parts), tuple(gathered))
 
-    def pieces(self, numbers: Sequence[int], folder: str) -> tuple[StoredPieces, FileWrite | None]:
-        """Where the pieces of some leaves are, and this process's file of them."""
+    def own_pieces(
+        self, numbers: Sequence[int], folder: str
+    ) -> tuple[StoredPieces, FileWrite | None]:
+        """Returns the pieces of some leaves, and this process's file of them, if it has one."""
+        stored, files = self.pieces(numbers, folder, (self._index,))
+        return stored, files[0] if files else None
+
+    def pieces(
+        self, numbers: Sequence[int], folder: str, processes: Collection[int]
+    ) -> tuple[StoredPieces, list[FileWrite]]:
+        """Returns the pieces of some leaves, and the files that some processes write of them."""
         prefix = f"{folder}/" if folder else ""
         names = [
             f"{prefix}{piece_file_prefix(process)}{self._count:05}.safetensors"
@@ -361,9 +399,9 @@ class _Planner:
         ]
         kinds: dict[int, int] = {}
         classes: list[tuple[StoredTile, ...]] = []
-        own: list[list[StoredTile]] = []  # of each class, what this process writes
+        written: list[list[StoredTile]] = []  # of each class, by `processes`
         tensors: dict[str, StoredTensor] = {}
-        mine: dict[str, tuple[NewTensor, int, Tile]] = {}
+        members: dict[int, dict[str, tuple[NewTensor, int, Tile]]] = {n: {} for n in processes}
         for number in numbers:
             leaf = self._leaves[number]
             name, dtype, shape = leaf.tensor
@@ -372,12 +410,12 @@ class _Planner:
             kind = kinds.setdefault(id(tiles), len(classes))
             if kind == len(classes):
                 classes.append(tiles)
-                own.append([found for found in tiles if found.process == self._index])
+                written.append([found for found in tiles if found.process in members])
             tensors[name] = StoredTensor(dtype.code, shape, kind)
-            for found in own[kind]:
+            for found in written[kind]:
                 box = found.tile.box
                 piece = NewTensor(piece_name(name, shape, box), dtype, box.shape)
-                mine[piece.name] = (piece, number, found.tile)
+                members[found.process][piece.name] = (piece, number, found.tile)
         # A tree without tensors has a file, too, so that it is a checkpoint.
         used = sorted({found.process for tiles in classes for found in tiles}) or [0]
         file_number = {process: place for place, process in enumerate(used)}
@@ -392,16 +430,24 @@ class _Planner:
             ),
             tensors=tensors,
         )
-        if self._index not in file_number:
-            return stored, None
         metadata = {} if folder else {**self._metadata, SAVE_ID: NO_SAVE_ID}
-        layout = lay_out(names[self._index], [piece for piece, _, _ in mine.values()], metadata)
-        parts = []
-        for entry in layout.tensors:
-            if entry.nbytes:
-                _, number, found_tile = mine[entry.name]
-                parts.append(FilePart(number, found_tile, entry.dtype, entry.start, entry.stop))
-        return stored, FileWrite(names[self._index], layout, tuple(parts), ())
+        files = []
+        for process in used:
+            if process in members:
+                files.append(_piece_file(names[process], members[process], metadata))
+        return stored, files
+
+
+def _piece_file(
+    name: str, members: Mapping[str, tuple[NewTensor, int, Tile]], metadata: Mapping[str, str]
+) -> FileWrite:
+    layout = lay_out(name, [piece for piece, _, _ in members.values()], metadata)
+    parts = []
+    for entry in layout.tensors:
+        if entry.nbytes:
+            _, number, found = members[entry.name]
+            parts.append(FilePart(number, found, entry.dtype, entry.start, entry.stop))
+    return FileWrite(name, layout, tuple(parts), ())
 
 
 class _WholeTiles:

@@ -5,6 +5,6 @@ from .direct import DIRECT_CHUNK_BYTES, DirectScratch
 from .gc import frozen_heap
 from .memory import SLOT_ALIGNMENT, Bytes, Staging, align, allocate
 from .process_group import Fingerprint, ProcessGroup
-from .progress import consecutive, progress_callback
+from .progress import ProgressReport, consecutive, progress_callback
 from .tasks import Then, Workers
 from .text import count_text, number_text, parse_seconds, parse_size, seconds_text, size_text

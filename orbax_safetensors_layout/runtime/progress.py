@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
@@ -112,6 +113,28 @@ class ProgressLines:
             f" {size_text(done / seconds)}/s, {rest}\n"
         )
         self._stream.flush()
+
+
+class ProgressReport:
+    """Counts bytes that are done, from any thread.
+
+    Args:
+        progress: Called after each addition; None for no one.
+        total_bytes: Bytes of the whole operation.
+    """
+
+    def __init__(self, progress: Callable[[Progress], None] | None, total_bytes: int) -> None:
+        self._progress = progress
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, name: str) -> None:
+        """Adds bytes of a tensor."""
+        with self._lock:
+            self._done_bytes += nbytes
+            if self._progress is not None:
+                self._progress(Progress(self._done_bytes, self._total_bytes, name))
 
 
 def consecutive(

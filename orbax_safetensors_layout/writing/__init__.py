@@ -1,10 +1,10 @@
 """Executes write plans: host copies of shards into the parts of files, and their commit."""
 
-from .assemble_files import gather, row_blocks
-from .commit import appearance_rank, check_documents, check_is_folder, publication_of, publish
-from .completion import Completion
-from .folder import CheckpointFolder, companions, given_companions
+from .assemble_files import assemble_files, row_blocks
+from .commit import appearance_rank, check_is_folder, check_sidecar_files, commit_when_complete
+from .folder import CheckpointFolder, write_small_files
 from .host import HostValues
 from .prepare_tree import PreparedTree
-from .scatter import scatter
+from .scatter import write_mapped
+from .sidecar_files import read_sidecar_files
 from .write import WriteStats, write_parts

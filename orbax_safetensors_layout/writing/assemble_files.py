@@ -1,8 +1,7 @@
-"""Pieces put together into whole tensors: read in blocks of rows, written where they belong."""
+"""Assembles files of whole tensors from pieces, in blocks of rows."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.format import DType, TensorEntry
+from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits
 from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.plan import LeafRead, WritePlan, plan_reads, sources_of
 from orbax_safetensors_layout.reading import read_leaves
+from orbax_safetensors_layout.runtime import ProgressReport
 from orbax_safetensors_layout.sharding import AddressableShards
 
-from .completion import Completion
+from .folder import CheckpointFolder
 from .open_files import FileSet, OpenFile
 from .write import WriteStats
 
@@ -26,105 +26,119 @@ _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20
 _GROUP = 8  # packed elements of a block fill whole bytes
 
+Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
 
-class _Block(NamedTuple):
-    """Rows of a tensor, and where they go.
 
-    Attributes:
-        file: The file.
-        dtype: Dtype in that file.
-        start: First byte in it.
+def piece_region(pieces: Catalog, name: str, box: Box, dtype: np.dtype | None = None) -> LeafRead:
+    """Returns how a region of a tensor is read from its pieces.
+
+    Args:
+        pieces: The pieces that all processes have written.
+        name: The tensor.
+        box: The region.
+        dtype: Dtype that the stored bits are given; None for that of the files.
+    """
+    entry = pieces.entries([name])[name]
+    sources = sources_of(pieces.locate({name: (box,)})[name])
+    local = AddressableShards((box,), (False,))
+    values = entry.dtype.numpy if dtype is None else dtype
+    return LeafRead(name, entry.shape, entry.dtype, sources, local, values)
+
+
+def read_pieces(
+    pieces: Catalog, regions: Sequence[LeafRead], folder: CheckpointFolder, deliver: Deliver
+) -> WriteStats:
+    """Reads regions for files of a folder, within its memory budget.
+
+    Args:
+        pieces: The pieces.
+        regions: The regions, from `piece_region`.
+        folder: What is written.
+        deliver: Takes a region by its number, its one box, and the values; see `read_leaves`.
     """
 
+    def view(number: int, values: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out, values.view(regions[number].dtype))
+
+    reads = plan_reads(
+        regions,
+        profile=ReadOptions().profile(pieces.storage.kind).within(folder.memory_budget_bytes),
+        memory_budget_bytes=folder.memory_budget_bytes,
+        adopt=False,
+        in_order=folder.files.appends,
+    )
+    stats = read_leaves(reads, pieces.storage, deliver=deliver, convert=view, check=folder.check)
+    folder.pool.join()
+    return WriteStats(bytes_read=stats.bytes_read)
+
+
+class _Block(NamedTuple):
+    """Rows of a tensor, which begin at byte `start` of a file."""
+
     file: OpenFile
-    dtype: DType
+    entry: TensorEntry
+    box: Box
     start: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.entry.dtype.bits // 8
 
-def gather(work: Completion) -> WriteStats:
+
+def assemble_files(
+    folder: CheckpointFolder,
+    plan: WritePlan,
+    pieces: Catalog,
+    progress: Callable[[Progress], None] | None,
+) -> WriteStats:
     """Completes the files that this process owns from the pieces that all have written.
 
     Args:
-        work: The files; its progress is told of after each block.
+        folder: What is written.
+        plan: What this process writes.
+        pieces: The pieces.
+        progress: Called after each block.
     """
-    plan, files, pool, storage = work.plan, work.files, work.pool, work.storage
-    unfinished = files.unfinished()
-    assert plan.stored is not None
-    pieces = Catalog.of_pieces(storage, work.pieces_folder, plan.stored)
-    leaves: list[LeafRead] = []
+    most_bytes = min(_MOST_BLOCK_BYTES, folder.memory_budget_bytes // _BLOCKS_IN_FLIGHT)
     blocks: list[_Block] = []
-    most = min(_MOST_BLOCK_BYTES, work.memory_budget_bytes // _BLOCKS_IN_FLIGHT)
-    for file in unfinished:
-        before = len(blocks)
-        for leaf, block in _blocks(plan, file, pieces, most):
-            leaves.append(leaf)
-            blocks.append(block)
-        files.expect(file.plan.name, len(blocks) - before)
+    for file in folder.files.unfinished():
+        of_file = [*_blocks(plan, file, most_bytes)]
+        folder.files.expect(file.plan.name, len(of_file))
+        blocks += of_file
+    total_bytes = sum(block.nbytes for block in blocks)
+    report = ProgressReport(progress, total_bytes)
 
-    total = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
-    done = [0]
-
-    def deliver(
-        number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
-    ) -> Callable[[], object]:
+    def deliver(number: int, _: Sequence[int], parts: Sequence[np.ndarray]) -> Callable[[], object]:
         block, (values,) = blocks[number], parts
-        done[0] += values.nbytes
-        if work.progress is not None:
-            work.progress(Progress(done[0], total, leaves[number].name))
-        return pool.submit(functools.partial(_write, files, block, values)).result
+        report.add(block.nbytes, block.entry.name)
+        return folder.pool.submit(lambda: _write(folder.files, block, values)).result
 
-    reads = plan_reads(
-        leaves,
-        profile=ReadOptions().profile(storage.kind).within(work.memory_budget_bytes),
-        memory_budget_bytes=work.memory_budget_bytes,
-        adopt=False,
-        in_order=work.in_order,
-    )
-    stats = read_leaves(
-        reads,
-        storage,
-        deliver=deliver,
-        convert=lambda _, values, out: np.copyto(out, values),
-        check=work.check,
-    )
-    pool.join()
-    written = sum(leaf.local.boxes[0].size * leaf.stored.bits // 8 for leaf in leaves)
-    return WriteStats(bytes_written=written, bytes_read=stats.bytes_read)
+    regions = [piece_region(pieces, block.entry.name, block.box) for block in blocks]
+    stats = read_pieces(pieces, regions, folder, deliver)
+    return stats + WriteStats(bytes_written=total_bytes)
+
+
+def _blocks(plan: WritePlan, file: OpenFile, most_bytes: int) -> Iterator[_Block]:
+    gathered = {plan.leaves[number].tensor.name for number in file.plan.gathered}
+    for entry in file.plan.layout.tensors:
+        if entry.name in gathered:
+            group = _GROUP if entry.dtype.packed else 1
+            start = entry.start
+            for box in row_blocks(entry.shape, entry.dtype.bits, most_bytes, group):
+                yield _Block(file, entry, box, start)
+                start += box.size * entry.dtype.bits // 8
 
 
 def _write(files: FileSet, block: _Block, values: np.ndarray) -> None:
     data = values.reshape(-1).view(np.uint8)
-    if block.dtype.packed:
-        data = pack_bits(data, block.dtype.bits)
-    block.file.writer.write_at(block.start, [data])
+    if block.entry.dtype.packed:
+        data = pack_bits(data, block.entry.dtype.bits)
+    block.file.write_at(block.start, [data])
     files.written(block.file.plan.name)
 
 
-def _blocks(
-    plan: WritePlan, file: OpenFile, pieces: Catalog, most_bytes: int
-) -> Iterator[tuple[LeafRead, _Block]]:
-    gathered = {plan.leaves[number].tensor.name for number in file.plan.gathered}
-    for entry in file.plan.layout.tensors:
-        if entry.name not in gathered:
-            continue
-        group = _GROUP if entry.dtype.packed else 1
-        for box in row_blocks(entry.shape, entry.dtype.bits, most_bytes, group):
-            first = sum(
-                start * math.prod(entry.shape[axis + 1 :]) for axis, start in enumerate(box.start)
-            )
-            start = entry.start + first * entry.dtype.bits // 8
-            yield _leaf(pieces, entry, box), _Block(file, entry.dtype, start)
-
-
-def _leaf(pieces: Catalog, entry: TensorEntry, box: Box) -> LeafRead:
-    stored = pieces.entries([entry.name])[entry.name].dtype
-    sources = sources_of(pieces.locate({entry.name: (box,)})[entry.name])
-    local = AddressableShards((box,), (False,))
-    return LeafRead(entry.name, entry.shape, stored, sources, local, stored.numpy)
-
-
 def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1) -> Iterator[Box]:
-    """Boxes that are contiguous in a row-major tensor, in its order.
+    """Return boxes that are contiguous in a row-major tensor, in its order.
 
     Args:
         shape: The tensor's shape.

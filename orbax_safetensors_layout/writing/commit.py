@@ -1,33 +1,16 @@
-"""A save that becomes visible when it is complete; how, is a property of its storage."""
+"""The commit of a save, which becomes visible when it is complete; how, depends on its storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import DIGESTS, INDEX_SUFFIX, MANIFEST, SUFFIX
 from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.runtime import ProcessGroup
-from orbax_safetensors_layout.storage import Publication, Storage, join, read_range
-
-
-def publication_of(
-    storage: Storage, target: str, *, overwrite: bool, documents: Collection[str] = ()
-) -> Publication:
-    """How a checkpoint comes to stand at a folder.
-
-    Args:
-        storage: Where the folder is.
-        target: The folder.
-        overwrite: Whether a checkpoint that stands there is replaced.
-        documents: Names of more files that come with it.
-    """
-
-    def rank(name: str) -> int | None:
-        return 0 if name in documents else appearance_rank(name)
-
-    return storage.publication(target, overwrite=overwrite, rank=rank, scratch=(PIECES_FOLDER,))
+from orbax_safetensors_layout.storage import Storage, join, read_range
 
 
 def appearance_rank(name: str) -> int | None:
@@ -49,34 +32,49 @@ def appearance_rank(name: str) -> int | None:
     return 1 if name.endswith(SUFFIX) or name == DIGESTS else None
 
 
-def publish(
-    publication: Publication,
-    write: Callable[[str], object],
+@contextlib.contextmanager
+def commit_when_complete(
+    storage: Storage,
+    target: str,
     *,
     group: ProcessGroup,
-    storage: Storage,
     overwrite: bool,
-    documents: Mapping[str, bytes] | None = None,
-) -> None:
-    """Writes a checkpoint, and puts it in its place when it is complete.
+    sidecar_files: Mapping[str, bytes],
+) -> Iterator[str]:
+    """Yields the folder to write a checkpoint into; leaving the block commits it to `target`.
+
+    All processes enter the block, and leave it when all have written or one has failed.
 
     Args:
-        publication: Its place.
-        write: Writes everything into a folder, and waits until all processes have.
-        group: The processes.
         storage: Where the folder is.
+        target: The folder of the checkpoint.
+        group: The processes.
         overwrite: Whether a checkpoint that stands there is replaced.
-        documents: More files that come with it, by name.
+        sidecar_files: Small files that come with it, by name; those of the leader count.
 
     Raises:
-        CheckpointExistsError: One stands there, or another file of such a name, without
+        CheckpointExistsError: A checkpoint stands there, or another file of such a name, without
             `overwrite`.
         StorageError: A step failed.
         PeerError: Another process failed.
     """
+
+    def rank(name: str) -> int | None:
+        return 0 if name in sidecar_files else appearance_rank(name)
+
+    publication = storage.publication(
+        target, overwrite=overwrite, rank=rank, scratch=(PIECES_FOLDER,)
+    )
     error: BaseException | None = None
     try:
-        _publish(publication, write, group, storage, overwrite, documents or {})
+        with group.together("preparing the folder"):
+            if group.is_leader:
+                publication.begin()
+                _check_target(storage, publication.target, sidecar_files, overwrite)
+                publication.prepare()
+        yield publication.folder
+        if group.is_leader:
+            publication.publish()
     except BaseException as problem:
         error = problem
         group.abandon()
@@ -87,56 +85,37 @@ def publish(
     group.barrier("publishing the checkpoint", error)
 
 
-def _publish(
-    publication: Publication,
-    write: Callable[[str], object],
-    group: ProcessGroup,
-    storage: Storage,
-    overwrite: bool,
-    documents: Mapping[str, bytes],
+def _check_target(
+    storage: Storage, target: str, sidecar_files: Mapping[str, bytes], overwrite: bool
 ) -> None:
-    error: BaseException | None = None
-    try:
-        if group.is_leader:
-            publication.begin()
-            _check_target(storage, publication.target, overwrite)
-            if not overwrite:
-                check_documents(storage, publication.target, documents)
-            publication.prepare()
-    except BaseException as problem:
-        error = problem
-    group.barrier("preparing the folder", error)
-    write(publication.folder)
-    if group.is_leader:
-        publication.publish()
-
-
-def _check_target(storage: Storage, target: str, overwrite: bool) -> None:
     check_is_folder(target, is_file=storage.is_file(target))
-    if not overwrite and is_safetensors_checkpoint(target, storage=storage):
+    if overwrite:
+        return
+    if is_safetensors_checkpoint(target, storage=storage):
         raise CheckpointExistsError(
             "a safetensors checkpoint stands there already",
             file=target,
             hint="Pass overwrite=True to replace it.",
         )
+    check_sidecar_files(storage, target, sidecar_files)
 
 
-def check_documents(storage: Storage, folder: str, documents: Mapping[str, bytes]) -> None:
-    """Refuses files that would replace others of their names.
+def check_sidecar_files(storage: Storage, folder: str, files: Mapping[str, bytes]) -> None:
+    """Raises where side files would replace others of their names.
 
     Args:
         storage: Where the folder is.
         folder: The folder, which need not exist.
-        documents: The files, by name.
+        files: The side files by name.
 
     Raises:
         CheckpointExistsError: Others stand there.
-        StorageError: They can not be read.
+        StorageError: They cannot be read.
     """
-    present = set(storage.list(folder)) if documents else set()
+    present = set(storage.list(folder)) if files else set()
     others = []
-    for name in sorted(present.intersection(documents)):
-        file, data = join(folder, name), documents[name]
+    for name in sorted(present.intersection(files)):
+        file, data = join(folder, name), files[name]
         size = storage.size(file)
         if size != len(data) or read_range(storage, file, 0, size) != data:
             others.append(name)
@@ -149,7 +128,7 @@ def check_documents(storage: Storage, folder: str, documents: Mapping[str, bytes
 
 
 def check_is_folder(target: str, *, is_file: bool) -> None:
-    """Refuses a target that is no folder, or is called as if it were none.
+    """Raises where a target is a file, or has the name of one.
 
     Args:
         target: Its path.

@@ -1,91 +1,158 @@
-"""The folder of a checkpoint that is being written: its small files, and what completes it."""
+"""The folder of a checkpoint that is being written, and the order in which its files appear."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.format import (
     DIGESTS,
-    MAIN_INDEX,
     MANIFEST,
+    Manifest,
     dump_digests,
-    index_bytes,
     parse_digests,
 )
-from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.options import MIB, WriteOptions
 from orbax_safetensors_layout.plan import PIECES_FOLDER, WritePlan
-from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
+from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
+from orbax_safetensors_layout.storage import Storage, join, read_range
 
 from .commit import appearance_rank
 from .open_files import FileSet
 
+_BUDGET_BYTES = 256 * MIB  # of a save that names none: copies from devices, and pieces
+
 
 class CheckpointFolder:
-    """A folder that the processes of a save fill; where files appear one by one, in this order.
+    """A folder that the processes of a save fill.
 
-    The manifest is in it first, then come files of tensors, and last what makes them one
-    checkpoint; see `publishing.appearance_rank`.
+    `begin` writes the manifest and the side files; then come files of tensors; `complete` writes
+    what makes them one checkpoint. See `commit.appearance_rank`.
 
     Attributes:
         path: The folder, which exists.
         storage: Where it is.
+        group: The processes.
         files: The files of tensors that this process has begun.
+        pool: Threads that write them.
+        memory_budget_bytes: Host bytes of values that are held at once.
 
     Args:
         path: The folder.
         storage: Where it is.
-        options: Whether files are flushed, and have checksums.
+        group: The processes.
+        options: How to write.
     """
 
-    def __init__(self, path: str, storage: Storage, options: WriteOptions) -> None:
+    def __init__(
+        self, path: str, storage: Storage, group: ProcessGroup, options: WriteOptions
+    ) -> None:
         self.path = path
         self.storage = storage
+        self.group = group
         self.files = FileSet(storage, path, durable=options.fsync, digest=options.digests)
+        self.pool = Workers(
+            options.writers, "safetensors-write", storage.interrupt, self.check
+        )
+        self.memory_budget_bytes = options.memory_budget_bytes or _BUDGET_BYTES
         self._durable = options.fsync
         self._digests = options.digests
-        self._documents: set[str] = set()
+        self._small_files: set[str] = set()
+        self._doing = "saving"
 
-    def begin(self, manifest: bytes | None, documents: Mapping[str, bytes]) -> None:
-        """Writes what is known before the tensors are; for one process.
+    @contextlib.contextmanager
+    def step(self, doing: str) -> Iterator[None]:
+        """A step of all processes: leaving the block, each waits until all have.
 
         Args:
-            manifest: What stands beside the tensors, if anything.
-            documents: More small files, by name.
+            doing: The step, for errors.
+
+        Raises:
+            PeerError: Another process failed.
         """
-        if manifest is not None:
-            self.files.digests[MANIFEST] = zlib.crc32(manifest)
-            documents = {MANIFEST: manifest, **documents}
-        self._write(documents)
+        self._doing = doing
+        with self.group.together(doing):
+            try:
+                yield
+            except BaseException:
+                self.storage.interrupt()
+                self.pool.stop()
+                raise
+
+    def check(self) -> None:
+        """Looks, now and then, whether another process has failed.
+
+        Raises:
+            PeerError: One has.
+        """
+        self.group.check(self._doing)
+
+    def begin(
+        self,
+        manifest: Manifest | None,
+        sidecar_files: Mapping[str, bytes],
+        fingerprint: Fingerprint | None,
+    ) -> str:
+        """Agrees on what is saved, and writes the manifest and the side files.
+
+        Args:
+            manifest: The manifest, if the checkpoint has one.
+            sidecar_files: More small files, by name.
+            fingerprint: What all processes must have alike.
+
+        Returns:
+            The id of the save, the same on all processes.
+        """
+        save_id = uuid.uuid4().hex
+        error: BaseException | None = None
+        try:
+            if self.group.is_leader:
+                files = dict(sidecar_files)
+                if manifest is not None:
+                    files = {MANIFEST: manifest.stamped(save_id).to_json()} | files
+                    self.files.digests[MANIFEST] = zlib.crc32(files[MANIFEST])
+                self._write(files)
+        except BaseException as problem:
+            error = problem
+            self.storage.interrupt()
+        return self.group.barrier(
+            "agreeing on what is saved", error, agree=fingerprint, tell=save_id
+        )
 
     def make_pieces_folder(self) -> None:
-        """Makes the place for what only the processes themselves read; `complete` removes it."""
+        """Makes the folder of what only the processes themselves read; `complete` removes it."""
         self.storage.make_folder(join(self.path, PIECES_FOLDER))
 
-    def leave_digests(self, process: int) -> None:
-        """Leaves the checksums of this process's files to the one that calls `complete`."""
-        if self._digests:
+    def leave_digests(self) -> None:
+        """Leaves the checksums of this process's files to the leader, for `complete`."""
+        if self._digests and not self.group.is_leader:
             self.make_pieces_folder()
-            self._write({_own_digests(process): dump_digests(self.files.digests)})
+            self._write({_own_digests(self.group.process_index): dump_digests(self.files.digests)})
+
+    def close(self) -> None:
+        """Stops the threads, and drops files that are not complete."""
+        self.pool.stop()
+        self.files.abort()
 
     def complete(self, plan: WritePlan) -> None:
-        """Writes what makes many files one checkpoint, and removes what was only needed before.
+        """Checks what all have written, writes index and digests, removes temporary files."""
+        with self.step("looking at what was written"):  # by all, before pieces are removed
+            self.storage.check_written(self.path)
+        with self.step("completing the folder"):
+            if self.group.is_leader:
+                self._complete(plan)
 
-        For one process, when all have written.
-        """
-        documents = {}
-        if len(plan.files) > 1:
-            files = [(name, tensors) for name, _, tensors in plan.files]
-            documents[MAIN_INDEX] = index_bytes(files)
+    def _complete(self, plan: WritePlan) -> None:
+        files = plan.index()
         if self._digests:
-            found = {name: zlib.crc32(data) for name, data in documents.items()}
-            found |= self.files.digests
+            digests = {name: zlib.crc32(data) for name, data in files.items()}
+            digests |= self.files.digests
             for process in range(1, plan.process_count):
-                found |= self._left_digests(process)
-            documents[DIGESTS] = dump_digests(found)
-        self._write(documents)
+                digests |= self._left_digests(process)
+            files[DIGESTS] = dump_digests(digests)
+        self._write(files)
         self._remove_strays(plan)
         if plan.exchanges or self._digests:
             self.storage.remove(join(self.path, PIECES_FOLDER))
@@ -93,8 +160,8 @@ class CheckpointFolder:
             self.storage.flush_folder(self.path)
 
     def _remove_strays(self, plan: WritePlan) -> None:
-        """Removes what a save that was given up has left, and would pass for a part of this one."""
-        own = self._documents.union(plan.names)
+        """Removes what an abandoned save has left, which would pass for a part of this one."""
+        own = self._small_files.union(plan.names)
         for name in self.storage.list(self.path):
             if appearance_rank(name) is not None and name not in own:
                 self.storage.remove(join(self.path, name))
@@ -104,61 +171,34 @@ class CheckpointFolder:
         data = read_range(self.storage, file, 0, self.storage.size(file))
         return parse_digests(data, file=file)
 
-    def _write(self, documents: Mapping[str, bytes]) -> None:
-        self._documents.update(documents)
-        for name, data in documents.items():
-            file = self.storage.create(join(self.path, name), len(data), durable=self._durable)
-            try:
-                file.write_at(0, [memoryview(bytearray(data))])
-                file.finish()
-            except BaseException:
-                file.abort()
-                raise
+    def _write(self, files: Mapping[str, bytes]) -> None:
+        self._small_files.update(files)
+        write_small_files(self.storage, self.path, files, durable=self._durable)
 
 
 def _own_digests(process: int) -> str:
     return f"{PIECES_FOLDER}/{DIGESTS}.{process}"
 
 
-_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-
-
-def companions(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The configuration, tokenizer and the like of a Hugging Face folder, by name.
+def write_small_files(
+    storage: Storage, folder: str, files: Mapping[str, bytes], *, durable: bool
+) -> None:
+    """Writes files from memory, each of which appears complete.
 
     Args:
-        path: The folder, or one such file.
+        storage: Where the folder is.
+        folder: The folder.
+        files: Their bytes by name.
+        durable: Whether they must survive a crash of the machine.
 
     Raises:
-        StorageError: A file can not be read.
+        StorageError: A write failed.
     """
-    storage, folder = open_storage(path)
-    with storage:
-        if storage.is_file(folder):
-            files = {os.path.basename(folder): folder}
-        else:
-            files = {name: join(folder, name) for name in storage.list(folder)}
-        return {
-            name: read_range(storage, file, 0, storage.size(file))
-            for name, file in files.items()
-            if name.endswith(_SUFFIXES)
-            and appearance_rank(name) is None
-            and not name.startswith(".")
-        }
-
-
-def given_companions(config: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The files of a folder that a caller names for them, as `companions`.
-
-    Raises:
-        CheckpointNotFoundError: There are none.
-        StorageError: A file can not be read.
-    """
-    found = companions(config)
-    if not found:
-        raise CheckpointNotFoundError(
-            "there is nothing to put beside the files",
-            file=config,
-            expected="a folder with config.json, a tokenizer and the like",
-        )
-    return found
+    for name, data in files.items():
+        file = storage.create(join(folder, name), len(data), durable=durable)
+        try:
+            file.write_at(0, [memoryview(bytearray(data))])
+            file.finish()
+        except BaseException:
+            file.abort()
+            raise

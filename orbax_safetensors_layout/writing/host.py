@@ -54,10 +54,10 @@ class HostValues:
             if isinstance(value, jax.Array) and value.is_fully_addressable
         ]
 
-    def cut(self, part: FilePart, budget_bytes: int | None) -> Iterable[FilePart]:
+    def cut(self, part: FilePart, budget_bytes: int) -> Iterable[FilePart]:
         nbytes = self.held_bytes(part)
         captured = (part.leaf, part.tile.members) in self._captured
-        if budget_bytes is None or nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
+        if nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
             return [part]
         slab_bytes = max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES)
         return self._slabs(part, part.tile.box.size * slab_bytes // nbytes)

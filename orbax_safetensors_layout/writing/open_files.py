@@ -1,29 +1,60 @@
-"""The files of a save that are being written."""
+"""The files of a save that are being written, with their checksums."""
 
 from __future__ import annotations
 
-import functools
 import threading
-from typing import NamedTuple
+import zlib
+from collections.abc import Sequence
+from typing import cast
 
+from orbax_safetensors_layout.format import join_crc32
 from orbax_safetensors_layout.plan import FileWrite
-from orbax_safetensors_layout.storage import FileWriter, Storage, join
-
-from .digesting import DigestingWriter
+from orbax_safetensors_layout.storage import ByteBuffer, FileWriter, Storage, join
 
 
-class OpenFile(NamedTuple):
-    """A file that is being written.
+class OpenFile:
+    """A file that is being written; safe to write to from many threads.
 
     Attributes:
-        plan: What it will be.
-        writer: Where its bytes go.
+        plan: Its name and layout.
         durable: Whether it must survive a crash of the machine.
+
+    Args:
+        plan: Its name and layout.
+        writer: Takes its bytes.
+        durable: Whether it must survive a crash of the machine.
+        digest: Whether the CRC-32 of its bytes is computed, on the threads that write.
     """
 
-    plan: FileWrite
-    writer: FileWriter
-    durable: bool
+    def __init__(self, plan: FileWrite, writer: FileWriter, *, durable: bool, digest: bool) -> None:
+        self.plan = plan
+        self.durable = durable
+        self._writer = writer
+        self._digest = digest
+        self._ranges: list[tuple[int, int, int]] = []  # first byte, bytes, CRC-32
+        self._lock = threading.Lock()
+
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
+        value = length = 0
+        for buffer in buffers if self._digest else ():
+            value = zlib.crc32(cast(memoryview, buffer), value)  # releases the GIL
+            length += buffer.nbytes
+        self._writer.write_at(offset, buffers)
+        if self._digest:
+            with self._lock:
+                self._ranges.append((offset, length, value))
+
+    def finish(self) -> int | None:
+        """Completes the file; returns its CRC-32, if that is computed."""
+        try:
+            self._writer.finish()
+        except BaseException:
+            self._writer.abort()
+            raise
+        return join_crc32(self._ranges, self.plan.layout.size) if self._digest else None
+
+    def abort(self) -> None:
+        self._writer.abort()
 
 
 class FileSet:
@@ -50,45 +81,41 @@ class FileSet:
         self._durable = durable
         self._digest = digest
         self._open: dict[str, OpenFile] = {}
-        self._left: dict[str, int] = {}
+        self._pending: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def begin(self, plan: FileWrite) -> OpenFile:
         """Creates a file and writes its header."""
+        stays = not plan.is_temporary
+        durable = self._durable and stays
         path = join(self._folder, plan.name)
-        durable = self._durable and not plan.is_temporary
         writer = self._storage.create(path, plan.layout.size, durable=durable)
-        if self._digest and not plan.is_temporary:
-            keep = functools.partial(self.digests.__setitem__, plan.name)
-            writer = DigestingWriter(writer, plan.layout.size, keep)
-        found = OpenFile(plan, writer, durable)
+        file = OpenFile(plan, writer, durable=durable, digest=self._digest and stays)
         with self._lock:
-            self._open[plan.name] = found
-        writer.write_at(0, [memoryview(bytearray(plan.layout.header))])
-        return found
+            self._open[plan.name] = file
+        file.write_at(0, [memoryview(bytearray(plan.layout.header))])
+        return file
 
     def finish(self, name: str) -> None:
         """Completes a file."""
         with self._lock:
-            found = self._open.pop(name)
-        try:
-            found.writer.finish()
-        except BaseException:
-            found.writer.abort()
-            raise
+            file = self._open.pop(name)
+        digest = file.finish()
+        if digest is not None:
+            self.digests[name] = digest
 
     def expect(self, name: str, writes: int) -> None:
-        """Says how many more writes complete a file; without any it is complete."""
+        """Sets the number of pending writes of a file; 0 completes it."""
         with self._lock:
-            self._left[name] = writes
+            self._pending[name] = writes
         if not writes:
             self.finish(name)
 
     def written(self, name: str) -> None:
-        """Says that one of the writes that a file expects is done; the last completes it."""
+        """Counts one pending write of a file as done; the last completes it."""
         with self._lock:
-            self._left[name] -= 1
-            is_last = not self._left[name]
+            self._pending[name] -= 1
+            is_last = not self._pending[name]
         if is_last:
             self.finish(name)
 
@@ -98,8 +125,8 @@ class FileSet:
             return [*self._open.values()]
 
     def abort(self) -> None:
-        """Drops what is not complete."""
+        """Drops incomplete files."""
         with self._lock:
-            for found in self._open.values():
-                found.writer.abort()
+            for file in self._open.values():
+                file.abort()
             self._open.clear()

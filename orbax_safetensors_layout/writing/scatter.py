@@ -1,208 +1,156 @@
-"""Tensors put together from regions of leaves that a mapping spreads over them."""
+"""Writes tensors that a mapping makes of regions of leaves."""
 
 from __future__ import annotations
 
 import functools
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import TensorEntry
-from orbax_safetensors_layout.geometry import AffineView, Box, pack_bits
+from orbax_safetensors_layout.geometry import pack_bits
 from orbax_safetensors_layout.mapping import apply_ops, strided
-from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan import Contribution, LeafRead, TensorPiece, WritePlan, plan_reads
-from orbax_safetensors_layout.reading import read_leaves
-from orbax_safetensors_layout.runtime import allocate
-from orbax_safetensors_layout.sharding import AddressableShards
+from orbax_safetensors_layout.options import Progress
+from orbax_safetensors_layout.plan import Contribution, ScatterPlan, WritePlan
+from orbax_safetensors_layout.runtime import ProgressReport, allocate
 
-from .completion import Completion
+from .assemble_files import piece_region, read_pieces
+from .folder import CheckpointFolder
 from .host import HostValues
 from .open_files import FileSet, OpenFile
 from .write import WriteStats
 
 
-class _Tensor:
-    """One tensor on its way to its file."""
+class _MappedTensor:
+    """A tensor that is filled from contributions, and written when it is complete."""
 
     def __init__(
-        self, entry: TensorEntry, file: OpenFile, files: FileSet, parts: Sequence[Contribution]
+        self,
+        entry: TensorEntry,
+        file: OpenFile,
+        files: FileSet,
+        parts: Sequence[Contribution],
+        report: ProgressReport,
     ) -> None:
-        self.entry = entry
         self.parts = parts
-        self.left = len(parts)
+        self.pending = len(parts)
+        self.nbytes = math.prod(entry.shape) * entry.dtype.numpy.itemsize  # unpacked
+        self._entry = entry
         self._file = file
         self._files = files
-        self._lock = threading.Lock()
+        self._report = report
         self._elements: np.ndarray | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds while it is put together."""
-        return math.prod(self.entry.shape) * self.entry.dtype.numpy.itemsize
-
     def add(self, part: Contribution, values: np.ndarray) -> None:
-        """Puts the values of a region where they belong."""
-        with self._lock:
-            if self._elements is None:
-                dtype = self.entry.dtype.numpy
-                self._elements = allocate(self.nbytes).view(dtype)
+        """Puts the values of a region in their place."""
+        if self._elements is None:
+            self._elements = allocate(self.nbytes).view(self._entry.dtype.numpy)
         if part.ops:
             values = apply_ops(values, part.ops)
-        values = values.reshape(part.view.shape)
-        strided(self._elements, part.view)[...] = values
+        strided(self._elements, part.view)[...] = values.reshape(part.view.shape)
 
     def write(self) -> None:
-        """Writes it, complete; the last of a file completes that."""
+        """Writes the tensor; the last of a file completes that."""
         assert self._elements is not None
         data = self._elements.view(np.uint8)
-        if self.entry.dtype.packed:
-            data = pack_bits(data, self.entry.dtype.bits)
-        self._file.writer.write_at(self.entry.start, [data])
+        if self._entry.dtype.packed:
+            data = pack_bits(data, self._entry.dtype.bits)
+        self._file.write_at(self._entry.start, [data])
         self._elements = None
         self._files.written(self._file.plan.name)
+        self._report.add(self._entry.nbytes, self._entry.name)
 
 
-def scatter(
-    work: Completion, parts: dict[str, list[Contribution]], values: HostValues
+def write_mapped(
+    folder: CheckpointFolder,
+    plan: WritePlan,
+    mapped: ScatterPlan,
+    values: HostValues,
+    pieces: Catalog | None,
+    progress: Callable[[Progress], None] | None,
 ) -> WriteStats:
     """Completes the files that this process owns.
 
     Args:
-        work: The files; its progress is told of after each tensor, and the memory budget is that
-            of tensors that are put together, of which one may be larger.
-        parts: What the tensors are made of.
+        folder: What is written; its memory budget is that of tensors that are filled at once, of
+            which one may be larger.
+        plan: What this process writes.
+        mapped: What the tensors are made of.
         values: The leaves, for a process that holds all of them.
+        pieces: The pieces of the leaves; None for a process that holds all of them.
+        progress: Called after each tensor.
     """
-    files = work.files
-    unfinished = files.unfinished()
+    unfinished = folder.files.unfinished()
+    found = [(file, e) for file in unfinished for e in file.plan.layout.tensors if e.nbytes]
+    total_bytes = sum(entry.nbytes for _, entry in found)
+    report = ProgressReport(progress, total_bytes)
     tensors = [
-        _Tensor(entry, file, files, parts[entry.name])
-        for file in unfinished
-        for entry in file.plan.layout.tensors
-        if entry.nbytes
+        _MappedTensor(entry, file, folder.files, mapped.parts[entry.name], report)
+        for file, entry in found
     ]
+    writes = Counter(file.plan.name for file, _ in found)
     for file in unfinished:
-        files.expect(file.plan.name, sum(bool(e.nbytes) for e in file.plan.layout.tensors))
-    tell = _Teller(tensors, work.progress)
-    read = 0
-    if work.plan.stored is None:
-        _from_host(work, tensors, values, tell)
+        folder.files.expect(file.plan.name, writes[file.plan.name])
+    if pieces is None:
+        stats = _write_from_host(folder, plan, tensors, values)
     else:
-        read = _from_pieces(work, tensors, tell)
-    work.pool.join()
-    written = sum(tensor.entry.nbytes for tensor in tensors)
-    return WriteStats(bytes_written=written, bytes_read=read)
+        stats = _write_from_pieces(folder, plan, tensors, pieces)
+    return stats + WriteStats(bytes_written=total_bytes)
 
 
-class _Teller:
-    """Tells of each tensor that is written."""
-
-    def __init__(
-        self, tensors: Sequence[_Tensor], progress: Callable[[Progress], None] | None
-    ) -> None:
-        self._progress = progress
-        self._done_bytes = 0
-        self._total_bytes = sum(tensor.entry.nbytes for tensor in tensors)
-        self._lock = threading.Lock()
-
-    def written(self, tensor: _Tensor) -> None:
-        with self._lock:
-            self._done_bytes += tensor.entry.nbytes
-            if self._progress is not None:
-                done = Progress(self._done_bytes, self._total_bytes, tensor.entry.name)
-                self._progress(done)
-
-
-def _from_host(
-    work: Completion, tensors: Sequence[_Tensor], values: HostValues, tell: _Teller
-) -> None:
-    held = [0]
+def _write_from_host(
+    folder: CheckpointFolder,
+    plan: WritePlan,
+    tensors: Sequence[_MappedTensor],
+    values: HostValues,
+) -> WriteStats:
+    held_bytes = 0
     lock = threading.Lock()
 
-    def make(tensor: _Tensor) -> None:
+    def write(tensor: _MappedTensor) -> None:
+        nonlocal held_bytes
         for part in tensor.parts:
-            box = work.plan.leaves[part.leaf].held.boxes[part.held]
+            box = plan.leaves[part.leaf].held.boxes[part.held]
             shard = values.shard(part.leaf, part.held)
             tensor.add(part, shard[part.box.within(box).slices])
         tensor.write()
-        tell.written(tensor)
         with lock:
-            held[0] -= tensor.nbytes
+            held_bytes -= tensor.nbytes
 
     for tensor in tensors:
-        work.check()
-        while held[0] and held[0] + tensor.nbytes > work.memory_budget_bytes:
-            work.pool.progress()
+        folder.check()
+        while held_bytes and held_bytes + tensor.nbytes > folder.memory_budget_bytes:
+            folder.pool.progress()
         with lock:
-            held[0] += tensor.nbytes
-        work.pool.submit(functools.partial(make, tensor))
+            held_bytes += tensor.nbytes
+        folder.pool.submit(functools.partial(write, tensor))
+    folder.pool.join()
+    return WriteStats()
 
 
-class _Wanted(NamedTuple):
-    tensor: _Tensor
-    part: Contribution
-
-
-def _stored(work: Completion) -> Catalog:
-    """The pieces that all processes have written."""
-    stored = work.plan.stored
-    assert stored is not None
-    return Catalog.of_pieces(work.storage, work.pieces_folder, stored)
-
-
-def _from_pieces(work: Completion, tensors: Sequence[_Tensor], tell: _Teller) -> int:
-    pieces = _stored(work)
-    wanted: list[_Wanted] = []
-    leaves: list[LeafRead] = []
-    for tensor in tensors:
-        for part in tensor.parts:
-            wanted.append(_Wanted(tensor, part))
-            leaves.append(_leaf(work.plan, pieces, part))
+def _write_from_pieces(
+    folder: CheckpointFolder,
+    plan: WritePlan,
+    tensors: Sequence[_MappedTensor],
+    pieces: Catalog,
+) -> WriteStats:
+    parts = [(tensor, part) for tensor in tensors for part in tensor.parts]
 
     def deliver(
-        number: int, boxes: Sequence[int], values: Sequence[np.ndarray]
+        number: int, _: Sequence[int], values: Sequence[np.ndarray]
     ) -> Callable[[], object] | None:
-        tensor, part = wanted[number]
+        tensor, part = parts[number]
         tensor.add(part, values[0])
-        tensor.left -= 1
-        return None if tensor.left else work.pool.submit(functools.partial(write, tensor)).result
+        tensor.pending -= 1
+        return None if tensor.pending else folder.pool.submit(tensor.write).result
 
-    def write(tensor: _Tensor) -> None:
-        tensor.write()
-        tell.written(tensor)
-
-    reads = plan_reads(
-        leaves,
-        profile=ReadOptions().profile(work.storage.kind).within(work.memory_budget_bytes),
-        memory_budget_bytes=work.memory_budget_bytes,
-        adopt=False,
-        in_order=work.in_order,
-    )
-    stats = read_leaves(
-        reads,
-        work.storage,
-        deliver=deliver,
-        convert=lambda number, values, out: np.copyto(out, values.view(leaves[number].dtype)),
-        check=work.check,
-    )
-    return stats.bytes_read
-
-
-def _leaf(plan: WritePlan, pieces: Catalog, part: Contribution) -> LeafRead:
-    leaf = plan.leaves[part.leaf]
-    name = leaf.tensor.name
-    stored = pieces.entries([name])[name].dtype
-    region = Box.whole(part.box.shape)
-    sources = []
-    for box, entry in pieces.locate({name: (part.box,)})[name]:
-        common = box.intersect(part.box)
-        assert common is not None
-        view = AffineView.row_major(box.shape).restrict(common.within(box))
-        sources.append(TensorPiece(entry, common.within(part.box), view))
-    local = AddressableShards((region,), (False,))
-    return LeafRead(name, region.shape, stored, tuple(sources), local, leaf.values)
+    leaves = [plan.leaves[part.leaf] for _, part in parts]
+    regions = [
+        piece_region(pieces, leaf.tensor.name, part.box, leaf.values)
+        for leaf, (_, part) in zip(leaves, parts, strict=True)
+    ]
+    return read_pieces(pieces, regions, folder, deliver)

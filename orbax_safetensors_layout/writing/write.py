@@ -17,11 +17,12 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import MIB, Progress
-from orbax_safetensors_layout.plan import FilePart, FileWrite, LeafWrite
-from orbax_safetensors_layout.runtime import Bytes, Workers, align, allocate
+from orbax_safetensors_layout.plan import FilePart, FileWrite, WritePlan
+from orbax_safetensors_layout.runtime import Bytes, ProgressReport, align, allocate
 from orbax_safetensors_layout.storage import ByteBuffer
 
-from .open_files import FileSet, OpenFile
+from .folder import CheckpointFolder
+from .open_files import OpenFile
 from .parts import FetchShards, PartBytes
 
 _JOB_BYTES = 8 * MIB
@@ -31,8 +32,8 @@ _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direc
 class Values(Protocol):
     """The shards of this process, as numpy arrays on the host."""
 
-    def cut(self, part: FilePart, budget_bytes: int | None) -> Iterable[FilePart]:
-        """A part, or slabs of one that would hold more than a budget."""
+    def cut(self, part: FilePart, budget_bytes: int) -> Iterable[FilePart]:
+        """Return a part, or slabs of one that would hold more than a budget."""
         ...
 
     def held_bytes(self, part: FilePart) -> int:
@@ -71,30 +72,22 @@ class WriteStats:
 
 
 def write_parts(
-    plans: Sequence[FileWrite],
-    leaves: Sequence[LeafWrite],
+    folder: CheckpointFolder,
+    plan: WritePlan,
     values: Values,
-    files: FileSet,
-    pool: Workers,
-    *,
-    memory_budget_bytes: int | None,
     progress: Callable[[Progress], None] | None,
-    check: Callable[[], None] = lambda: None,
 ) -> WriteStats:
     """Writes what comes from this process's shards; files that need no more are completed.
 
     Args:
-        plans: The files.
-        leaves: The leaves of the plan.
+        folder: What is written.
+        plan: What this process writes.
         values: The shards.
-        files: Where the files are begun.
-        pool: The threads.
-        memory_budget_bytes: Host bytes of shards that are held at once, where they are copies.
-        progress: Told after each part.
-        check: Called now and then; raises where another process has failed.
+        progress: Called after each part.
     """
-    writer = _PartWriter(plans, leaves, values, files, pool, memory_budget_bytes, progress, check)
-    return writer.run()
+    if plan.pieces is not None and plan.pieces.is_temporary:
+        folder.make_pieces_folder()
+    return _PartWriter(folder, plan, values, progress).run()
 
 
 class _Segment(NamedTuple):
@@ -110,29 +103,25 @@ class _PartWriter:
 
     def __init__(
         self,
-        plans: Sequence[FileWrite],
-        leaves: Sequence[LeafWrite],
+        folder: CheckpointFolder,
+        plan: WritePlan,
         values: Values,
-        files: FileSet,
-        pool: Workers,
-        budget: int | None,
         progress: Callable[[Progress], None] | None,
-        check: Callable[[], None],
     ) -> None:
-        self._check = check
-        self._plans = plans
-        self._leaves = leaves
+        self._check = folder.check
+        self._plans = [*plan.writes()]
+        self._leaves = plan.leaves
         self._values = values
-        self._files = files
-        self._pool = pool
-        self._budget = budget
-        self._progress = progress
+        self._files = folder.files
+        self._pool = folder.pool
+        self._budget = folder.memory_budget_bytes
         self._scratch = threading.local()
         self._lock = threading.Lock()
         self._held_bytes = 0
         self._left_bytes: dict[int, int] = {}  # of parts that hold memory, by their identity
-        self._done_bytes = 0
-        self._total_bytes = sum(part.stop - part.start for plan in plans for part in plan.parts)
+        parts = (part for file in self._plans for part in file.parts)
+        self._total_bytes = sum(part.stop - part.start for part in parts)
+        self._report = ProgressReport(progress, self._total_bytes)
 
     def run(self) -> WriteStats:
         # A file system lets one write at a time into a file, so as many files as there are threads
@@ -209,7 +198,7 @@ class _PartWriter:
     def _has_room(self, held: int) -> bool:
         with self._lock:
             used = self._held_bytes
-        return not held or not used or self._budget is None or used + held <= self._budget
+        return not held or not used or used + held <= self._budget
 
     def _reserve(self, part: FilePart, held: int) -> None:
         if held:
@@ -224,7 +213,7 @@ class _PartWriter:
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
         try:
             for offset, buffers in self._batches(segments, file.durable):
-                file.writer.write_at(offset, buffers)
+                file.write_at(offset, buffers)
         except BaseException as error:
             leaf = self._leaves[segments[0].source.part.leaf]
             if not isinstance(error, SafetensorsLayoutError):
@@ -272,7 +261,6 @@ class _PartWriter:
     def _release(self, segments: Sequence[_Segment]) -> None:
         with self._lock:
             for source, start, stop in segments:
-                self._done_bytes += stop - start
                 left = self._left_bytes.get(id(source.part))
                 if left is not None:
                     self._left_bytes[id(source.part)] = left - (stop - start)
@@ -280,6 +268,5 @@ class _PartWriter:
                         source.drop()
                         self._held_bytes -= self._values.held_bytes(source.part)
                         del self._left_bytes[id(source.part)]
-            if self._progress is not None:
-                name = self._leaves[segments[-1].source.part.leaf].tensor.name
-                self._progress(Progress(self._done_bytes, self._total_bytes, name))
+        name = self._leaves[segments[-1].source.part.leaf].tensor.name
+        self._report.add(sum(stop - start for _, start, stop in segments), name)

@@ -34,10 +34,12 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
 from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite
+from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite, WritePlan
+from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 from orbax_safetensors_layout.runtime.tasks import Workers
 from orbax_safetensors_layout.sharding.addressable import GlobalShards
 from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.writing.folder import CheckpointFolder
 from orbax_safetensors_layout.writing.open_files import FileSet
 from orbax_safetensors_layout.writing.write import _PartWriter, write_parts
 
@@ -1152,13 +1154,12 @@ def most_live(folder, threads, budget, large, file_count=1):
         )
         plans.append(FileWrite(f"f{file}", layout, parts, ()))
     values = HeldValues(sizes)
-    pool = Workers(threads, "test")
+    options = quick(concurrency=threads, memory_budget_bytes=budget)
     with LocalStorage() as storage:
-        files = FileSet(storage, str(folder), durable=False)
-        stats = write_parts(
-            plans, leaves, values, files, pool, memory_budget_bytes=budget, progress=None
-        )
-        pool.stop()
+        made = CheckpointFolder(str(folder), storage, ProcessGroup.alone(), options)
+        plan = WritePlan(tuple(leaves), (), tuple(plans), None, None, 0, 1)
+        stats = write_parts(made, plan, values, None)
+        made.close()
     assert stats.bytes_written == sum(plan.layout.size for plan in plans)
     for plan in plans:
         assert (folder / plan.name).stat().st_size == plan.layout.size
