@@ -92,7 +92,7 @@ def test_exit_codes(monkeypatch, capsys, error, code):
     def fail(*_, **__):
         raise error
 
-    module = importlib.import_module("orbax_safetensors_layout.conversion.consolidate")
+    module = importlib.import_module("orbax_safetensors_layout.conversion")
     monkeypatch.setattr(module, "consolidate", fail)
     assert main(["consolidate", "here"]) == code
     out, err = capsys.readouterr()

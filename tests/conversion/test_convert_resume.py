@@ -24,8 +24,8 @@ import json, os, signal, sys, warnings
 import orbax_safetensors_layout as osl
 import traceback
 from orbax_safetensors_layout.conversion import journal, pipeline
-from orbax_safetensors_layout.adapters.orbax_format import source as orbax_source
-from orbax_safetensors_layout.adapters.orbax_format import target as orbax_target
+from orbax_safetensors_layout.adapters.orbax_format import orbax_reader
+from orbax_safetensors_layout.adapters.orbax_format import orbax_target
 from orbax_safetensors_layout.storage import local, resumable
 
 warnings.simplefilter("ignore")
@@ -56,7 +56,7 @@ def child(source, target, form, kill):
     count = [0]
     watched(local.LocalStorage, "read_into", kill, count, lambda self, file, offset, buffers:
             log("read", file, offset, offset + sum(len(b) for b in buffers)))
-    watched(orbax_source.OrbaxSource, "read", kill, count,
+    watched(orbax_reader.OrbaxReader, "read", kill, count,
             lambda self, wanted: [log("read", a.stored, list(b.start), list(b.stop))
                                   for a, b in wanted])
     watched(resumable.ResumableFile, "write_at", kill, count)

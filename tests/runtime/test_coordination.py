@@ -238,7 +238,7 @@ def test_a_base_exception_is_an_error_like_any_other(store):
 
 
 def test_after_an_error_no_step_waits(store):
-    """`meet` is called again on the way out; it neither waits nor writes."""
+    """`barrier` is called again on the way out; it neither waits nor writes."""
 
     def work(group):
         try:
@@ -319,7 +319,7 @@ def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
             assert "enough" in str(error)
 
 
-def test_processes_meet_by_what_may_be_shown_of_a_path(store, monkeypatch):
+def test_processes_match_by_what_may_be_shown_of_a_path(store, monkeypatch):
     monkeypatch.setattr(replica_exchange.jax, "process_count", lambda: 2)
     monkeypatch.setattr(replica_exchange.DistributedStore, "connect", lambda: store)
     options = osl.ReadOptions(replicated="read_once", timeout_seconds=0.1)
@@ -476,10 +476,10 @@ def test_more_groups_at_once_than_are_kept(store):
     # what it said must not be gone when its leader comes.
     oldest = make_groups(store, 2, "oldest", timeout_seconds=1.5)
     with ThreadPoolExecutor(1) as pool:
-        begun = pool.submit(oldest[1].meet, "a first step")
+        begun = pool.submit(oldest[1].barrier, "a first step")
         oldest[0].barrier("a first step")
         begun.result()
-        waits = pool.submit(oldest[1].meet, "writing shards")
+        waits = pool.submit(oldest[1].barrier, "writing shards")
         for name in names:
             together(store, 2, lambda group: group.barrier("a first step"), name=name)
         outcome = "done"
