@@ -51,6 +51,11 @@ class Request(NamedTuple):
         """One past the last byte."""
         return self.regions[-1].stop
 
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the regions need; those of copies of one another once."""
+        return len({region.start for region in self.regions}) * self.read.runs.total_bytes
+
     def cost(self, profile: StorageProfile) -> tuple[int, int]:
         """Bytes read and requests, where it is read by itself."""
         count = self.read.storage_requests(profile)

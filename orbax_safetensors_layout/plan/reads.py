@@ -95,7 +95,7 @@ class ReadPlan:
             read, requests = read + group_read, requests + group_requests
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
-            needed += sum(region.read.runs.total_bytes for region in regions)
+            needed += sum(fetch.needed_bytes for fetch in group.fetches)
             touched.update(region.leaf for region in regions)
             if self.adopt and not any(region.layout.staged for region in regions):
                 continue

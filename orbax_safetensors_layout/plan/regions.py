@@ -89,8 +89,11 @@ class RegionPlan:
         """Whether an equal region, `shift` bytes behind in the file, can share its requests.
 
         Their spans overlap, and where a span is cut, and where its rows end, so does the other's.
+        Of those that are read straight into place, only copies of one another share them.
         """
-        if self.direct or not shift < self.requests.run_bytes:
+        if self.direct:
+            return not shift
+        if not shift < self.requests.run_bytes:
             return False
         reach, blocking = self.itemsize, self.blocking
         for number in reversed(range(len(self.axes))):

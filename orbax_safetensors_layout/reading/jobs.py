@@ -51,30 +51,29 @@ class RunsJob(NamedTuple):
 
     Attributes:
         file: The file.
-        destination: The region in memory.
+        destinations: The region in memory, and others that hold the same bytes.
         first: First request.
         last: One past the last request.
         piece: For one request: the bytes of it to read, half-open.
     """
 
     file: str
-    destination: BufferSlice
+    destinations: Sequence[BufferSlice]
     first: int
     last: int
     piece: tuple[int, int]
 
-    @property
-    def destinations(self) -> Sequence[BufferSlice]:
-        return (self.destination,)
-
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
-        region = self.destination.region
+        destination, *twins = self.destinations
+        region = destination.region
         requests, shared = region.read.requests, region.layout.shared
         start, stop = self.piece
         for number, offset in enumerate(requests.offsets(self.first, self.last).tolist()):
             within = (self.first + number) * requests.run_bytes
-            buffers = self.destination.buffers(within + start, within + stop)
+            buffers = destination.buffers(within + start, within + stop)
             storage.read_into(self.file, region.start + offset + start, buffers, shared=shared)
+            for twin in twins:
+                twin.copy_from(destination, within + start, within + stop)
         count = self.last - self.first
         return (stop - start) * count, count
 
@@ -110,11 +109,13 @@ class GroupJob(NamedTuple):
         file: The file.
         destinations: The regions in memory, by file offset.
         parts: The fetches, each as its one block if it is staged, else as its region in memory.
+        twins: Regions that hold the same bytes as one that is a part, each with that one.
     """
 
     file: str
     destinations: Sequence[BufferSlice]
     parts: Sequence[Block | BufferSlice]
+    twins: Sequence[tuple[BufferSlice, BufferSlice]]
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         start = self.destinations[0].region.start
@@ -140,6 +141,8 @@ class GroupJob(NamedTuple):
         storage.read_into(self.file, start, buffers.views(), shared=shared)
         for block, at in copies:
             block.copy(staging.data[at:])
+        for twin, part in self.twins:
+            twin.copy_from(part, 0, part.region.stop - part.region.start)
         return stop - start, 1
 
     def _has_gaps(self) -> bool:
@@ -183,7 +186,7 @@ def jobs_of(
     if len(group.fetches) > 1:
         yield _group_job(group, destinations)
     elif destinations[0].region.read.direct:
-        yield from _runs_jobs(group.file, destinations[0], profile)
+        yield from _runs_jobs(group.file, destinations, profile)
     else:
         blocks = blocks_of(group.fetches[0], destinations)
         batch = _per_job(profile.staging_bytes, profile)
@@ -194,33 +197,37 @@ def jobs_of(
 def _group_job(group: RequestGroup, destinations: Sequence[BufferSlice]) -> GroupJob:
     cuts: dict[tuple[int, int], Cut] = {}  # by the RegionRead, which tensors of one shape share
     parts: list[Block | BufferSlice] = []
+    twins: list[tuple[BufferSlice, BufferSlice]] = []
     rest = iter(destinations)
     for fetch in group.fetches:
         mine = [*itertools.islice(rest, len(fetch.regions))]
         if fetch.read.direct:
-            parts += mine
+            parts.append(mine[0])
+            twins += [(twin, mine[0]) for twin in mine[1:]]
             continue
         key = id(fetch.read), fetch.spread_bytes
         cut = cuts.get(key)
         if cut is None:
             cut = cuts[key] = Cut.whole(fetch.read, fetch.spread_bytes)
         parts.append(Block(cut, fetch.start, targets_of(mine)))
-    return GroupJob(group.file, destinations, parts)
+    return GroupJob(group.file, destinations, parts, twins)
 
 
-def _runs_jobs(file: str, destination: BufferSlice, profile: StorageProfile) -> Iterator[RunsJob]:
-    requests = destination.region.read.requests
+def _runs_jobs(
+    file: str, destinations: Sequence[BufferSlice], profile: StorageProfile
+) -> Iterator[RunsJob]:
+    requests = destinations[0].region.read.requests
     run = requests.run_bytes
     if run > profile.request_bytes:
         for number in range(requests.count):
             for start in range(0, run, profile.request_bytes):
                 piece = (start, min(start + profile.request_bytes, run))
-                yield RunsJob(file, destination, number, number + 1, piece)
+                yield RunsJob(file, destinations, number, number + 1, piece)
         return
     batch = _per_job(run, profile)
     for first in range(0, requests.count, batch):
         last = min(first + batch, requests.count)
-        yield RunsJob(file, destination, first, last, (0, run))
+        yield RunsJob(file, destinations, first, last, (0, run))
 
 
 def _per_job(request_bytes: int, profile: StorageProfile) -> int:

@@ -81,6 +81,11 @@ class BufferSlice(NamedTuple):
         view = self.room.memory.data
         return [view[low:high] for low, high in self.spans(start, stop)]
 
+    def copy_from(self, twin: BufferSlice, start: int, stop: int) -> None:
+        """Copies bytes `start` to `stop` of a direct region from one of the same bytes."""
+        for low, high in zip(twin.spans(start, stop), self.spans(start, stop), strict=True):
+            self.room.memory[slice(*high)] = twin.room.memory[slice(*low)]
+
 
 def buffer_slices(
     group: RequestGroup, opened: Mapping[TileKey, TileBuffer], staging: Staging
