@@ -3,5 +3,6 @@
 from .affine import AffineView, row_major_strides
 from .blocks import chunk_blocks, chunk_parts, cut, within
 from .box import Box, Tile, cover, tile
+from .gather import Gather, filled_boxes
 from .packing import pack_bits, packed_box, unpack_bits, unpack_box
 from .runs import StridedRuns

@@ -53,6 +53,13 @@ class Box(NamedTuple):
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    def along(self, axis: int, start: int, stop: int) -> Box:
+        """The region with other bounds along one dimension."""
+        return Box(
+            (*self.start[:axis], start, *self.start[axis + 1 :]),
+            (*self.stop[:axis], stop, *self.stop[axis + 1 :]),
+        )
+
     def within(self, outer: Box) -> Box:
         """The region in the coordinates of one that it lies in.
 

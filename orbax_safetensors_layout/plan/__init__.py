@@ -13,7 +13,7 @@ from .exchange_rounds import ExchangeLimits, Fragment, Item, Round, SharedLeaf, 
 from .leaf_reads import LeafRead, TensorPiece
 from .mapped_writes import Contribution, ScatterPlan, plan_scatter
 from .reads import ReadPlan, plan_reads, read_bytes
-from .regions import ByteRegion, RegionPlan, TileKey
+from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
 from .sources import sources_of
 from .tiles import TileLayout
 from .writes import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -144,7 +145,7 @@ class MappedSource(NamedTuple):
         Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
         far away. None where nothing is read, or any part of the box takes all of the tensors.
         """
-        pieces = self.bound.pull_back(box, refined=True)
+        pieces = self.bound.pull_back(box, refined=True, gathers=True)
         if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
             return None
         for piece in pieces:
@@ -239,10 +240,15 @@ class MappedSource(NamedTuple):
 
         Interleaved rows, as of rotary embeddings, are a piece each, or one refined piece.
         """
-        refined = [p for box in boxes for p in self.bound.pull_back(box, refined=True)]
+
+        def pulled(*, refined: bool) -> list[Piece]:
+            pull = functools.partial(self.bound.pull_back, refined=refined, gathers=True)
+            return [piece for box in boxes for piece in pull(box)]
+
+        refined = pulled(refined=True)
         if not _is_refined(refined):
             return refined
-        pieces = [p for box in boxes for p in self.bound.pull_back(box)]
+        pieces = pulled(refined=False)
         return pieces if len(pieces) <= _MOST_SPLIT * len(refined) else refined
 
     def _read(
@@ -254,7 +260,9 @@ class MappedSource(NamedTuple):
         dtype: np.dtype,
     ) -> LeafRead:
         nested = [part for piece in pieces for part in _nested(piece)]
-        sources = tuple(TensorPiece(self.entries[p.source], p.box, p.view) for p in nested)
+        sources = tuple(
+            TensorPiece(self.entries[p.source], p.box, p.view, p.gather) for p in nested
+        )
         stored = sources[0].entry.dtype
         if len(pieces) == 1 and pieces[0].view.shape == self.entries[pieces[0].source].shape:
             plain = LeafRead.plain(name, sources[0].entry, local, dtype)
@@ -276,7 +284,10 @@ class MappedSource(NamedTuple):
 
 
 def _is_refined(pieces: Sequence[Piece]) -> bool:
-    return any(isinstance(p, AffinePiece) and p.view.shape != p.box.shape for p in pieces)
+    return any(
+        isinstance(p, AffinePiece) and p.gather is None and p.view.shape != p.box.shape
+        for p in pieces
+    )
 
 
 def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:

@@ -14,7 +14,14 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MismatchError, UnsupportedDtypeError
 from orbax_safetensors_layout.format import DType, TensorEntry
-from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cover
+from orbax_safetensors_layout.geometry import (
+    AffineView,
+    Box,
+    Gather,
+    StridedRuns,
+    cover,
+    filled_boxes,
+)
 from orbax_safetensors_layout.sharding import AddressableShards
 
 
@@ -26,11 +33,14 @@ class TensorPiece(NamedTuple):
         box: The region of the leaf that it fills.
         view: Of the box's shape: from an index within the box to an element of the tensor.
             Strides may be negative (reversed) and 0 (repeated).
+        gather: Where each index of one axis is in the tensor, and in the leaf, in no regular
+            order. `view` is then one such slab, to whose offset that of each is added.
     """
 
     entry: TensorEntry
     box: Box
     view: AffineView
+    gather: Gather | None = None
 
 
 class FillRegion(NamedTuple):
@@ -112,8 +122,8 @@ class LeafRead(NamedTuple):
         """Whether the leaf is one tensor as it stands in the file."""
         if len(self.sources) != 1:
             return False
-        entry, box, view = self.sources[0]
-        return entry.shape == self.shape and (box, view) == _whole(self.shape)
+        entry, box, view, gather = self.sources[0]
+        return gather is None and entry.shape == self.shape and (box, view) == _whole(self.shape)
 
     @property
     def file(self) -> str | None:
@@ -131,11 +141,14 @@ class LeafRead(NamedTuple):
         if self.is_plain:
             return
         self._check_dtypes()
-        for source in {(s.entry.shape, s.box.shape, s.view): s for s in self.sources}.values():
+        kinds = {(s.entry.shape, s.box.shape, s.view, id(s.gather)): s for s in self.sources}
+        for source in kinds.values():
             self._check_source(source)
+        parts = [part.box for part in self.sources if part.gather is None]
+        parts += [part.box for part in self.fills]
+        parts += filled_boxes([(s.box, s.gather) for s in self.sources if s.gather is not None])
         for box in self.local.boxes:
-            boxes = [part.box for part in self.sources] + [part.box for part in self.fills]
-            common = [box.intersect(part) for part in boxes]
+            common = [box.intersect(part) for part in parts]
             if box.size and not cover([part for part in common if part is not None], box):
                 raise MismatchError(
                     f"the {len(self.sources)} pieces of the leaf do not cover it, each index once",
@@ -145,7 +158,7 @@ class LeafRead(NamedTuple):
                 )
 
     def _check_dtypes(self) -> None:
-        for entry, _, _ in self.sources:
+        for entry in (source.entry for source in self.sources):
             if entry.dtype != self.stored:
                 raise DtypeMismatchError(
                     f"tensors of several dtypes make one leaf: '{entry.name}' is not"
@@ -167,13 +180,15 @@ class LeafRead(NamedTuple):
             )
 
     def _check_source(self, source: TensorPiece) -> None:
-        entry, box, view = source
-        problem = None
+        entry, box, view, gather = source
+        problem, furthest = None, 0
+        if gather is not None:
+            box, furthest = box.along(gather.axis, 0, 1), int(gather.offsets.max())
         if view.shape != box.shape or len(view.strides) != len(view.shape):
             problem = f"a view of shape {view.shape} cannot fill {box}"
         elif 0 not in view.shape:
             low, high = view.bounds
-            if low < 0 or high > math.prod(entry.shape):
+            if low < 0 or high + furthest > math.prod(entry.shape):
                 problem = f"{view} leaves the tensor '{entry.name}' of shape {entry.shape}"
             else:
                 try:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry import AffineView, Box, Tile, packed_box, tile
+from orbax_safetensors_layout.geometry import AffineView, Box, Gather, Tile, packed_box, tile
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.sharding import AddressableShards
 
 from .leaf_reads import LeafRead, TensorPiece
 from .regions import ByteRegion, RegionPlan
 from .tiles import TileLayout
+
+_Place = tuple[int, int, RegionPlan]
+"""The first byte of a region in the file, its place in the memory of its tile, its geometry."""
+
+
+class _Meeting(NamedTuple):
+    """Where a piece and a tile meet: as `_Place`, and what `RegionPlan.plan` takes."""
+
+    start: int
+    at: int
+    extents: list[int]
+    strides: list[int]
+    phases: list[int]
 
 
 class RegionPlanner:
@@ -46,10 +61,10 @@ class RegionPlanner:
         Raises:
             SafetensorsLayoutError: Its pieces do not make it; see `LeafRead.check`.
         """
-        if len(leaf.sources) != 1:
+        if len(leaf.sources) != 1 or leaf.sources[0].gather is not None:
             leaf.check()
             return list(self._several(number, leaf))
-        ((entry, box, view),) = leaf.sources
+        ((entry, box, view, _),) = leaf.sources
         key = (
             leaf.shape,
             leaf.stored.code,
@@ -80,14 +95,61 @@ class RegionPlanner:
             box = layout.tile.box
             meet = (starts < box.stop).all(-1) & (stops > box.start).all(-1)
             touched = np.flatnonzero(meet).tolist()
-            for index in touched:
-                source = leaf.sources[index]
-                start, at, read = self._overlap(source, layout)
-                yield ByteRegion(number, index, start, at, read, layout, len(touched))
+            found = [
+                (index, place)
+                for index in touched
+                for place in self._overlaps(leaf.sources[index], layout)
+            ]
+            for index, place in found:
+                yield ByteRegion(number, index, *place, layout, len(found))
 
-    def _overlap(self, source: TensorPiece, layout: TileLayout) -> tuple[int, int, RegionPlan]:
+    def _overlaps(self, source: TensorPiece, layout: TileLayout) -> Iterator[_Place]:
+        """The regions of a piece and a tile: one, or of a gather one for what is near together."""
+        if source.gather is None:
+            yield self._overlap(source, layout)
+            return
+        axis = source.gather.axis
+        low, high = layout.tile.box.start[axis], layout.tile.box.stop[axis]
+        gather = source.gather.within(low, high)
+        if not len(gather.places):
+            return
+        slab = source._replace(box=source.box.along(axis, low, low + 1))
+        cell, inside = np.divmod(gather.places, layout.member_shape[axis])
+        places = cell * layout.across[axis] + inside * layout.within[axis]
+        order = np.argsort(gather.offsets, kind="stable")
+        places, offsets = places[order], gather.offsets[order] * layout.itemsize
+        met = self._meet(slab, layout)
+        stride = abs(source.view.strides[axis])
+        inner = [(n, abs(s)) for n, s in zip(met.extents, met.strides, strict=True)]
+        reach = 1 + sum((n - 1) * s for n, s in inner if s < stride)
+        gaps = np.diff(offsets) - reach * layout.itemsize
+        edges = [0, *(np.flatnonzero(gaps > self._profile.max_gap_bytes) + 1), len(offsets)]
+        start, at, read = self._overlap(slab, layout)
+        for first, last in itertools.pairwise(edges):
+            shift = int(offsets[first])
+            if last - first == 1:
+                yield start + shift, at + int(places[first]), read
+            else:
+                near = Gather(axis, places[first:last], offsets[first:last] - shift)
+                hull = RegionPlan.gathered(
+                    layout, met.extents, met.strides, met.phases, self._profile, near
+                )
+                yield start + shift, at, hull
+
+    def _overlap(self, source: TensorPiece, layout: TileLayout) -> _Place:
         """The region of a piece and a tile that meet: its first byte, its place, its geometry."""
-        entry, piece, view = source
+        start, at, extents, strides, phases = self._meet(source, layout)
+        alike = (layout.member_shape, layout.tile.grid, layout.itemsize)
+        key = (*alike, *extents, *strides, *phases)
+        read = self._reads.get(key)
+        if read is None:
+            read = RegionPlan.plan(layout, extents, strides, phases, self._profile)
+            self._reads[key] = read
+        return start, at, read
+
+    def _meet(self, source: TensorPiece, layout: TileLayout) -> _Meeting:
+        """Where a piece and a tile meet."""
+        entry, piece, view, _ = source
         box = layout.tile.box
         first, at = view.offset, 0
         extents, phases, strides = [], [], []
@@ -106,13 +168,7 @@ class RegionPlanner:
             extents.append(extent)
             strides.append(stride if extent > 1 else 1)
             phases.append(phase if phase + extent > member else 0)
-        alike = (layout.member_shape, layout.tile.grid, layout.itemsize)
-        key = (*alike, *extents, *strides, *phases)
-        read = self._reads.get(key)
-        if read is None:
-            read = RegionPlan.plan(layout, extents, strides, phases, self._profile)
-            self._reads[key] = read
-        return entry.start + first * layout.itemsize, at, read
+        return _Meeting(entry.start + first * layout.itemsize, at, extents, strides, phases)
 
     def _layouts_of(self, leaf: LeafRead) -> list[TileLayout]:
         itemsize = leaf.stored.bits // 8
@@ -158,7 +214,7 @@ class RegionPlanner:
 
     def _packed(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
         """Elements that share bytes: each box by itself, as whole bytes."""
-        ((entry, _, _),) = leaf.sources
+        entry = leaf.sources[0].entry
         local = leaf.local
         for index, box, shared in self._packed_slabs(local, leaf.stored.bits):
             packed = packed_box(entry.shape, leaf.stored.bits, box)
@@ -184,4 +240,6 @@ def _file_order(leaf: LeafRead) -> tuple[int, ...]:
     farthest = [
         (n < whole, abs(s)) for n, whole, s in zip(box.shape, leaf.shape, strides, strict=True)
     ]
-    return tuple(sorted(range(len(strides)), key=farthest.__getitem__, reverse=True))
+    order = sorted(range(len(strides)), key=farthest.__getitem__, reverse=True)
+    gathers = {source.gather.axis for source in leaf.sources if source.gather is not None}
+    return tuple(sorted(order, key=gathers.__contains__))  # any part of these is all over the file

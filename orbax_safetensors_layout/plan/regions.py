@@ -9,7 +9,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.geometry import AffineView, Box, Gather, StridedRuns
 from orbax_safetensors_layout.options import StorageProfile
 
 from .axes import Axis, axes_of, memory_runs
@@ -22,6 +25,20 @@ TileKey = tuple[int, Box]
 _DIRECT_SPAN_BYTES = 32 << 10
 """Pieces of this size are read straight into their places, however many they are: a buffer more
 costs less time than copying it from a staging buffer."""
+
+
+class GatherAxis(NamedTuple):
+    """Slabs of a region that are in no regular order.
+
+    Attributes:
+        number: Number of the axis that they are indices of.
+        indices: Index of each, in order; several may have the same.
+        places: Where in memory each goes, in bytes.
+    """
+
+    number: int
+    indices: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +54,8 @@ class RegionPlan:
         spans: Where those bytes go in memory, in the order of the file, if they are read straight
             into it; None where they are staged.
         blocking: How a region that is staged is cut.
+        gather: Its slabs, if they are in no regular order; the axis that they are of is one of
+            `axes`, from the first to the last of them in the file.
     """
 
     itemsize: int
@@ -46,6 +65,7 @@ class RegionPlan:
     requests: StridedRuns
     spans: StridedRuns | None
     blocking: Blocking
+    gather: GatherAxis | None = None
 
     @classmethod
     def plan(
@@ -80,6 +100,57 @@ class RegionPlan:
         blocking = Blocking.plan(axes, itemsize, requests.run_bytes, profile)
         return cls(itemsize, axes, repeats, runs, requests, spans, blocking)
 
+    @classmethod
+    def gathered(
+        cls,
+        layout: TileLayout,
+        extents: Sequence[int],
+        strides: Sequence[int],
+        phases: Sequence[int],
+        profile: StorageProfile,
+        slabs: Gather,
+    ) -> RegionPlan:
+        """The read of slabs in no regular order, from the first to the last in the file.
+
+        Args:
+            layout: The tile in memory.
+            extents: The shape of a slab.
+            strides: Its element strides in the tensor.
+            phases: As `axes_of` takes them.
+            profile: The cost model.
+            slabs: Their places in bytes of memory, and their offsets in bytes of the file: in
+                order, from 0.
+        """
+        itemsize, (axis, places, offsets) = (
+            layout.itemsize,
+            (slabs.axis, slabs.places, slabs.offsets),
+        )
+        slab = StridedRuns.of(AffineView(0, tuple(extents), tuple(map(abs, strides))), itemsize)
+        step = int(np.gcd.reduce(offsets)) or itemsize
+        indices = offsets // step
+        count = int(indices[-1]) + 1
+        hull = [abs(stride) for stride in strides]
+        hull[axis] = step // itemsize
+        shape = (*extents[:axis], count, *extents[axis + 1 :])
+        requests = StridedRuns.of(AffineView(0, shape, tuple(hull)), itemsize)
+        requests = requests.coalesce(profile.max_gap_bytes)
+        in_bytes = [stride * itemsize for stride in strides]
+        axes, repeats = axes_of(layout, extents, in_bytes, phases)
+        number = sum(axis.source > step for axis in axes)
+        along = Axis(count, step, count, 0, layout.within[axis], 0)
+        axes = (*axes[:number], along, *axes[number:])
+        distinct = len(np.unique(indices))
+        return cls(
+            itemsize,
+            axes,
+            repeats,
+            StridedRuns(0, slab.total_bytes, ((distinct, step),)),
+            requests,
+            None,
+            Blocking.plan(axes, itemsize, requests.run_bytes, profile),
+            GatherAxis(number, indices, places),
+        )
+
     @property
     def direct(self) -> bool:
         """Whether it is read straight into its place."""
@@ -91,7 +162,7 @@ class RegionPlan:
         Their spans overlap, and where a span is cut, and where its rows end, so does the other's.
         Of those that are read straight into place, only copies of one another share them.
         """
-        if self.direct:
+        if self.direct or self.gather is not None:
             return not shift
         if not shift < self.requests.run_bytes:
             return False

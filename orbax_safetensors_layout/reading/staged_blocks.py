@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry import StridedRuns, row_major_strides
-from orbax_safetensors_layout.plan import Axis, RegionPlan, Request
+from orbax_safetensors_layout.plan import GatherAxis, RegionPlan, Request
 from orbax_safetensors_layout.runtime import Bytes, allocate
 from orbax_safetensors_layout.storage import Buffer
 
@@ -19,6 +20,8 @@ from .tile_buffers import BufferSlice
 
 _SHORT_LOOP = 8  # numpy's inner loop should be longer
 _LONG_LOOP = 32
+
+_MOVED_BYTES = 1 << 20  # at once, of slabs in no regular order
 
 Segment = tuple[int, int, int]
 """A dimension of a copy: indices, and bytes from one to the next in the staging buffer and in
@@ -83,6 +86,7 @@ class Copy(NamedTuple):
         source_strides: Byte strides there.
         target_offset: First byte in memory, counted from the block's.
         target_strides: Byte strides there.
+        moves: One more axis of the grid, whose indices are in no regular order.
     """
 
     shape: tuple[int, ...]
@@ -91,6 +95,66 @@ class Copy(NamedTuple):
     source_strides: tuple[int, ...]
     target_offset: int
     target_strides: tuple[int, ...]
+    moves: Moves | None = None
+
+    def run(self, staging: Buffer, shift: int, memory: Buffer, at: int) -> None:
+        """Copies, from byte `shift` of the staging buffer on to byte `at` of memory on."""
+        shape, dtype, begin, sources, first, targets, moves = self
+        begin, first = shift + begin, at + first
+        if moves is None:
+            source: np.ndarray = np.ndarray(shape, dtype, staging, begin, sources)
+            target: np.ndarray = np.ndarray(shape, dtype, memory, first, targets)
+            target[...] = source
+            return
+        n, (taken, step), (put, stride) = moves.axis, moves.source, moves.target
+        before = (slice(None),) * n
+        source = np.ndarray(
+            (*shape[:n], int(taken.max()) + 1, *shape[n:]),
+            dtype,
+            staging,
+            begin,
+            (*sources[:n], step, *sources[n:]),
+        )
+        target = np.ndarray(
+            (*shape[:n], int(put.max()) + 1, *shape[n:]),
+            dtype,
+            memory,
+            first,
+            (*targets[:n], stride, *targets[n:]),
+        )
+        most = max(1, _MOVED_BYTES // (math.prod(shape) * dtype.itemsize))
+        for low in range(0, len(taken), most):
+            values = _take(source, n, taken[low : low + most])
+            target[(*before, _slice(put[low : low + most]))] = values
+
+
+class Moves(NamedTuple):
+    """An axis of a copy whose indices are in no regular order.
+
+    Attributes:
+        axis: Its number in the grid.
+        source: Indices in the staging buffer, and bytes from one to the next.
+        target: The same in memory.
+    """
+
+    axis: int
+    source: tuple[npt.NDArray[np.int64], int]
+    target: tuple[npt.NDArray[np.int64], int]
+
+
+def _slice(indices: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
+    """Indices as a slice, if each is one more than that before it."""
+    first, last = int(indices[0]), int(indices[-1])
+    rising = last - first == len(indices) - 1 and bool((np.diff(indices) == 1).all())
+    return slice(first, last + 1) if rising else indices
+
+
+def _take(values: np.ndarray, axis: int, indices: npt.NDArray[np.int64]) -> np.ndarray:
+    """`numpy.take`, without a copy where the indices are a slice."""
+    some = _slice(indices)
+    if isinstance(some, slice):
+        return values[(*(slice(None),) * axis, some)]
+    return values.take(indices, axis)
 
 
 class Cut(NamedTuple):
@@ -187,14 +251,8 @@ class Block(NamedTuple):
     def copy(self, staging: Buffer) -> None:
         """Puts the block, which begins at the first byte of `staging`, in its places."""
         for memory, first, shift in self.targets:
-            for shape, dtype, begin, source_strides, at, target_strides in self.cut.copies:
-                source: np.ndarray = np.ndarray(
-                    shape, dtype, staging, shift + begin, source_strides
-                )
-                target: np.ndarray = np.ndarray(
-                    shape, dtype, memory.data, first + at, target_strides
-                )
-                target[...] = source
+            for copy in self.cut.copies:
+                copy.run(staging, shift, memory.data, first)
 
 
 def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[Block]:
@@ -209,8 +267,7 @@ def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[B
     ranges = [[*a.ranges(n)] for a, n in zip(axes, read.blocking.lengths, strict=True)]
     cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # all alike but those at the ends
     steps = [
-        [_step(axis, low, high) for low, high in cut]
-        for axis, cut in zip(axes, ranges, strict=True)
+        [_step(read, number, low, high) for low, high in cut] for number, cut in enumerate(ranges)
     ]
     for block, step in zip(itertools.product(*ranges), itertools.product(*steps), strict=True):
         kind = tuple(alike for alike, _, _ in step)
@@ -231,8 +288,11 @@ def targets_of(destinations: Sequence[BufferSlice]) -> tuple[BlockTarget, ...]:
     )
 
 
-def _step(axis: Axis, low: int, high: int) -> tuple[tuple[int, int], int, int]:
+def _step(read: RegionPlan, number: int, low: int, high: int) -> tuple[tuple[int, int], int, int]:
     """What makes a range like others, and where it begins in the file and in memory."""
+    axis = read.axes[number]
+    if read.gather is not None and number == read.gather.number:
+        return (low, high), low * axis.source, 0
     phase = (axis.phase + low) % axis.member if axis.crosses else 0
     return (high - low, phase), low * axis.source, axis.memory_offset(low)
 
@@ -249,6 +309,8 @@ def _copies(
     """
     sides = [*zip(read.axes, ranges, staged, strict=True)]
     sides += [(axis, (0, axis.extent), 0) for axis in read.repeats]
+    if read.gather is not None:
+        _, between, stride = sides.pop(read.gather.number)
     whole = [
         [
             (
@@ -266,7 +328,32 @@ def _copies(
     for part in itertools.product(*whole):
         segments = [segment for _, _, both in reversed(part) for segment in both]
         begin, at = sum(p[0] for p in part), sum(p[1] for p in part)
-        yield from _copy(segments, read.itemsize, begin, at)
+        for copy in _copy(segments, read.itemsize, begin, at):
+            if read.gather is None:
+                yield copy
+            else:
+                yield from _moved(copy, read.gather, between, stride)
+
+
+def _moved(copy: Copy, gather: GatherAxis, between: tuple[int, int], stride: int) -> Iterator[Copy]:
+    """A copy of one slab as that of all that are in a range.
+
+    Args:
+        copy: The copy.
+        gather: The slabs.
+        between: The range.
+        stride: Bytes from index to index in the staging buffer.
+    """
+    low, high = np.searchsorted(gather.indices, between)
+    if low == high:
+        return
+    taken, places = gather.indices[low:high] - between[0], gather.places[low:high]
+    axis = sum(abs(other) > stride for other in copy.source_strides)
+    if axis == len(copy.shape) or isinstance(_slice(taken), np.ndarray):
+        order = np.argsort(places)  # memory is written in its order
+        taken, places = taken[order], places[order]
+    step = int(np.gcd.reduce(places)) or 1
+    yield copy._replace(moves=Moves(axis, (taken, stride), (places // step, step)))
 
 
 def _copy(segments: Sequence[Segment], itemsize: int, begin: int, at: int) -> Iterator[Copy]:

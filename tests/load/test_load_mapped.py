@@ -356,8 +356,8 @@ def test_pieces_that_cross_one_another(tmp_path, step):
     assert_same_bits(osl.load(path, mapping=mapping)["leaf"], tensor[rows].reshape(3, 2))
 
 
-@pytest.mark.parametrize(("shape", "axis", "most"), [((2000, 64), 0, 1.0), ((512, 512), 1, 12.0)])
-def test_a_permutation_is_read_with_its_neighbours_in_the_file(tmp_path, shape, axis, most):
+@pytest.mark.parametrize(("shape", "axis"), [((2000, 64), 0), ((512, 512), 1)])
+def test_a_permutation_is_read_with_its_neighbours_in_the_file(tmp_path, shape, axis):
     """Any two indices are equally spaced: that is no reason to read them as one strided piece."""
     value = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     save(tmp_path, {"w": value})
@@ -365,7 +365,7 @@ def test_a_permutation_is_read_with_its_neighbours_in_the_file(tmp_path, shape, 
     mapping = osl.Mapping([osl.rule("leaf", osl.tensor("w").take(axis, order.tolist()))])
     leaf = np.empty_like(value)
     cost = osl.plan_load(tmp_path, {"leaf": leaf}, mapping=mapping).cost()
-    assert cost.read_bytes <= most * cost.needed_bytes
+    assert cost.read_bytes == cost.needed_bytes == value.nbytes
     assert cost.requests <= 16
     found = osl.load(tmp_path, {"leaf": leaf}, mapping=mapping)["leaf"]
     assert_same_bits(found, np.take(value, order, axis))

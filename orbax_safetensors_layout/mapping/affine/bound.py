@@ -38,11 +38,13 @@ class Sink(NamedTuple):
         pieces: The pieces, in the order of the walk.
         refined: Whether a piece's view may take axes of its box apart.
         saving: Whether each tensor is to have its elements once; see `BoundExpr.pull_back`.
+        gathers: Whether indices in no regular order may be one piece.
     """
 
     pieces: list[Piece]
     refined: bool
     saving: bool
+    gathers: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -58,7 +60,7 @@ class BoundExpr(abc.ABC):
     dtype: np.dtype[Any]
 
     def pull_back(
-        self, box: Box, *, refined: bool = False, saving: bool = False
+        self, box: Box, *, refined: bool = False, saving: bool = False, gathers: bool = False
     ) -> tuple[Piece, ...]:
         """The disjoint pieces that cover a region.
 
@@ -72,6 +74,8 @@ class BoundExpr(abc.ABC):
                 and `values.reshape(piece.box.shape)` is the region.
             saving: Take what is to be written: of repeated elements only the first, and of copies
                 each.
+            gathers: Let many indices in no regular order, or some that come again, be one piece
+                with a `gather`.
 
         Raises:
             ValueError: The region reaches beyond the expression.
@@ -81,7 +85,7 @@ class BoundExpr(abc.ABC):
             raise ValueError(f"{box} is no region of an expression of shape {self.shape}.")
         if 0 in box.shape:
             return ()
-        sink = Sink([], refined, saving)
+        sink = Sink([], refined, saving, gathers)
         self.pull(Window.of(box), (), sink)
         return merged(sink.pieces)
 

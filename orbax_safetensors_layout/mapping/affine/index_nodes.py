@@ -11,9 +11,19 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from orbax_safetensors_layout.geometry import StridedRuns
+
 from ..expr.values import ValueOp
 from .bound import BoundExpr, Sink, filled
+from .leaf_pieces import AffinePiece, Piece, gathered, merged
 from .window import ColumnPart, Window, divide, split
+
+_MANY_RUNS = 16  # fewer are a read each
+
+_LONG_RUN_BYTES = 256 << 10  # longer ones are a read each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -122,9 +132,66 @@ class Taken(_Unary):
         return ColumnPart(number, self.starts[number], self.starts[number + 1])
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        if sink.gathers and self._gather(window, ops, sink):
+            return
         for part, (number, *_) in split(window, self.axis, self.part_of):
             start, first, step = self.runs[number]
             self.operand.pull(part.rescale(self.axis, first - step * start, step), ops, sink)
+
+    def _gather(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> bool:
+        """Adds the pieces of a window as gathers, where that is possible and better than runs."""
+        moving = [dim for dim in window.dims if dim.steps[self.axis]]
+        if len(moving) != 1:
+            return False
+        ((axis, extent, steps),) = moving
+        alone = [dim.axis for dim in window.dims].count(axis) == 1
+        if not alone or any(steps[: self.axis] + steps[self.axis + 1 :]):
+            return False
+        low, high = window.bounds.start[self.axis], window.bounds.stop[self.axis] - 1
+        runs = self.part_of(high).number - self.part_of(low).number + 1
+        if runs == 1:
+            return False
+        number = window.start[self.axis] + steps[self.axis] * np.arange(extent)
+        indices = self._indices()[number]
+        row_bytes = math.prod(self.operand.shape[self.axis + 1 :]) * self.dtype.itemsize
+        many = runs >= _MANY_RUNS and extent // runs * row_bytes < _LONG_RUN_BYTES
+        if not many and np.unique(indices).size == extent:
+            return False
+        # All of the operand between the first and the last index, as if it were in the leaf.
+        first = int(indices.min())
+        whole = window.span(moving[0], self.axis, first, int(indices.max()) - first + 1)
+        below = Sink([], sink.refined, saving=False, gathers=False)
+        self.operand.pull(whole, ops, below)
+        pieces = merged(below.pieces)
+        if len(pieces) > extent or not all(map(_is_regular, pieces)):
+            return False
+        order = np.argsort(indices, kind="stable")
+        indices = indices[order] - first
+        for piece in pieces:
+            start, stop = np.searchsorted(indices, (piece.box.start[axis], piece.box.stop[axis]))
+            if start < stop:
+                assert isinstance(piece, AffinePiece)
+                places = window.origin[axis] + order[start:stop]
+                among = indices[start:stop] - piece.box.start[axis]
+                sink.pieces.append(gathered(piece, axis, places, among))
+        return True
+
+    def _indices(self) -> npt.NDArray[np.int64]:
+        start, first, step = np.array(self.runs, np.int64).T
+        lengths = np.diff(self.starts)
+        number = np.arange(self.starts[-1])
+        return np.repeat(first - step * start, lengths) + np.repeat(step, lengths) * number
+
+
+def _is_regular(piece: Piece) -> bool:
+    """Whether it is runs of one tensor, and each of its dimensions is one of its box."""
+    if not isinstance(piece, AffinePiece) or piece.view.shape != piece.box.shape:
+        return False
+    try:
+        StridedRuns.of(piece.view, 1)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry import AffineView, Box
+from orbax_safetensors_layout.geometry import AffineView, Box, Gather
 
 from ..expr.values import ValueOp, apply_ops
 
@@ -26,12 +27,15 @@ class AffinePiece(NamedTuple):
             permuted, have gaps, be negative or, for repeated elements, 0. `view.shape` is
             `box.shape`; where refined pieces were asked for, some axes are taken apart.
         ops: Operations on the values, in order.
+        gather: Where each index of one axis is, if gathers were asked for. `view` is then one such
+            slab, to whose offset that of each is added; other pieces may fill gaps of `box`.
     """
 
     box: Box
     source: str
     view: AffineView
     ops: tuple[ValueOp, ...]
+    gather: Gather | None = None
 
 
 class FillPiece(NamedTuple):
@@ -258,11 +262,31 @@ def _is_chance(both: Piece, made: Sequence[Piece]) -> bool:
     return one.view.shape == two.view.shape and apart not in (1, high - low)
 
 
+def gathered(
+    piece: AffinePiece, axis: int, places: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
+) -> AffinePiece:
+    """Some indices of an axis of a piece, at other places.
+
+    Args:
+        piece: The piece.
+        axis: The axis.
+        places: Index in the leaf of each.
+        indices: Index in the piece of each.
+    """
+    _, source, view, ops, _ = piece
+    offsets = indices * view.strides[axis]
+    first = int(offsets.min())
+    shape = (*view.shape[:axis], 1, *view.shape[axis + 1 :])
+    slab = AffineView(view.offset + first, shape, view.strides)
+    box = piece.box.along(axis, int(places.min()), int(places.max()) + 1)
+    return AffinePiece(box, source, slab, ops, Gather(axis, places, offsets - first))
+
+
 def _join(one: Piece, two: Piece) -> Piece | None:
     """One piece for two whose views continue along the only axis on which they differ."""
     if not (isinstance(one, AffinePiece) and isinstance(two, AffinePiece)):
         return None
-    if one.source != two.source or one.ops != two.ops:
+    if one.source != two.source or one.ops != two.ops or one.gather or two.gather:
         return None
     shape = one.box.shape
     if one.view.shape != shape or two.view.shape != two.box.shape:  # refined

@@ -123,6 +123,24 @@ class Window(NamedTuple):
         dims = tuple([Dim(axis, n, put(s)) for axis, n, s in self.dims])
         return Window(self.origin, put(self.start), dims)
 
+    def span(self, dim: Dim, column: int, first: int, extent: int) -> Window:
+        """With another factor in place of one that only moves along a column, alone on its axis.
+
+        Args:
+            dim: The factor.
+            column: The column.
+            first: The column's first index, that of index 0 of the leaf's axis.
+            extent: Number of indices, one after the other.
+        """
+        steps = tuple([int(number == column) for number in range(len(self.start))])
+        other = (Dim(dim.axis, extent, steps),) if extent > 1 else ()
+        number = self.dims.index(dim)
+        return Window(
+            (*self.origin[: dim.axis], 0, *self.origin[dim.axis + 1 :]),
+            (*self.start[:column], first, *self.start[column + 1 :]),
+            (*self.dims[:number], *other, *self.dims[number + 1 :]),
+        )
+
     def narrow(self, number: int, low: int, high: int) -> Window:
         """Indices `low` to `high` of a factor, which has to be the outermost of its axis.
 
