@@ -1,4 +1,4 @@
-"""What a verb of the command line is."""
+"""The interface of a command, and what commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class UsageError(Exception):
 
 
 def argument(parse: Callable[[str], Argument]) -> Callable[[str], Argument]:
-    """A `type` of argparse that reports what `parse` says."""
+    """Return a `type` of argparse that reports the text of a `ValueError` of `parse`."""
 
     def parsed(text: str) -> Argument:
         try:
@@ -30,19 +30,19 @@ def argument(parse: Callable[[str], Argument]) -> Callable[[str], Argument]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """One verb.
+    """One command.
 
-    Modules of verbs import what they work with only in `run`, so that help is quick and `inspect`
-    and `plan` need no JAX.
+    Modules of commands import the operation only in `run`, so that help is quick and `inspect` and
+    `plan` need no JAX.
 
     Attributes:
         name: Its name.
-        help: What it does, one line.
-        description: What it does, a paragraph.
+        help: Its purpose, one line.
+        description: Its purpose, a paragraph.
         examples: Command lines without the program's name.
-        add_arguments: Adds its arguments to a parser; `--quiet` and `--debug` are there already.
-        run: Does it; returns the exit code.
-        resume: Tells whoever interrupts it, given its arguments, what is left and how to continue.
+        add_arguments: Adds its arguments to a parser, but for `--quiet` and `--debug`.
+        run: Runs it; returns the exit code.
+        resume: Returns the message of an interrupt: the state left, and how to continue.
     """
 
     name: str
@@ -55,5 +55,5 @@ class Command:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`, of verbs that have a result."""
+    """Adds `--json`."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document")

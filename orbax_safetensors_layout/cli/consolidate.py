@@ -1,4 +1,4 @@
-"""`consolidate`: whole tensors of pieces."""
+"""`consolidate`: makes files of whole tensors from pieces."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(parsed: argparse.Namespace, console: Output) -> int:
+def _run(parsed: argparse.Namespace, output: Output) -> int:
     from orbax_safetensors_layout.conversion import consolidate
 
     options = WriteOptions(
         max_file_bytes=parsed.max_file_bytes,
         memory_budget_bytes=parsed.memory_budget_bytes,
-        progress=console.progress,
+        progress=output.progress,
     )
     consolidate(parsed.path, parsed.target, options=options, overwrite=parsed.overwrite)
     return 0

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any kind made into one of any other."""
+"""`convert`: converts a checkpoint of any kind to any other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.runtime import parse_size, size_text
 
-from .arguments import memory_budget, mesh_axes, sharding_rules
+from .arguments import add_mapping, find_mapping, memory_budget, mesh_axes, sharding_rules
 from .command import Command, UsageError, argument
-from .mappings import add_mapping, find_mapping
 from .output import Output
 
 
@@ -102,7 +101,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--no-{name}", action="store_true", help=f"of Orbax: {what}")
 
 
-def _run(parsed: argparse.Namespace, console: Output) -> int:
+def _run(parsed: argparse.Namespace, output: Output) -> int:
     from orbax_safetensors_layout.convert import convert
 
     options = ConvertOptions(
@@ -113,7 +112,7 @@ def _run(parsed: argparse.Namespace, console: Output) -> int:
         use_zarr3=not parsed.no_zarr3,
         use_compression=not parsed.no_compression,
         verify=not parsed.no_verify,
-        progress=console.progress,
+        progress=output.progress,
     )
     done = convert(
         parsed.source,
@@ -132,10 +131,10 @@ def _run(parsed: argparse.Namespace, console: Output) -> int:
         restart=parsed.restart,
     )
     if done.resumed_bytes:
-        console.message(f"{size_text(done.resumed_bytes)} were there from an earlier run")
+        output.message(f"{size_text(done.resumed_bytes)} were there from an earlier run")
     compared = "not compared" if parsed.no_verify else "every bit compared"
-    console.message(f"{done.tensors:,} arrays, {size_text(done.nbytes)}, {compared}")
-    console.result(done.path)
+    output.message(f"{done.tensors:,} arrays, {size_text(done.nbytes)}, {compared}")
+    output.result(done.path)
     return 0
 
 
@@ -151,7 +150,7 @@ def _mapping(parsed: argparse.Namespace) -> Any:
 
 
 def _resume(parsed: argparse.Namespace) -> str:
-    """What an interrupted conversion leaves: the folder that it works in, if it got so far."""
+    """Return the message of an interrupted conversion: the folder that it has begun, if any."""
     from orbax_safetensors_layout.storage import partial_folder
 
     target = os.path.realpath(os.path.expanduser(parsed.target))

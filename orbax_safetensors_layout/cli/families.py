@@ -1,4 +1,4 @@
-"""Names that differ by numbers alone, as one pattern: `model.layers.{0..61}.mlp.up_proj.weight`."""
+"""Joins names that differ by numbers alone to a pattern: `layers.{0..61}.mlp.up_proj.weight`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class NameFamily(NamedTuple, Generic[Key]):
-    """Names that belong together.
-
-    Attributes:
-        pattern: A pattern, as `--filter` takes it, that matches them.
-        kind: What they have in common.
-        members: Numbers of the names, in the given order.
-    """
+    """Names of one kind and pattern (as `--filter` takes it), by their numbers in order."""
 
     pattern: str
     kind: Key
@@ -56,11 +50,10 @@ def name_families(named: Iterable[tuple[str, Key]]) -> list[NameFamily[Key]]:
 
 
 def _pattern(texts: Sequence[str], numbers: Sequence[set[int]]) -> str:
-    plain = all(len(found) == 1 for found in numbers)
-    made = [texts[0] if plain else _SPECIAL.sub(r"[\1]", texts[0])]
-    for text, found in zip(texts[1:], numbers, strict=True):
-        made += [_span(sorted(found)), text if plain else _SPECIAL.sub(r"[\1]", text)]
-    return "".join(made)
+    plain = all(len(values) == 1 for values in numbers)
+    escaped = [text if plain else _SPECIAL.sub(r"[\1]", text) for text in texts]
+    spans = [_span(sorted(values)) for values in numbers] + [""]
+    return "".join(text + span for text, span in zip(escaped, spans, strict=True))
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint holds."""
+"""`inspect`: the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _run(parsed: argparse.Namespace, console: Output) -> int:
-    found = _inspect(parsed.path, parsed.filter)
+def _run(parsed: argparse.Namespace, output: Output) -> int:
+    report = _inspect(parsed.path, parsed.filter)
     if parsed.sort:
-        ordered = sorted(found.tensors, key=_SORT_KEYS[parsed.sort])
-        found = found._replace(tensors=tuple(ordered))
+        ordered = sorted(report.tensors, key=_SORT_KEYS[parsed.sort])
+        report = report._replace(tensors=tuple(ordered))
     if parsed.json:
-        console.json(_document(found))
+        output.json(_document(report))
         return 0
-    rows = _by_file(found) if parsed.files else _by_tensor(found, every=parsed.all)
-    console.result("\n".join([*_head(found), "", rows, "", _totals(found)]))
+    rows = _by_file(report) if parsed.files else _by_tensor(report, every=parsed.all)
+    output.result("\n".join([*_head(report), "", rows, "", _totals(report)]))
     return 0
 
 
@@ -67,19 +67,19 @@ def _inspect(path: str, patterns: list[str] | None) -> Inspection:
     return inspect_orbax(location.path, only=patterns)
 
 
-def _head(found: Inspection) -> list[str]:
-    lines = [found.path]
-    if found.model:
-        lines.append(f"model        {found.model}")
-    lines.append(f"layout       {found.layout}, {number_text(len(found.files), 'file')}")
-    quantization = found.quantization
+def _head(report: Inspection) -> list[str]:
+    lines = [report.path]
+    if report.model:
+        lines.append(f"model        {report.model}")
+    lines.append(f"layout       {report.layout}, {number_text(len(report.files), 'file')}")
+    quantization = report.quantization
     if quantization is not None:
         stored = [f"{count:,} x {scheme}" for scheme, count in quantization.weights.items()]
         said = [f"the configuration says {quantization.method}"] if quantization.method else []
         lines.append(f"quantised    {'; '.join(stored + said)}")
-    if found.problem:
-        lines.append(f"problem      {found.problem}")
-    for label, pairs in (("metadata", found.metadata), ("values", found.values)):
+    if report.problem:
+        lines.append(f"problem      {report.problem}")
+    for label, pairs in (("metadata", report.metadata), ("values", report.values)):
         if pairs:
             shown = [f"{key}={_short(value)}" for key, value in [*pairs.items()][:10]]
             more = f", and {len(pairs) - 10:,} more" if len(pairs) > 10 else ""
@@ -87,13 +87,13 @@ def _head(found: Inspection) -> list[str]:
     return lines
 
 
-def _by_tensor(found: Inspection, *, every: bool) -> str:
+def _by_tensor(report: Inspection, *, every: bool) -> str:
     if every:
-        groups = [(t.name, [t]) for t in found.tensors]
+        groups = [(t.name, [t]) for t in report.tensors]
     else:
-        kinds = [(t.name, (t.dtype, t.shape)) for t in found.tensors]
+        kinds = [(t.name, (t.dtype, t.shape)) for t in report.tensors]
         groups = [
-            (family.pattern, [found.tensors[place] for place in family.members])
+            (family.pattern, [report.tensors[place] for place in family.members])
             for family in name_families(kinds)
         ]
     rows = []
@@ -103,7 +103,7 @@ def _by_tensor(found: Inspection, *, every: bool) -> str:
             total = total.plus(tensor)
         first = tensors[0]
         files = sorted({file for tensor in tensors for file in tensor.files})
-        if found.layout == "orbax":
+        if report.layout == "orbax":
             where = number_text(first.pieces, "chunk")
         else:
             pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
@@ -114,25 +114,25 @@ def _by_tensor(found: Inspection, *, every: bool) -> str:
     return table(header, rows, left=4)
 
 
-def _by_file(found: Inspection) -> str:
-    totals = dict.fromkeys(found.files, Total())
-    for tensor in found.tensors:
+def _by_file(report: Inspection) -> str:
+    totals = dict.fromkeys(report.files, Total())
+    for tensor in report.tensors:
         for file in tensor.files[:1] if tensor.pieces == 1 else ():
             totals[file] = totals[file].plus(tensor)
     rows = []
-    for file, size in found.files.items():
+    for file, size in report.files.items():
         total = totals[file]
         shown = [f"{total.tensors:,}", count_text(total.parameters)]
-        rows.append([file, size_text(size), *(shown if found.layout == "hf" else ["-", "-"])])
+        rows.append([file, size_text(size), *(shown if report.layout == "hf" else ["-", "-"])])
     return table(["file", "size", "tensors", "parameters"], rows)
 
 
-def _totals(found: Inspection) -> str:
+def _totals(report: Inspection) -> str:
     rows = [
         [code, f"{total.tensors:,}", count_text(total.parameters), _size(total)]
-        for code, total in found.by_dtype().items()
+        for code, total in report.by_dtype().items()
     ]
-    total = found.total
+    total = report.total
     rows.append(["all", f"{total.tensors:,}", count_text(total.parameters), _size(total)])
     return table(["dtype", "tensors", "parameters", "bytes"], rows)
 
@@ -147,27 +147,27 @@ def _short(value: object) -> str:
 
 
 def _json(value: object) -> object:
-    """A value that JSON has: it knows no NaN, no infinity and no complex number."""
+    """Return a value that JSON has: NaN, infinity and complex numbers become text."""
     is_number = isinstance(value, int | float) and math.isfinite(value)
     return value if is_number or value is None or isinstance(value, str) else str(value)
 
 
-def _document(found: Inspection) -> dict[str, object]:
-    quantization = found.quantization
+def _document(report: Inspection) -> dict[str, object]:
+    quantization = report.quantization
     return {
-        "path": found.path,
-        "model": found.model,
-        "problem": found.problem,
-        "layout": found.layout,
+        "path": report.path,
+        "model": report.model,
+        "problem": report.problem,
+        "layout": report.layout,
         "quantization": None
         if quantization is None
         else {"method": quantization.method, "weights": quantization.weights},
-        "metadata": found.metadata,
-        "values": {name: _json(value) for name, value in found.values.items()},
-        "files": found.files,
-        "total": found.total._asdict(),
-        "by_dtype": {code: total._asdict() for code, total in found.by_dtype().items()},
-        "tensors": [tensor._asdict() for tensor in found.tensors],
+        "metadata": report.metadata,
+        "values": {name: _json(value) for name, value in report.values.items()},
+        "files": report.files,
+        "total": report.total._asdict(),
+        "by_dtype": {code: total._asdict() for code, total in report.by_dtype().items()},
+        "tensors": [tensor._asdict() for tensor in report.tensors],
     }
 
 

@@ -1,4 +1,4 @@
-"""`families`: the model families that have a ready mapping."""
+"""`families`: lists the model families that have a ready mapping."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .command import Command, add_json
 from .output import Output, table
 
 
-def _run(parsed: argparse.Namespace, console: Output) -> int:
+def _run(parsed: argparse.Namespace, output: Output) -> int:
     from orbax_safetensors_layout.mapping import TARGETS
 
     if parsed.json:
-        console.json(TARGETS)
+        output.json(TARGETS)
         return 0
     names = list(dict.fromkeys(name for families in TARGETS.values() for name in families))
     rows = [
         [name, *("yes" if name in families else "-" for families in TARGETS.values())]
         for name in names
     ]
-    console.result(table(["family", *TARGETS], rows, left=1 + len(TARGETS)))
+    output.result(table(["family", *TARGETS], rows, left=1 + len(TARGETS)))
     return 0
 
 

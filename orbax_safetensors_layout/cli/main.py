@@ -33,19 +33,19 @@ FINDING, MISUSE, NO_READER = 1, 2, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb.
+    """Run one command.
 
     Args:
-        arguments: What stands after the program's name; None takes the process's own.
+        arguments: The arguments; None takes the process's own.
 
     Returns:
-        The exit code: the verb's own, 0 or 1; 1 for an error of a checkpoint or the system; 2 for
-        misuse; 130 when interrupted; 141 where whoever read stdout is gone.
+        The exit code: the command's own, 0 or 1; 1 for an error of a checkpoint or the system; 2
+        for misuse; 130 when interrupted; 141 when the reader of stdout is gone.
     """
     parsed = parser().parse_args(arguments)
     verb: Command = parsed.verb
-    console = Output(PROGRAM, quiet=parsed.quiet)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # paths need be no text; their bytes are kept
+    output = Output(PROGRAM, quiet=parsed.quiet)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # bytes of paths that are no text are kept
         sys.stdout.reconfigure(errors="surrogateescape")
 
     def interrupted() -> str:
@@ -53,11 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with clean_interrupts(lambda: f"{PROGRAM}: {interrupted()}"):
-            code = verb.run(parsed, console)
+            code = verb.run(parsed, output)
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        console.error(interrupted())
+        output.error(interrupted())
         return INTERRUPTED
     except BrokenPipeError:
         # Python flushes stdout once more when it exits.
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = " ".join(str(error).split())
         if not (text and isinstance(error, _EXPECTED)):
             text = f"{type(error).__name__}: {text} (--debug tells where)"
-        console.error(text)
+        output.error(text)
         if isinstance(error, SafetensorsLayoutError):
             return FINDING
         return MISUSE if isinstance(error, UsageError | ValueError | ImportError) else FINDING
@@ -83,26 +83,28 @@ def _version() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all verbs."""
-    made = argparse.ArgumentParser(
+    """Return the parser of all commands."""
+    root = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Hugging Face safetensors checkpoints for Orbax and JAX.",
         epilog=f"{PROGRAM} VERB --help says more. Exit codes: 0, 1 where something is wrong with a"
         " checkpoint, 2 for misuse.",
     )
-    made.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
-    verbs = made.add_subparsers(required=True, metavar="VERB")
+    root.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    commands = root.add_subparsers(required=True, metavar="VERB")
     for verb in VERBS:
         lines = "".join(f"\n  {PROGRAM} {example}" for example in verb.examples)
-        one = verbs.add_parser(
+        command = commands.add_parser(
             verb.name,
             help=verb.help,
             description=textwrap.fill(verb.description, 79),
             epilog=f"example{'s' if len(verb.examples) > 1 else ''}:{lines}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        verb.add_arguments(one)
-        one.add_argument("--quiet", "-q", action="store_true", help="no progress and no messages")
-        one.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-        one.set_defaults(verb=verb)
-    return made
+        verb.add_arguments(command)
+        command.add_argument(
+            "--quiet", "-q", action="store_true", help="no progress and no messages"
+        )
+        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        command.set_defaults(verb=verb)
+    return root

@@ -1,4 +1,4 @@
-"""`plan`: what a load or a save costs a cluster."""
+"""`plan`: estimates a load or a save for a cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
 
-from .arguments import memory_budget, mesh_axes, sharding_rules
+from .arguments import (
+    add_mapping,
+    find_mapping,
+    memory_budget,
+    mesh_axes,
+    python_object,
+    sharding_rules,
+)
 from .command import Command, UsageError, add_json, argument
-from .mappings import add_mapping, find_mapping, python_object
 from .output import Output
-from .plan_text import compared, forecast_document, forecast_text
+from .plan_text import comparison_text, estimate_document, estimate_text
 
 _AUTO = ShardingRule(".*", None)
 
@@ -96,7 +102,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _run(parsed: argparse.Namespace, console: Output) -> int:
+def _run(parsed: argparse.Namespace, output: Output) -> int:
     variants = [parsed, *(_variant(parsed, text) for text in parsed.compare)]
     if parsed.plot and (parsed.mapping or parsed.abstract or parsed.save is not None):
         raise UsageError(
@@ -104,30 +110,31 @@ def _run(parsed: argparse.Namespace, console: Output) -> int:
         )
     if len({variant.save is None for variant in variants}) > 1:
         raise UsageError("a load and a save cannot be compared")
-    found = [_forecast(variant) for variant in variants]
+    results = [_estimate(variant) for variant in variants]
     labels = ["this", *parsed.compare]
     if parsed.json:
-        documents = [forecast_document(one, parsed.top) for one in found]
-        console.json(documents[0] if len(found) == 1 else dict(zip(labels, documents, strict=True)))
-    elif len(found) > 1:
-        console.result(compared(labels, found))
+        documents = [estimate_document(result, parsed.top) for result in results]
+        one_or_all = dict(zip(labels, documents, strict=True)) if parsed.compare else documents[0]
+        output.json(one_or_all)
+    elif parsed.compare:
+        output.result(comparison_text(labels, results))
     else:
-        console.result(forecast_text(found[0], parsed.top))
+        output.result(estimate_text(results[0], parsed.top))
     if parsed.plot:
         from .plot import draw
 
-        draw(found[0], parsed.plot, parsed.plot_files)
-        console.message(f"drew {parsed.plot}")
-    for rule in dict.fromkeys(itertools.chain(*(one.unused_rules for one in found))):
-        console.message(f"the rule {rule} is used by no tensor")
-    misfits = sum(len(one.misfits) for one in found)
+        draw(results[0], parsed.plot, parsed.plot_files)
+        output.message(f"drew {parsed.plot}")
+    for rule in dict.fromkeys(itertools.chain(*(result.unused_rules for result in results))):
+        output.message(f"the rule {rule} is used by no tensor")
+    misfits = sum(len(result.misfits) for result in results)
     if misfits:
-        console.message(f"{misfits:,} tensors do not fit their rule; a load would refuse them")
+        output.message(f"{misfits:,} tensors do not fit their rule; a load would refuse them")
     return 1 if misfits else 0
 
 
 def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
-    """The arguments of a plan that stands beside another."""
+    """Return the arguments of `--compare`, with those of the first plan as defaults."""
     parser = argparse.ArgumentParser(prog="--compare", argument_default=argparse.SUPPRESS)
     _add_arguments(parser)
     for action in parser._actions:
@@ -135,7 +142,7 @@ def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(base), **vars(parser.parse_args(shlex.split(text)))})
 
 
-def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
+def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
     if parsed.path is None:
         raise UsageError("name the checkpoint: plan PATH --mesh ...")
     if parsed.mapping and parsed.abstract:
@@ -145,7 +152,7 @@ def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
         in_pieces = catalog.layout == "sharded"
     rules = sharding_rules(parsed.spec) or (_AUTO,)
     if not (parsed.mapping or parsed.abstract or in_pieces):
-        found = estimate(
+        loading = estimate(
             parsed.path,
             _grid(parsed, parsed.mesh),
             rules,
@@ -153,9 +160,9 @@ def _forecast(parsed: argparse.Namespace) -> ClusterEstimate:
             host_bandwidth=parsed.host_bandwidth,
         )
         if parsed.save is None:
-            return found
+            return loading
         writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
-        return estimate_save(found, writing)
+        return estimate_save(loading, writing)
     if parsed.save is not None:
         raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
     from orbax_safetensors_layout.analysis import estimate_tree, mesh_of

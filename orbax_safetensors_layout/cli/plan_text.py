@@ -1,4 +1,4 @@
-"""Forecasts for people and for programs."""
+"""Formats estimates as text and as JSON documents."""
 
 from __future__ import annotations
 
@@ -37,67 +37,60 @@ _SAVE: tuple[Figure, ...] = (
 _SOME_ROWS = 8  # of rules
 
 
-def forecast_text(found: ClusterEstimate, top: int) -> str:
-    """A forecast as a page.
-
-    Args:
-        found: The forecast.
-        top: How many costly tensors to name.
-    """
-    parts = [_head(found), _rules(found), _misfits(found, top), _table(found), _costly(found, top)]
+def estimate_text(estimate: ClusterEstimate, top: int) -> str:
+    """Format an estimate as a page that names the `top` costliest tensors."""
+    parts = [
+        _head(estimate),
+        _rules(estimate),
+        _misfits(estimate, top),
+        _table(estimate),
+        _costly(estimate, top),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
-def compared(labels: Sequence[str], found: Sequence[ClusterEstimate]) -> str:
-    """Forecasts side by side; of the hosts of each, the most that one has.
-
-    Args:
-        labels: What each is called.
-        found: The forecasts, all of loads or all of saves.
-    """
-    rows = [["devices, hosts", *(f"{one.grid.devices:,}, {one.grid.processes:,}" for one in found)]]
-    for name, of, text in _figures(found[0]):
-        rows.append([f"{name}, a host", *(text(max(map(of, one.costs))) for one in found)])
+def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate]) -> str:
+    """Format estimates, all of loads or all of saves, side by side: the maximum over hosts."""
+    rows = [["devices, hosts", *(f"{e.grid.devices:,}, {e.grid.processes:,}" for e in estimates)]]
+    for name, of, text in _figures(estimates[0]):
+        rows.append([f"{name}, a host", *(text(max(map(of, e.costs))) for e in estimates)])
         if text is not _ratio:
-            totals = (_sum(one, [*map(of, one.costs)], text) for one in found)
+            totals = (_sum(e, [*map(of, e.costs)], text) for e in estimates)
             rows.append([f"{name}, all hosts", *totals])
-    rows.append(["device memory", *(size_text(one.device_bytes) for one in found)])
-    rows.append(["largest shard", *(size_text(one.largest[1]) for one in found)])
-    rows.append(["estimated time", *(seconds_text(max(one.seconds())) for one in found)])
-    if any(one.misfits for one in found):
-        rows.append(["tensors that do not fit", *(f"{len(one.misfits):,}" for one in found)])
+    rows.append(["device memory", *(size_text(e.device_bytes) for e in estimates)])
+    rows.append(["largest shard", *(size_text(e.largest[1]) for e in estimates)])
+    rows.append(["estimated time", *(seconds_text(max(e.seconds())) for e in estimates)])
+    if any(e.misfits for e in estimates):
+        rows.append(["tensors that do not fit", *(f"{len(e.misfits):,}" for e in estimates)])
     return table(["", *labels], rows)
 
 
-def _figures(found: ClusterEstimate) -> tuple[Figure, ...]:
-    return _LOAD if found.saves is None else _SAVE
+def _figures(estimate: ClusterEstimate) -> tuple[Figure, ...]:
+    return _LOAD if estimate.saves is None else _SAVE
 
 
-def _scaled(found: ClusterEstimate, total: float) -> float:
-    return total * found.grid.processes / len(found.processes)
-
-
-def _head(found: ClusterEstimate) -> str:
-    grid, profile = found.grid, found.profile
+def _head(estimate: ClusterEstimate) -> str:
+    grid, profile = estimate.grid, estimate.profile
     axes = ",".join(f"{name}={size}" for name, size in grid.axes.items())
     hosts = "one host"
     if grid.processes > 1:
         hosts = f"{grid.processes:,} hosts with {grid.devices_per_process:,} each"
-    doing = "load" if found.saves is None else f"save in layout {found.saves}"
+    doing = "load" if estimate.saves is None else f"save in layout {estimate.saves}"
+    files = number_text(estimate.checkpoint_files, "file")
     lines = [
-        found.path,
-        f"model    {count_text(found.parameters)} parameters, {size_text(found.checkpoint_bytes)}"
-        f" in {number_text(found.checkpoint_files, 'file')};"
-        f" {number_text(found.leaf_count, 'tensor')} to {doing}",
+        estimate.path,
+        f"model    {count_text(estimate.parameters)} parameters,"
+        f" {size_text(estimate.checkpoint_bytes)} in {files};"
+        f" {number_text(estimate.leaf_count, 'tensor')} to {doing}",
         f"cluster  mesh {axes}: {number_text(grid.devices, 'device')} on {hosts}",
-        f"storage  {found.storage}: {seconds_text(profile.latency_seconds)} a request,"
+        f"storage  {estimate.storage}: {seconds_text(profile.latency_seconds)} a request,"
         f" {profile.concurrency} at once; {_rate(profile.bandwidth_bytes_per_second)} a stream,"
-        f" {_rate(found.rate.bytes_per_second)} a host",
+        f" {_rate(estimate.rate.bytes_per_second)} a host",
     ]
-    if not found.is_complete:
+    if not estimate.is_complete:
         lines.append(
-            f"planned  {len(found.processes)} of {grid.processes:,} hosts, evenly spread; figures"
-            " of all hosts are scaled up from them"
+            f"planned  {len(estimate.processes)} of {grid.processes:,} hosts, evenly spread;"
+            " figures of all hosts are scaled up from them"
         )
     return "\n".join(lines)
 
@@ -106,9 +99,9 @@ def _rate(bytes_per_second: float) -> str:
     return f"{size_text(bytes_per_second)}/s"
 
 
-def _rules(found: ClusterEstimate) -> str:
+def _rules(estimate: ClusterEstimate) -> str:
     rows = []
-    for rule, leaves in found.rules:
+    for rule, leaves in estimate.rules:
         text = "no rule matches: replicated" if rule is None else str(rule)
         rows.append([text, f"{leaves:,}"])
     shown = rows[:_SOME_ROWS]
@@ -116,35 +109,32 @@ def _rules(found: ClusterEstimate) -> str:
     return table(["sharding rule", "tensors"], shown) + more if rows else ""
 
 
-def _misfits(found: ClusterEstimate, top: int) -> str:
-    """Tensors that cannot be sharded as their rule says, those alike together."""
-    families = name_families((one.name, (one.shape, one.reason)) for one in found.misfits)
+def _misfits(estimate: ClusterEstimate, top: int) -> str:
+    """Format tensors that cannot be sharded as their rule says, by pattern."""
+    families = name_families(
+        (misfit.name, (misfit.shape, misfit.reason)) for misfit in estimate.misfits
+    )
     lines = [f"{pattern} {list(shape)}: {reason}" for pattern, (shape, reason), _ in families[:top]]
     more = len(families) - len(lines)
     lines += [f"… and {more:,} more like these"] if more > 0 else []
     return "\n".join(["not sharded as their rule says", *lines]) if families else ""
 
 
-def _table(found: ClusterEstimate) -> str:
-    rows = [
-        [
-            "parameters",
-            *_span(found.process_parameters, count_text),
-            _sum(found, found.process_parameters, count_text),
-        ]
-    ]
-    for name, of, text in _figures(found):
-        values = [of(cost) for cost in found.costs]
-        total = _sum(found, values, text)
+def _table(estimate: ClusterEstimate) -> str:
+    values: Sequence[float] = estimate.process_parameters
+    rows = [["parameters", *_span(values, count_text), _sum(estimate, values, count_text)]]
+    for name, of, text in _figures(estimate):
+        values = [of(cost) for cost in estimate.costs]
+        total = _sum(estimate, values, text)
         if text is _ratio:
-            total = text(sum(found.costs, Cost()).over_read)
+            total = text(sum(estimate.costs, Cost()).over_read)
         rows.append([name, *_span(values, text), total])
-    times = found.seconds()
+    times = estimate.seconds()
     rows.append(["estimated time", *_span(times, seconds_text), seconds_text(max(times))])
-    name, nbytes = found.largest
+    name, nbytes = estimate.largest
     return (
         table(["", "least of a host", "most of a host", "all hosts"], rows)
-        + f"\n\ndevice memory  {size_text(found.device_bytes)} a device;"
+        + f"\n\ndevice memory  {size_text(estimate.device_bytes)} a device;"
         f" largest shard {size_text(nbytes)}, of {name}"
     )
 
@@ -153,25 +143,28 @@ def _span(values: Sequence[float], text: Callable[[float], str]) -> tuple[str, s
     return text(min(values)), text(max(values))
 
 
-def _sum(found: ClusterEstimate, values: Sequence[float], text: Callable[[float], str]) -> str:
+def _sum(estimate: ClusterEstimate, values: Sequence[float], text: Callable[[float], str]) -> str:
     total = sum(values)
-    return text(total) if found.is_complete else f"~{text(_scaled(found, total))}"
+    scale = estimate.grid.processes / len(estimate.processes)
+    return text(total) if estimate.is_complete else f"~{text(total * scale)}"
 
 
-def _costly(found: ClusterEstimate, top: int) -> str:
-    """The tensors that cost most, those alike together, and what would mend it."""
+def _costly(estimate: ClusterEstimate, top: int) -> str:
+    """Format the tensors that cost most, by pattern, each with advice."""
     patterns: dict[LeafCost, list[str]] = {}
     counts: dict[LeafCost, int] = {}
-    for family in name_families((leaf.name, leaf._replace(name="")) for leaf in found.leaf_costs):
+    for family in name_families(
+        (leaf.name, leaf._replace(name="")) for leaf in estimate.leaf_costs
+    ):
         patterns.setdefault(family.kind, []).append(family.pattern)
         counts[family.kind] = counts.get(family.kind, 0) + len(family.members)
 
     def excess(leaf: LeafCost) -> float:
-        return counts[leaf] * leaf.excess_seconds(found.rate)
+        return counts[leaf] * leaf.excess_seconds(estimate.rate)
 
     lines = []
     for leaf in sorted(patterns, key=excess, reverse=True)[:top]:
-        advice = _advice(found, leaf)
+        advice = _advice(estimate, leaf)
         if not advice:
             continue
         spec = "" if leaf.spec is None else f" {spec_text(leaf.spec)}"
@@ -191,25 +184,25 @@ def _requests(count: int) -> str:
     return f"{count_text(count)} request{'' if count == 1 else 's'}"
 
 
-def _advice(found: ClusterEstimate, leaf: LeafCost) -> str:
-    """What would mend the cost of a leaf."""
+def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
+    """Return advice on how to lower the cost of a leaf."""
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
-    ways = 1 if leaf.spec is None else found.grid.ways([*itertools.chain(*leaf.spec)])
+    ways = 1 if leaf.spec is None else estimate.grid.ways([*itertools.chain(*leaf.spec)])
     if leaf.read_bytes > 1.5 * leaf.needed_bytes:
-        is_inner = found.fleet is not None and bool(split) and max(split) > 0
+        is_inner = estimate.fleet is not None and bool(split) and max(split) > 0
         other = "split dimension 0 instead, " if is_inner else ""
         return (
             f"Rows are too short to read alone, so gaps are read too: {other}let hosts exchange"
             " what each reads once (ReadOptions(replicated='read_once')), or store it in shards of"
             " this mesh (layout sharded)."
         )
-    if leaf.requests > 64 and leaf.read_bytes < leaf.requests * found.profile.request_bytes // 2:
+    if leaf.requests > 64 and leaf.read_bytes < leaf.requests * estimate.profile.request_bytes // 2:
         each = size_text(leaf.read_bytes / leaf.requests)
         return (
             f"Requests of {each}: split an outer dimension, or store it in shards of this mesh"
             " (layout sharded)."
         )
-    if ways == 1 and found.grid.processes > 1 and leaf.needed_bytes >= 1 << 20:
+    if ways == 1 and estimate.grid.processes > 1 and leaf.needed_bytes >= 1 << 20:
         return (
             "Every host reads all of it: split it over the mesh, or let one read it for all"
             " (ReadOptions(replicated='read_once'))."
@@ -217,34 +210,33 @@ def _advice(found: ClusterEstimate, leaf: LeafCost) -> str:
     return ""
 
 
-def forecast_document(found: ClusterEstimate, top: int) -> dict[str, object]:
-    """A forecast as a JSON document; bytes, seconds and counts are plain numbers."""
-    total = sum(found.costs, Cost())
-    times = found.seconds()
+def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
+    """Return an estimate as a JSON document; bytes, seconds and counts are plain numbers."""
+    times = estimate.seconds()
     return {
-        "path": found.path,
-        "save": found.saves,
-        "mesh": dict(found.grid.axes),
-        "devices": found.grid.devices,
-        "hosts": found.grid.processes,
+        "path": estimate.path,
+        "save": estimate.saves,
+        "mesh": dict(estimate.grid.axes),
+        "devices": estimate.grid.devices,
+        "hosts": estimate.grid.processes,
         "storage": {
-            "class": found.storage,
-            "latency_seconds": found.profile.latency_seconds,
-            "bandwidth_bytes_per_second": found.profile.bandwidth_bytes_per_second,
-            "concurrency": found.profile.concurrency,
-            "host_bytes_per_second": found.rate.bytes_per_second,
+            "class": estimate.storage,
+            "latency_seconds": estimate.profile.latency_seconds,
+            "bandwidth_bytes_per_second": estimate.profile.bandwidth_bytes_per_second,
+            "concurrency": estimate.profile.concurrency,
+            "host_bytes_per_second": estimate.rate.bytes_per_second,
         },
-        "parameters": found.parameters,
-        "checkpoint_bytes": found.checkpoint_bytes,
-        "checkpoint_files": found.checkpoint_files,
-        "tensors": found.leaf_count,
+        "parameters": estimate.parameters,
+        "checkpoint_bytes": estimate.checkpoint_bytes,
+        "checkpoint_files": estimate.checkpoint_files,
+        "tensors": estimate.leaf_count,
         "rules": [
             {"rule": None if rule is None else str(rule), "tensors": leaves}
-            for rule, leaves in found.rules
+            for rule, leaves in estimate.rules
         ],
-        "misfits": [misfit._asdict() for misfit in found.misfits],
-        "device_bytes": found.device_bytes,
-        "largest_shard": {"tensor": found.largest[0], "bytes": found.largest[1]},
+        "misfits": [misfit._asdict() for misfit in estimate.misfits],
+        "device_bytes": estimate.device_bytes,
+        "largest_shard": {"tensor": estimate.largest[0], "bytes": estimate.largest[1]},
         "processes": [
             {
                 "process": process,
@@ -253,25 +245,19 @@ def forecast_document(found: ClusterEstimate, top: int) -> dict[str, object]:
                 "estimated_seconds": time,
             }
             for process, parameters, cost, time in zip(
-                found.processes, found.process_parameters, found.costs, times, strict=True
+                estimate.processes, estimate.process_parameters, estimate.costs, times, strict=True
             )
         ],
-        "total": _cost_document(total),
-        "complete": found.is_complete,
+        "total": _cost_document(sum(estimate.costs, Cost())),
+        "complete": estimate.is_complete,
         "estimated_seconds": max(times),
         "costliest": [
-            {**leaf._asdict(), "excess_seconds": leaf.excess_seconds(found.rate)}
-            for leaf in found.costliest(top)
+            {**leaf._asdict(), "excess_seconds": leaf.excess_seconds(estimate.rate)}
+            for leaf in estimate.costliest(top)
         ],
     }
 
 
 def _cost_document(cost: Cost) -> dict[str, object]:
-    return {
-        "needed_bytes": cost.needed_bytes,
-        "read_bytes": cost.read_bytes,
-        "written_bytes": cost.written_bytes,
-        "requests": cost.requests,
-        "files": cost.files,
-        "peak_host_bytes": cost.peak_host_bytes,
-    }
+    names = ("needed_bytes", "read_bytes", "written_bytes", "requests", "files", "peak_host_bytes")
+    return {name: getattr(cost, name) for name in names}

@@ -1,4 +1,4 @@
-"""A heat map: which part of which file each host needs, and which it reads."""
+"""Draws a heat map of the parts of the files that each host needs, and of those that it reads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ _TICKS = 8  # of a single file, at most
 _LEAST_NAMED = 0.02  # of the width, for a tensor's name
 
 
-def draw(found: ClusterEstimate, path: str, files: str = "*") -> None:
-    """Draws a forecast: above what the shards need, below what is read for them.
+def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
+    """Draw an estimate: above the bytes that the shards need, below those that are read.
 
     Args:
-        found: The forecast.
-        path: The picture to write; its ending says of what kind.
+        estimate: The estimate; not of a tree or of pieces, whose hosts are planned one by one.
+        path: The picture to write, in the format of its ending.
         files: Pattern of the names of the files to draw.
-
-    Raises:
-        UsageError: The forecast is of a tree or of pieces, whose hosts are planned one by one.
-        ImportError: matplotlib is not installed.
     """
-    if found.fleet is None:
+    if estimate.fleet is None:
         raise UsageError("--plot draws loads of plain tensors that are stored whole")
     try:
         from matplotlib import rcParams
@@ -42,9 +38,9 @@ def draw(found: ClusterEstimate, path: str, files: str = "*") -> None:
         raise ImportError(
             "--plot needs matplotlib: `pip install orbax-safetensors-layout[plot]`"
         ) from error
-    count = min(found.grid.processes, _MOST_ROWS)
-    hosts = [number * found.grid.processes // count for number in range(count)]
-    seen = coverage(found.fleet, hosts, _COLUMNS, files=files)
+    count = min(estimate.grid.processes, _MOST_ROWS)
+    hosts = [number * estimate.grid.processes // count for number in range(count)]
+    seen = coverage(estimate.fleet, hosts, _COLUMNS, files=files)
     if not seen.edges:
         raise UsageError(f"no file is called {files!r}")
     rcParams["font.size"] = 9
@@ -57,8 +53,8 @@ def draw(found: ClusterEstimate, path: str, files: str = "*") -> None:
     wide = most > 10 * least  # a few shares stand out from many small ones
     norm = LogNorm(least, most) if wide else Normalize(0, most)
     totals = [
-        sum(cost.needed_bytes for cost in found.costs),
-        sum(cost.read_bytes for cost in found.costs),
+        sum(cost.needed_bytes for cost in estimate.costs),
+        sum(cost.read_bytes for cost in estimate.costs),
     ]
     step = max(1, count // 8)
     for axes, share, doing, total in zip(
@@ -76,9 +72,13 @@ def draw(found: ClusterEstimate, path: str, files: str = "*") -> None:
         axes.set_ylabel(f"host {doing}: {size_text(total)} in all")
     _mark_tensors(above, seen)
     _mark_files(below, seen)
-    mesh = ",".join(f"{name}={size}" for name, size in found.grid.axes.items())
-    of = f"{count} of {found.grid.processes:,} hosts" if count < found.grid.processes else "host"
-    name = found.path.rstrip("/").rpartition("/")[2]
+    mesh = ",".join(f"{name}={size}" for name, size in estimate.grid.axes.items())
+    of = (
+        f"{count} of {estimate.grid.processes:,} hosts"
+        if count < estimate.grid.processes
+        else "host"
+    )
+    name = estimate.path.rstrip("/").rpartition("/")[2]
     figure.suptitle(f"What each {of} needs and reads of {name}, mesh {mesh}", x=0.01, ha="left")
     bar = figure.colorbar(image, ax=[above, below], pad=0.01, fraction=0.03)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
@@ -89,7 +89,7 @@ def draw(found: ClusterEstimate, path: str, files: str = "*") -> None:
 
 def _mark_tensors(axes: Any, seen: Coverage) -> None:
     """Names above the tensors that are wide enough for one."""
-    named = [one for one in seen.tensors if one[2] > _LEAST_NAMED * seen.total_bytes]
+    named = [item for item in seen.tensors if item[2] > _LEAST_NAMED * seen.total_bytes]
     if not named or len(named) > _MOST_LABELS:
         return
     top = axes.secondary_xaxis("top")

@@ -1,4 +1,4 @@
-"""Ctrl-C amid an import: it ends the process at once, since modules do not survive one."""
+"""Ctrl-C during an import ends the process at once, since modules do not survive one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ _IMPORTING = "<frozen importlib"
 
 @contextlib.contextmanager
 def clean_interrupts(message: Callable[[], str]) -> Iterator[None]:
-    """In the block Ctrl-C raises `KeyboardInterrupt`, or where something is imported, ends it all.
+    """Ctrl-C in the block raises `KeyboardInterrupt`; during an import it ends the process.
 
-    An import that is interrupted may swallow the interrupt, raise something else, or crash in
+    An import that is interrupted may swallow the interrupt, raise another error, or crash in
     native code (each seen with numpy and jax). While one runs there is nothing to clean up.
-
-    Args:
-        message: Gives what is written to stderr then.
+    `message` returns the text that is written to stderr then.
     """
 
     def interrupted(_: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`verify`: whether a checkpoint is whole."""
+"""`verify`: checks that a checkpoint is whole, or equal to another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 from orbax_safetensors_layout.analysis import resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions
 
-from .arguments import memory_budget
+from .arguments import add_mapping, find_mapping, memory_budget
 from .command import Command, UsageError, add_json, argument
-from .mappings import add_mapping, find_mapping
 from .output import Output
 
 
@@ -35,7 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _run(parsed: argparse.Namespace, console: Output) -> int:
+def _run(parsed: argparse.Namespace, output: Output) -> int:
     from orbax_safetensors_layout.analysis import verify
 
     if parsed.mapping and parsed.against is None:
@@ -60,12 +59,12 @@ def _run(parsed: argparse.Namespace, console: Output) -> int:
         mapping=mapping,
         subtree=parsed.subtree,
         digests=not parsed.quick,
-        options=ReadOptions(progress=console.progress, **given),
+        options=ReadOptions(progress=output.progress, **given),
     )
     if parsed.json:
-        console.json({"ok": report.ok, **dataclasses.asdict(report)})
+        output.json({"ok": report.ok, **dataclasses.asdict(report)})
     else:
-        console.result(str(report))
+        output.result(str(report))
     return 0 if report.ok else 1
 
 

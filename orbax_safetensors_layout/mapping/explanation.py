@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from orbax_safetensors_layout.runtime import text_table
+
 from .affine.bound import BoundExpr
 from .affine.decoded import Computed
 from .expr.opaque_ops import Whole
@@ -20,11 +22,7 @@ def table(
         tied = f" (tied to {ties[name]!r})" if name in ties else ""
         shape = str([*bound.shape])
         rows.append((name, shape, bound.dtype.name, notes[name] + tied, _sources(bound.sources())))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = [text_table(rows, len(_HEAD))]
     for name, bound in expressions.items():
         if any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in bound.nodes()):
             lines.append(f"{name}: every shard reads all that its opaque function takes.")

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.options import KIB, StorageProfile
+from orbax_safetensors_layout.runtime import text_table
 
 from .coalesce import HeldBound, RequestGroup, coalesced
 from .cost import Cost
@@ -137,15 +138,7 @@ class ReadPlan:
             (name, str(list(leaf.shape)), leaf.stored.code, f"{n:,}", f"{r:,}")
             for leaf, (name, n, r) in zip(self.leaves, self.by_tensor(), strict=True)
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(
-                text.ljust(width) if i < 3 else text.rjust(width)
-                for i, (text, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        return "\n".join([*lines, str(self.cost())])
+        return "\n".join([text_table(rows, 3), str(self.cost())])
 
 
 def plan_reads(

@@ -7,4 +7,12 @@ from .memory import SLOT_ALIGNMENT, Bytes, Staging, align, allocate
 from .process_group import Fingerprint, ProcessGroup
 from .progress import ProgressReport, consecutive, progress_callback
 from .tasks import Then, Workers
-from .text import count_text, number_text, parse_seconds, parse_size, seconds_text, size_text
+from .text import (
+    count_text,
+    number_text,
+    parse_seconds,
+    parse_size,
+    seconds_text,
+    size_text,
+    text_table,
+)

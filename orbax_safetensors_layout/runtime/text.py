@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -100,3 +101,15 @@ def _scaled(count: float, separator: str) -> str:
         value, power = value / 1000, power + 1
     digits = 0 if power == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f}{separator}{_DECIMAL[power]}"
+
+
+def text_table(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Align rows in columns: the first `left` of them to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
