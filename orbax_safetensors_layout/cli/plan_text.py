@@ -145,8 +145,9 @@ def _span(values: Sequence[float], text: Callable[[float], str]) -> tuple[str, s
 
 def _sum(estimate: ClusterEstimate, values: Sequence[float], text: Callable[[float], str]) -> str:
     total = sum(values)
-    scale = estimate.grid.processes / len(estimate.processes)
-    return text(total) if estimate.is_complete else f"~{text(total * scale)}"
+    if estimate.is_complete:
+        return text(total)
+    return f"~{text(total * estimate.grid.processes / len(estimate.processes))}"
 
 
 def _costly(estimate: ClusterEstimate, top: int) -> str:

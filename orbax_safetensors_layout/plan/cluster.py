@@ -11,6 +11,7 @@ Nothing is sampled; `test_fleet.py` holds the result equal to the `ReadPlan` of 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ def plan_cluster(
     profile: StorageProfile,
     memory_budget_bytes: int,
 ) -> ClusterPlan:
-    """Plans the reads of all processes, for devices with memory of their own.
+    """Plan the reads of all processes, for devices with memory of their own.
 
     Args:
         leaves: The tensors.
@@ -80,18 +81,12 @@ def plan_cluster(
     Raises:
         ValueError: A spec does not fit its tensor.
     """
-    numbers: dict[tuple[object, ...], int] = {}
-    counts: list[int] = []
-    firsts: list[ClusterTensor] = []
-    kind_of = []
-    for leaf in leaves:
-        key = (leaf.entry.shape, leaf.entry.dtype.code, leaf.spec)
-        number = numbers.setdefault(key, len(numbers))
-        if number == len(firsts):
-            firsts.append(leaf)
-            counts.append(0)
-        counts[number] += 1
-        kind_of.append(number)
+    keys = [(leaf.entry.shape, leaf.entry.dtype.code, leaf.spec) for leaf in leaves]
+    counts = collections.Counter(keys)
+    numbers = {key: number for number, key in enumerate(counts)}
+    kind_of = [numbers[key] for key in keys]
+    first_of = dict(zip(reversed(keys), reversed(leaves), strict=True))
+    firsts = [first_of[key] for key in counts]
     partitions = [_partition(leaf, grid) for leaf in firsts]
     chosen, distinct = _distinct(partitions, grid.processes)
     slabs = slab_bytes(profile, memory_budget_bytes)
@@ -103,7 +98,7 @@ def plan_cluster(
             tuple(_shapes(leaf, partition, chosen, planner, memory_budget_bytes)),
             partition.shard_elements,
         )
-        for count, leaf, partition in zip(counts, firsts, partitions, strict=True)
+        for count, leaf, partition in zip(counts.values(), firsts, partitions, strict=True)
     )
     sums = CostVectors(len(chosen), profile)
     for kind in kinds:

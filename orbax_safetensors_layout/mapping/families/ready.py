@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypedDict, Unpack
+from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MappingError
@@ -108,8 +108,8 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
         ...     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16,
         ...     "num_attention_heads": 2, "num_key_value_heads": 1,
         ... }
-        >>> made = mapping(config, target="maxtext")
-        >>> made.rules[4]
+        >>> maxtext = mapping(config, target="maxtext")
+        >>> maxtext.rules[4]
         rule('params.decoder.layers.post_self_attention_layer_norm.scale',
             stack(tensor('model.layers.{i}.post_attention_layernorm.weight'), over='i', axis=1,
             indices=[0, 1]))
@@ -127,57 +127,32 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
             hint="If the model is one of these by another name, call that family's function"
             f"{call or ' of osl.families'}; else write an osl.Mapping.",
         )
-    return _made(family, config, parsed, options)
+    return _mapping_of(family, config, parsed, options)
 
 
-def llama(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Llama 1 to 3.3; see `mapping` and `Options`."""
-    return _made("llama", config, _parsed(config), options)
+class _Family(Protocol):
+    def __call__(self, config: Config, **options: Unpack[Options]) -> Mapping: ...
 
 
-def mistral(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Mistral; see `mapping` and `Options`."""
-    return _made("mistral", config, _parsed(config), options)
+def _family(family: str, models: str) -> _Family:
+    def make(config: Config, **options: Unpack[Options]) -> Mapping:
+        return _mapping_of(family, config, _parsed(config), options)
+
+    make.__name__ = make.__qualname__ = family
+    make.__doc__ = f"Return a mapping for {models}; see `mapping` and `Options`."
+    return make
 
 
-def qwen2(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Qwen 2 and 2.5; see `mapping` and `Options`."""
-    return _made("qwen2", config, _parsed(config), options)
-
-
-def qwen3(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for dense Qwen 3; see `mapping` and `Options`."""
-    return _made("qwen3", config, _parsed(config), options)
-
-
-def qwen3_moe(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Qwen 3 with experts; see `mapping` and `Options`."""
-    return _made("qwen3_moe", config, _parsed(config), options)
-
-
-def gemma2(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Gemma 2; see `mapping` and `Options`."""
-    return _made("gemma2", config, _parsed(config), options)
-
-
-def gemma3(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for the language model of Gemma 3; see `mapping` and `Options`."""
-    return _made("gemma3", config, _parsed(config), options)
-
-
-def mixtral(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for Mixtral; see `mapping` and `Options`."""
-    return _made("mixtral", config, _parsed(config), options)
-
-
-def deepseek_v3(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for DeepSeek V3 and R1; see `mapping` and `Options`."""
-    return _made("deepseek_v3", config, _parsed(config), options)
-
-
-def gpt_oss(config: Config, **options: Unpack[Options]) -> Mapping:
-    """A mapping for GPT-OSS; see `mapping` and `Options`."""
-    return _made("gpt_oss", config, _parsed(config), options)
+llama = _family("llama", "Llama 1 to 3.3")
+mistral = _family("mistral", "Mistral")
+qwen2 = _family("qwen2", "Qwen 2 and 2.5")
+qwen3 = _family("qwen3", "dense Qwen 3")
+qwen3_moe = _family("qwen3_moe", "Qwen 3 with experts")
+gemma2 = _family("gemma2", "Gemma 2")
+gemma3 = _family("gemma3", "the language model of Gemma 3")
+mixtral = _family("mixtral", "Mixtral")
+deepseek_v3 = _family("deepseek_v3", "DeepSeek V3 and R1")
+gpt_oss = _family("gpt_oss", "GPT-OSS")
 
 
 def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
@@ -192,7 +167,7 @@ def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
     return config
 
 
-def _made(
+def _mapping_of(
     family: str, config: Config, parsed: collections.abc.Mapping[str, object], options: Options
 ) -> Mapping:
     unknown = sorted(options.keys() - Options.__annotations__.keys())
