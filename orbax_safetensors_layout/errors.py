@@ -18,9 +18,9 @@
     ├── CheckpointExistsError(FileExistsError)
     └── CheckpointNotFoundError(FileNotFoundError)
 
-Each carries `file`, `tensor`, `expected` and `found` where they apply, as attributes and in its
-text. Problems of one kind are reported together: `MismatchError.collect` makes one error of many,
-and tells the first of those that differ in numbers only.
+Each has `file`, `tensor`, `expected` and `found` where they apply, as attributes and in its text.
+Problems of one kind are reported together: `collect` makes one error of many. Below the exceptions:
+texts without secrets, and long lists shortened.
 """
 
 from __future__ import annotations
@@ -34,161 +34,6 @@ import urllib.parse
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Self
 
-_URL = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)([^\s/?#\"'<>]*@)?(?P<rest>[^\s?#\"'<>]*)([?#][^\s\"'<>)]*)?",
-    re.I,
-)
-_QUERY = re.compile(r"[?#][^\s\"'<>?#]*=[^\s\"'<>)]*")
-_SECRET = re.compile(
-    r"(?P<name>(authorization|bearer|token|secret|signature|password|credential|access.?key"
-    r"|api.?key)[\w-]*[\"']?(\s*[:=]|(?<=bearer) )\s*[\"']?(bearer\s+|basic\s+)?|\bbasic )"
-    r"(?P<value>[^\s\"'<>,;)]{8,})",
-    re.I,
-)
-
-
-def redact_urls(text: str) -> str:
-    """A URL, or a text with URLs in it, without user info, query strings and fragments.
-
-    Example:
-        >>> redact_urls("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
-        'GET https://host/model 403'
-    """
-    return _URL.sub(lambda found: found["scheme"] + found["rest"], text)
-
-
-def redact(text: str) -> str:
-    """The same, also without what stands in a query elsewhere, and what names secrets.
-
-    Example:
-        >>> redact("Max retries exceeded with url: /model?sig=abc")
-        'Max retries exceeded with url: /model'
-        >>> redact("Authorization: Bearer hf_abcdefghijkl")
-        'Authorization: Bearer ***'
-    """
-    text = _QUERY.sub("", redact_urls(text))
-    return _SECRET.sub(lambda found: found["name"] + "***", text)
-
-
-_PUBLIC_HEADERS = frozenset(["accept", "accept-encoding", "range", "user-agent"])
-_SHORTEST_SECRET = 3  # characters; a shorter one would be found everywhere
-
-
-class Sent:
-    """What requests have sent, to be taken out of what servers say. Safe to use from many threads.
-
-    A server that repeats a header or a URL, as it came or decoded, shows nothing by that.
-
-    Example:
-        >>> sent = Sent()
-        >>> sent.add("https://host/model?sig=a%20b+c", {"Authorization": "Basic bWU6cGFzc3dvcmQ="})
-        >>> sent.redact("400 what is bWU6cGFzc3dvcmQ=, password and 'a b+c'?")
-        "400 what is ***, *** and '***'?"
-    """
-
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._lock = threading.Lock()
-        self._requests: set[tuple[str, ...]] = set()
-        self._secrets: set[str] = set()
-        self._keep(secrets)
-
-    def add(self, url: str, headers: Mapping[str, str]) -> None:
-        """Adds a request.
-
-        Args:
-            url: Its URL. What follows the host in it is secret.
-            headers: Its headers. All but those that say nothing of the user are secret.
-        """
-        values = [v for name, v in headers.items() if name.lower() not in _PUBLIC_HEADERS]
-        request = (url, *values)
-        if request in self._requests:
-            return
-        parts = urllib.parse.urlsplit(url)
-        secrets = [parts.path.strip("/"), parts.query, f"{parts.path}?{parts.query}"]
-        secrets += [pair.partition("=")[2] for pair in parts.query.split("&")]
-        secrets += [parts.netloc.rpartition("@")[0], parts.password or ""]
-        for value in values:
-            scheme, _, word = value.partition(" ")
-            secrets += [value, word, *(_login(word) if scheme.lower() == "basic" else ())]
-        self._keep(secrets)
-        with self._lock:
-            self._requests.add(request)
-
-    def redact(self, text: str) -> str:
-        """A text without what was sent, and without what `redact` takes out of any."""
-        with self._lock:
-            secrets = sorted(self._secrets, key=len, reverse=True)
-        for secret in secrets:
-            text = text.replace(secret, "***")
-        return redact(text)
-
-    def _keep(self, secrets: Iterable[str]) -> None:
-        forms = {
-            form
-            for secret in secrets
-            for form in (
-                secret,
-                urllib.parse.unquote(secret),
-                urllib.parse.unquote_plus(secret),
-                urllib.parse.quote(secret),
-                urllib.parse.quote(urllib.parse.unquote(secret), safe=""),
-            )
-        }
-        with self._lock:
-            self._secrets |= {form for form in forms if len(form) >= _SHORTEST_SECRET}
-
-
-def _login(word: str) -> list[str]:
-    """The user and the password that stand for a word of an `Authorization: Basic` header."""
-    try:
-        login = base64.b64decode(word).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return []
-    return [login, login.partition(":")[2]]
-
-
-MOST_LINES = 50
-"""About as many lines has a message; what is beyond them is counted."""
-_MOST_OF_A_KEY = 3
-
-_NUMBERS = re.compile(r"(?<![^.'])[0-9]+(?![^.'])")
-
-
-def pattern_of(text: str) -> str:
-    """A name, or a text that quotes names, without the numbers that are components of a name.
-
-    >>> pattern_of("'layers.7.mlp.w1' is missing")
-    "'layers.#.mlp.w1' is missing"
-    """
-    return _NUMBERS.sub("#", text)
-
-
-def grouped(items: Iterable[tuple[Hashable, str]]) -> list[str]:
-    """The first texts of each key, and how many more there are.
-
-    Args:
-        items: Keys and texts.
-
-    >>> grouped([("#.w", f"no '{i}.w'.") for i in range(9)] + [("b", "no 'b'.")])
-    ["no '0.w'.", "no '1.w'.", "no '2.w'.", '... 6 more that differ in numbers only', "no 'b'."]
-    """
-    counts: dict[Hashable, int] = {}
-    texts: dict[Hashable, list[str]] = {}
-    for key, text in items:
-        counts[key] = counts.get(key, 0) + 1
-        some = texts.setdefault(key, [])
-        if len(some) < _MOST_OF_A_KEY:
-            some.append(text)
-    lines: list[str] = []
-    left = sum(counts.values())
-    for key, some in texts.items():
-        if len(lines) >= MOST_LINES:
-            return [*lines, f"... {left:,} more"]
-        more = counts[key] - len(some)
-        lines += [*some, *([f"... {more:,} more that differ in numbers only"] if more else ())]
-        left -= counts[key]
-    return lines
-
 
 class SafetensorsLayoutError(Exception):
     """Base of all errors raised by this package.
@@ -201,6 +46,8 @@ class SafetensorsLayoutError(Exception):
         found: What was found.
         hint: What the user can do.
     """
+
+    _is_list = False
 
     def __init__(
         self,
@@ -220,7 +67,43 @@ class SafetensorsLayoutError(Exception):
         self.hint = hint
         super().__init__(self._render())
 
+    @classmethod
+    def collect(
+        cls, problems: Sequence[Self], what: str = "problems", *, hint: str | None = None
+    ) -> Self:
+        """Return one error for many problems.
+
+        Args:
+            problems: At least one. The result has the class that all have, else this one, and the
+                fields of the first; its text has a line for each, shortened by `group_lines`.
+            what: What there are so many of, a noun in the plural.
+            hint: What the user can do about all of them.
+        """
+        first = problems[0]
+        if len(problems) == 1:
+            first.hint = hint or first.hint
+            return first
+        lines = group_lines((problem._pattern(), str(problem)) for problem in problems)
+        kinds = {type(problem) for problem in problems}
+        error = (kinds.pop() if len(kinds) == 1 else cls)(
+            "\n  ".join([f"{len(problems):,} {what}:", *lines]),
+            file=first.file,
+            tensor=first.tensor,
+            expected=first.expected,
+            found=first.found,
+            hint=hint,
+        )
+        error._is_list = True
+        return error
+
+    def _pattern(self) -> tuple[object, ...]:
+        """Return what errors have in common that differ in numbers only."""
+        names = pattern_of(self.tensor or ""), pattern_of(self.message)
+        return type(self), *names, str(self.expected), str(self.found)
+
     def _render(self) -> str:
+        if self._is_list:
+            return f"{self.message}\n{self.hint}" if self.hint else self.message
         fields = [
             ("file", self.file),
             ("tensor", None if self.tensor is None else repr(self.tensor)),
@@ -235,23 +118,6 @@ class SafetensorsLayoutError(Exception):
 
     def __str__(self) -> str:  # KeyError and OSError would print a repr or an errno tuple instead
         return self._render()
-
-
-def lines_of(problems: Sequence[SafetensorsLayoutError]) -> list[str]:
-    """The texts of many problems; of those that differ in numbers only, the first."""
-    return grouped(
-        (
-            (
-                type(problem),
-                pattern_of(problem.tensor or ""),
-                pattern_of(problem.message),
-                str(problem.expected),
-                str(problem.found),
-            ),
-            str(problem),
-        )
-        for problem in problems
-    )
 
 
 class FormatError(SafetensorsLayoutError, ValueError):
@@ -285,7 +151,7 @@ class InvalidManifestError(FormatError):
 
 
 class UnsupportedDtypeError(FormatError):
-    """A dtype that the format does not define, or that numpy and ml_dtypes can not hold."""
+    """A dtype that the format does not define, or that numpy and ml_dtypes do not have."""
 
 
 class TruncatedFileError(FormatError):
@@ -294,33 +160,6 @@ class TruncatedFileError(FormatError):
 
 class MismatchError(SafetensorsLayoutError, ValueError):
     """The checkpoint and the requested tree disagree."""
-
-    @classmethod
-    def collect(cls, problems: Sequence[Self], *, hint: str | None = None) -> Self:
-        """One error for many problems of this kind.
-
-        Args:
-            problems: At least one. The result has the first one's fields.
-            hint: What the user can do about all of them.
-        """
-        first = problems[0]
-        if len(problems) == 1:
-            first.hint = hint or first.hint
-            return first
-        lines = "\n".join(f"  {line}" for line in lines_of(problems))
-        return cls(
-            f"{len(problems):,} problems:\n{lines}",
-            file=first.file,
-            tensor=first.tensor,
-            expected=first.expected,
-            found=first.found,
-            hint=hint,
-        )
-
-    def _render(self) -> str:
-        if "\n" not in self.message:
-            return super()._render()
-        return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
 class ShapeMismatchError(MismatchError):
@@ -342,23 +181,163 @@ class UnexpectedTensorError(MismatchError):
 class MappingError(SafetensorsLayoutError, ValueError):
     """A mapping is malformed, or does not fit the names and shapes on either side of it."""
 
-    def _render(self) -> str:
-        if "\n" not in self.message:
-            return super()._render()
-        return f"{self.message}\n{self.hint}" if self.hint else self.message
-
 
 class StorageError(SafetensorsLayoutError, OSError):
     """A read or write failed. The byte range is in the text, the cause is chained."""
 
 
 class PeerError(SafetensorsLayoutError, RuntimeError):
-    """Another process of the same operation failed or did not answer; the text has its error."""
+    """Another process of the operation failed or did not answer; the text has its error."""
 
 
 class CheckpointExistsError(SafetensorsLayoutError, FileExistsError):
-    """A checkpoint stands where one is to be saved."""
+    """A checkpoint already exists at the target of a save."""
 
 
 class CheckpointNotFoundError(SafetensorsLayoutError, FileNotFoundError):
-    """No safetensors checkpoint stands at the given path."""
+    """No safetensors checkpoint exists at the given path."""
+
+
+_URL = re.compile(
+    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)([^\s/?#\"'<>]*@)?(?P<rest>[^\s?#\"'<>]*)([?#][^\s\"'<>)]*)?",
+    re.I,
+)
+_QUERY = re.compile(r"[?#][^\s\"'<>?#]*=[^\s\"'<>)]*")
+_SECRET = re.compile(
+    r"(?P<name>(authorization|bearer|token|secret|signature|password|credential|access.?key"
+    r"|api.?key)[\w-]*[\"']?(\s*[:=]|(?<=bearer) )\s*[\"']?(bearer\s+|basic\s+)?|\bbasic )"
+    r"(?P<value>[^\s\"'<>,;)]{8,})",
+    re.I,
+)
+
+
+def redact_urls(text: str) -> str:
+    """Return a text whose URLs have no user info, query strings and fragments.
+
+    Example:
+        >>> redact_urls("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
+        'GET https://host/model 403'
+    """
+    return _URL.sub(lambda found: found["scheme"] + found["rest"], text)
+
+
+def redact(text: str) -> str:
+    """Return a text without these, without queries outside of URLs, and without named secrets.
+
+    Example:
+        >>> redact("Max retries exceeded with url: /model?sig=abc")
+        'Max retries exceeded with url: /model'
+        >>> redact("Authorization: Bearer hf_abcdefghijkl")
+        'Authorization: Bearer ***'
+    """
+    text = _QUERY.sub("", redact_urls(text))
+    return _SECRET.sub(lambda found: found["name"] + "***", text)
+
+
+_PUBLIC_HEADERS = frozenset(["accept", "accept-encoding", "range", "user-agent"])
+_SHORTEST_SECRET = 3  # characters; a shorter one would be found everywhere
+
+
+class Sent:
+    """Secrets that requests have sent, to remove from the answers of servers. Thread-safe.
+
+    A server that repeats a header or a URL, as sent or decoded, does not reveal it.
+
+    Example:
+        >>> sent = Sent()
+        >>> sent.add("https://host/model?sig=a%20b+c", {"Authorization": "Basic bWU6cGFzc3dvcmQ="})
+        >>> sent.redact("400 what is bWU6cGFzc3dvcmQ=, password and 'a b+c'?")
+        "400 what is ***, *** and '***'?"
+    """
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        self._lock = threading.Lock()
+        self._requests: set[tuple[str, ...]] = set()
+        self._secrets: set[str] = set()
+        self._keep(secrets)
+
+    def add(self, url: str, headers: Mapping[str, str]) -> None:
+        """Adds a request: all after the host of its URL, and all but common headers, is secret."""
+        values = [v for name, v in headers.items() if name.lower() not in _PUBLIC_HEADERS]
+        request = (url, *values)
+        if request in self._requests:
+            return
+        parts = urllib.parse.urlsplit(url)
+        secrets = [parts.path.strip("/"), parts.query, f"{parts.path}?{parts.query}"]
+        secrets += [pair.partition("=")[2] for pair in parts.query.split("&")]
+        secrets += [parts.netloc.rpartition("@")[0], parts.password or ""]
+        for value in values:
+            scheme, _, word = value.partition(" ")
+            secrets += [value, word, *(_login(word) if scheme.lower() == "basic" else ())]
+        self._keep(secrets)
+        with self._lock:
+            self._requests.add(request)
+
+    def redact(self, text: str) -> str:
+        """Return a text without what was sent, and without what `redact` removes."""
+        with self._lock:
+            secrets = sorted(self._secrets, key=len, reverse=True)
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        return redact(text)
+
+    def _keep(self, secrets: Iterable[str]) -> None:
+        forms = {
+            form
+            for secret in secrets
+            for form in (
+                secret,
+                urllib.parse.unquote(secret),
+                urllib.parse.unquote_plus(secret),
+                urllib.parse.quote(secret),
+                urllib.parse.quote(urllib.parse.unquote(secret), safe=""),
+            )
+        }
+        with self._lock:
+            self._secrets |= {form for form in forms if len(form) >= _SHORTEST_SECRET}
+
+
+def _login(word: str) -> list[str]:
+    """Return "user:password" and the password of an `Authorization: Basic` header."""
+    try:
+        login = base64.b64decode(word).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return []
+    return [login, login.partition(":")[2]]
+
+
+MOST_LINES = 50
+"""About as many lines has a message; further ones are counted."""
+_MOST_OF_A_KEY = 3
+
+_NUMBERS = re.compile(r"(?<![^.'])[0-9]+(?![^.'])")
+
+
+def pattern_of(text: str) -> str:
+    """Return a text in which `#` replaces numbers that are components of dotted names.
+
+    >>> pattern_of("'layers.7.mlp.w1' is missing")
+    "'layers.#.mlp.w1' is missing"
+    """
+    return _NUMBERS.sub("#", text)
+
+
+def group_lines(items: Iterable[tuple[Hashable, str]]) -> list[str]:
+    """Return the first texts of each key, and how many more there are.
+
+    >>> group_lines([("#.w", f"no '{i}.w'.") for i in range(9)] + [("b", "no 'b'.")])
+    ["no '0.w'.", "no '1.w'.", "no '2.w'.", '... 6 more that differ in numbers only', "no 'b'."]
+    """
+    texts: dict[Hashable, list[str]] = {}
+    for key, text in items:
+        texts.setdefault(key, []).append(text)
+    lines: list[str] = []
+    left = sum(map(len, texts.values()))
+    for group in texts.values():
+        if len(lines) >= MOST_LINES:
+            return [*lines, f"... {left:,} more"]
+        lines += group[:_MOST_OF_A_KEY]
+        if len(group) > _MOST_OF_A_KEY:
+            lines.append(f"... {len(group) - _MOST_OF_A_KEY:,} more that differ in numbers only")
+        left -= len(group)
+    return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from orbax_safetensors_layout.errors import grouped, pattern_of
+from orbax_safetensors_layout.errors import group_lines, pattern_of
 from orbax_safetensors_layout.runtime import number_text
 
 
@@ -57,7 +57,7 @@ class Report:
             for finding in self.findings
         ]
         # Where tensors differ is not the same of any two.
-        lines = grouped((pattern_of(text.partition(" differs: ")[0]), text) for text in texts)
+        lines = group_lines((pattern_of(text.partition(" differs: ")[0]), text) for text in texts)
         counts = {"file": self.files, "tensor": self.tensors, "checksum": self.digested_files}
         facts = [number_text(count, noun) for noun, count in counts.items() if count]
         if self.compared_tensors:

@@ -60,7 +60,7 @@ class StructureCheck:
         for file in sorted(found.files):
             before = self._counts["header"]
             try:
-                header = read_header(self.storage, file, tell=self._header_error)
+                header = read_header(self.storage, file, on_error=self._header_error)
             except SafetensorsLayoutError as error:
                 self._header_error(error)
             if self._counts["header"] == before:
@@ -196,7 +196,7 @@ def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -
         tell("manifest" if MANIFEST in (error.file or "") else "index", str(error))
 
     try:
-        return discover(storage, path, tell=told)
+        return discover(storage, path, on_error=told)
     except SafetensorsLayoutError as error:
         if isinstance(error, FileNotFoundError):
             raise

@@ -23,11 +23,11 @@ from orbax_safetensors_layout.format import (
     MANIFEST,
     SUFFIX,
     Manifest,
-    Tell,
+    OnError,
     WeightIndex,
     parse_index,
     parse_manifest,
-    refuse,
+    raise_error,
 )
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
@@ -95,13 +95,13 @@ class Discovery(NamedTuple):
     manifest: Manifest | None = None
 
 
-def discover(storage: Storage, path: str, *, tell: Tell = refuse) -> Discovery:
+def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) -> Discovery:
     """Looks at what stands at a path; of a step of Orbax at its safetensors item.
 
     Args:
         storage: Where it is.
         path: The path.
-        tell: Is given which files are missing. If it returns, the others count.
+        on_error: Called for missing files; returning takes the others.
 
     Raises:
         CheckpointNotFoundError: There is no `.safetensors` file.
@@ -124,7 +124,7 @@ def discover(storage: Storage, path: str, *, tell: Tell = refuse) -> Discovery:
     if index_name is not None:
         index_file = join(path, index_name)
         index = _read_index(storage, index_file)
-        present = _present(storage, path, index.files, names, index_file, tell)
+        present = _present(storage, path, index.files, names, index_file, on_error)
         return Discovery(path, [join(path, name) for name in present], index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None:
@@ -138,20 +138,20 @@ def discover(storage: Storage, path: str, *, tell: Tell = refuse) -> Discovery:
                 found=listed(whole),
                 hint=f"Remove '{MANIFEST}' and the pieces, or those files.",
             )
-        present = _present(storage, path, pieces, names, join(path, MANIFEST), tell)
+        present = _present(storage, path, pieces, names, join(path, MANIFEST), on_error)
         return Discovery(
             path, [join(path, name) for name in present], None, manifest_file, manifest
         )
     if manifest is None:
         names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
-    _check_complete(names, path, tell)
+    _check_complete(names, path, on_error)
     if files:
         return Discovery(path, files, None, manifest_file, manifest)
     if any(name in names for name in ORBAX_STEP):
         item = item_of_step(storage, path)
         if item is not None:
-            return discover(storage, join(path, item), tell=tell)
+            return discover(storage, join(path, item), on_error=on_error)
     found = [*names, *(f"{name}/" for name in storage.folders(path))]
     is_there = found or (storage.kind == "local" and os.path.isdir(path))
     subject = "the folder" if is_there else "the path does not exist, or"
@@ -194,7 +194,7 @@ def _model_alone(names: list[str], path: str) -> list[str]:
     return kept
 
 
-def _check_complete(names: Sequence[str], path: str, tell: Tell) -> None:
+def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
     """Tells of a part of a numbered set: without an index nobody else would notice."""
     sets: dict[tuple[str, str], set[int]] = {}
     for name in names:
@@ -206,7 +206,7 @@ def _check_complete(names: Sequence[str], path: str, tell: Tell) -> None:
         missing = set(range(1, int(count) + 1)) - numbers
         if missing and int(count) < _MAX_NUMBERED:
             absent = [f"{number:0{len(count)}}" for number in sorted(missing)]
-            tell(
+            on_error(
                 InvalidIndexError(
                     "the folder has no index and lacks files of a numbered set",
                     file=path,
@@ -254,7 +254,7 @@ def _present(
     files: Sequence[str],
     names: Sequence[str],
     index_file: str,
-    tell: Tell,
+    on_error: OnError,
 ) -> Sequence[str]:
     """Those of some files that are there; tells of the others."""
     if not storage.lists:
@@ -265,7 +265,7 @@ def _present(
         present.update(f"{folder}/{name}" for name in storage.list(join(path, folder)))
     missing = [name for name in files if name not in present]
     if missing:
-        tell(
+        on_error(
             InvalidIndexError(
                 "the index lists files that are missing",
                 file=index_file,

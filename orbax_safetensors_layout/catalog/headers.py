@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from orbax_safetensors_layout.format import (
     PREFIX_BYTES,
     Header,
-    Tell,
+    OnError,
     header_length,
     parse_header,
-    refuse,
+    raise_error,
 )
 from orbax_safetensors_layout.options import MIB, PROFILES
 from orbax_safetensors_layout.runtime import Workers
@@ -89,14 +89,14 @@ class _Turns:
 
 
 def read_header(
-    storage: Storage, file: str, *, tell: Tell = refuse, turns: _Turns | None = None
+    storage: Storage, file: str, *, on_error: OnError = raise_error, turns: _Turns | None = None
 ) -> Header:
     """Fetches and parses a file's header, in one request unless it is longer than 256 KiB.
 
     Args:
         storage: Where the file is.
         file: The file.
-        tell: As for `parse_header`.
+        on_error: As for `parse_header`.
         turns: What large headers of several threads wait for.
 
     Raises:
@@ -110,4 +110,4 @@ def read_header(
         header = data[PREFIX_BYTES : PREFIX_BYTES + length]
         if len(header) < length:
             header += read_range(storage, file, len(data), length - len(header))
-        return parse_header(header, file=file, file_size=file_size, tell=tell)
+        return parse_header(header, file=file, file_size=file_size, on_error=on_error)

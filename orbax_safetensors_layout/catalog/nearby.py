@@ -22,6 +22,20 @@ USUAL_ITEMS = ("default", "state")
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 
 
+class CheckpointRef(NamedTuple):
+    """A checkpoint's tree.
+
+    Attributes:
+        path: Its folder or file.
+        is_orbax: Whether Orbax saved it, in its own format.
+        item: The item that it is, of a checkpoint of several.
+    """
+
+    path: str
+    is_orbax: bool
+    item: str | None
+
+
 class CheckpointsBelow(NamedTuple):
     """Paths of checkpoints, relative to the folder that they are below.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import heapq
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from orbax_safetensors_layout.errors import MissingTensorError, pattern_of
 
 from .patterns import compile_pattern, is_plain
-from .suggestions import suggest_names
 
+_FEW = 512
+_CANDIDATES = 64
 _MAX_HINTS = 5  # names for which the nearest are looked up; each is a pass over all names
 
 
@@ -78,3 +81,23 @@ def missing_names(
             hint = f"The nearest names are {', '.join(map(repr, nearest))}." if nearest else None
         errors.append(MissingTensorError(problem, file=path, tensor=name, hint=hint))
     return MissingTensorError.collect(errors)
+
+
+def suggest_names(name: str, names: Collection[str], count: int = 3) -> list[str]:
+    """Up to `count` of `names` that look like `name`, the most alike first.
+
+    `difflib` takes minutes over the names of a large checkpoint, so of many only those that share
+    the most dotted components with `name` are given to it.
+
+    >>> suggest_names("layers.0.kernel", ["layers.0.weight", "layers.10.weight", "embed"])
+    ['layers.0.weight', 'layers.10.weight']
+    """
+    parts = frozenset(name.split("."))
+    length = len(name)
+
+    def likeness(other: str) -> tuple[int, int]:
+        return len(parts.intersection(other.split("."))), -abs(len(other) - length)
+
+    many = len(names) > _FEW
+    candidates = heapq.nlargest(_CANDIDATES, names, key=likeness) if many else names
+    return difflib.get_close_matches(name, candidates, n=count)

@@ -3,7 +3,15 @@
 from .digests import DIGESTS, dump_digests, join_crc32, parse_digests
 from .dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType, dtype_from_numpy, is_floating
 from .file_layout import FileLayout, NewTensor, index_bytes, lay_out, natural_key, split
-from .header import PREFIX_BYTES, Header, TensorEntry, header_length, parse_header
+from .header import (
+    PREFIX_BYTES,
+    Header,
+    OnError,
+    TensorEntry,
+    header_length,
+    parse_header,
+    raise_error,
+)
 from .index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX, WeightIndex, parse_index
 from .manifest import MANIFEST, Layout, Manifest, parse_manifest
 from .pieces import (
@@ -24,7 +32,6 @@ from .shardings import (
     SingleDeviceRecord,
     SpecPart,
 )
-from .telling import Tell, refuse
 from .tree import (
     MAX_DEPTH,
     Container,

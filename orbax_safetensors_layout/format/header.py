@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from orbax_safetensors_layout.errors import FormatError, InvalidHeaderError, TruncatedFileError
 
 from . import strict_json
 from .dtypes import DType, dtype_from_code
-from .telling import Tell, refuse
+
+OnError: TypeAlias = Callable[[FormatError], object]
+"""Called for each error; returning continues the scan."""
 
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -29,6 +31,11 @@ _FIELD_SET = set(_FIELDS)
 _LONGEST_ENTRY = 8192  # characters
 _USIZE_MAX = (1 << 64) - 1
 _GIT_LFS_PREFIX = b"version "
+
+
+def raise_error(error: FormatError) -> NoReturn:
+    """Raises an error: nothing more is scanned."""
+    raise error
 
 
 class TensorEntry(NamedTuple):
@@ -114,14 +121,16 @@ def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
     return length
 
 
-def parse_header(header_bytes: bytes, *, file: str, file_size: int, tell: Tell = refuse) -> Header:
+def parse_header(
+    header_bytes: bytes, *, file: str, file_size: int, on_error: OnError = raise_error
+) -> Header:
     """Parses and validates a header.
 
     Args:
         header_bytes: The header without the 8 bytes of its length.
         file: The file's path; kept in each entry.
         file_size: Size of the file in bytes.
-        tell: Is given what is wrong with single tensors. If it returns, they are left out.
+        on_error: Called for errors of single tensors; returning leaves them out.
 
     Raises:
         InvalidHeaderError: It is not a header that the Rust library would accept, or it repeats a
@@ -135,7 +144,7 @@ def parse_header(header_bytes: bytes, *, file: str, file_size: int, tell: Tell =
     (2,)
     """
     try:
-        return _parse(header_bytes, file, file_size, tell)
+        return _parse(header_bytes, file, file_size, on_error)
     except RecursionError as error:  # the caller's own stack was nearly full
         raise InvalidHeaderError("the header is nested too deeply", file=file) from error
     except MemoryError as error:
@@ -144,7 +153,7 @@ def parse_header(header_bytes: bytes, *, file: str, file_size: int, tell: Tell =
         ) from error
 
 
-def _parse(header_bytes: bytes, file: str, file_size: int, tell: Tell) -> Header:
+def _parse(header_bytes: bytes, file: str, file_size: int, on_error: OnError) -> Header:
     if not header_bytes.startswith(b"{"):
         raise InvalidHeaderError(
             "the header does not begin with an object",
@@ -186,7 +195,7 @@ def _parse(header_bytes: bytes, file: str, file_size: int, tell: Tell) -> Header
                 else:
                     raise _repeated(_METADATA_KEY, file)
             except FormatError as problem:
-                tell(problem)
+                on_error(problem)
                 is_complete = False
     except strict_json.JsonError as error:
         raise InvalidHeaderError(
@@ -201,9 +210,9 @@ def _parse(header_bytes: bytes, file: str, file_size: int, tell: Tell) -> Header
     if len(by_name) != len(tensors):
         counts = Counter(entry.name for entry in tensors)
         for repeated in (name for name, count in counts.items() if count > 1):
-            tell(_repeated(repeated, file))
+            on_error(_repeated(repeated, file))
     for misplaced in _misplaced(tensors, file, data_start, file_size, is_complete=is_complete):
-        tell(misplaced)
+        on_error(misplaced)
     return Header(file, by_name, metadata or {}, data_start, file_size)
 
 

@@ -199,7 +199,7 @@ def resolve_leaves(
                 continue
         leaves.append(ResolvedLeaf(len(leaves), want, name, origin, *fit))
     if problems:
-        raise_all(problems)
+        raise MismatchError.collect(problems)
     return leaves
 
 
@@ -357,10 +357,3 @@ def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -
 def _with_prefixes(name: str) -> list[str]:
     """A name, and the names of all that it is below."""
     return list(itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}"))
-
-
-def raise_all(problems: list[MismatchError]) -> None:
-    """One error for all problems; of their common class where they have one."""
-    kinds = {type(problem) for problem in problems}
-    kind = kinds.pop() if len(kinds) == 1 else MismatchError
-    raise kind.collect(problems)

@@ -31,7 +31,7 @@ from orbax_safetensors_layout.mapping import Subject, cast, check_castable, is_w
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, decode_treedef
 from orbax_safetensors_layout.sharding import decode_sharding, is_abstract, sharding_of
 
-from .resolve import check_placeable, jax_dtype, raise_all
+from .resolve import check_placeable, jax_dtype
 
 SavedValue = bool | int | float | str
 
@@ -108,7 +108,7 @@ class SavedMetadata:
             if isinstance(leaf, TensorLeaf):
                 wants[number] = self._settled(want, leaf)
         if problems:
-            raise_all(problems)
+            raise MismatchError.collect(problems)
         return tree._replace(leaves=given, wants=wants)
 
     def _settled(self, want: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:

@@ -16,7 +16,6 @@ from orbax_safetensors_layout.errors import (
     MismatchError,
     SafetensorsLayoutError,
     UnsupportedDtypeError,
-    lines_of,
 )
 from orbax_safetensors_layout.format import (
     DTYPES,
@@ -223,14 +222,8 @@ class _Parser:
 
     def raise_problems(self) -> None:
         """Raises one error for all problems."""
-        if not self._problems:
-            return
-        kinds = {type(problem) for problem in self._problems}
-        if len(self._problems) == 1:
-            raise self._problems[0]
-        kind = kinds.pop() if len(kinds) == 1 else SafetensorsLayoutError
-        lines = "\n".join(f"  {line}" for line in lines_of(self._problems))
-        raise kind(f"{len(self._problems):,} leaves can not be saved:\n{lines}")
+        if self._problems:
+            raise SafetensorsLayoutError.collect(self._problems, "leaves can not be saved")
 
     def _tensor(self, name: str, value: Any, dtype: Any) -> TensorLeaf:
         kind: TensorKind = "jax"
