@@ -158,16 +158,7 @@ class RetryPolicy:
     jitter: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.attempts is None:
-            raise ValueError("RetryPolicy.attempts must be a positive integer, got None.")
-        _check_counts(self, ("attempts",))
-        for name in ("total_seconds", "attempt_seconds", "base_seconds", "max_seconds"):
-            seconds: Any = getattr(self, name)
-            is_number = type(seconds) in (int, float) and 0 <= seconds < math.inf
-            if not is_number or (name == "attempt_seconds" and not seconds):
-                raise ValueError(f"RetryPolicy.{name} is {seconds!r}; a number of seconds.")
-        if not 0 <= self.jitter <= 1:
-            raise ValueError(f"RetryPolicy.jitter is {self.jitter!r}; a number from 0 to 1.")
+        _check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,19 +209,9 @@ class ReadOptions:
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
-        _check_counts(self, ("memory_budget_bytes",), optional=("concurrency", "request_bytes"))
-        if self.replicated not in ("each", "read_once"):
-            raise ValueError(
-                f'ReadOptions.replicated is {self.replicated!r}; it must be "each" or "read_once".'
-            )
-        _check_timeout(self)
-        _check_progress(self)
-        _check_retries(self)
-        for name in ("mmap", "strict", "verify"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"ReadOptions.{name} must be True or False.")
-        for name in ("latency_seconds", "bandwidth_bytes_per_second"):
-            _check_by_storage_class(name, getattr(self, name), zero=name == "latency_seconds")
+        _check_fields(self)
+        _check_by_storage_class("latency_seconds", self.latency_seconds)
+        _check_by_storage_class("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second)
 
     def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
         """The cost model of a storage class with this object's overrides applied.
@@ -307,20 +288,7 @@ class WriteOptions:
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
-        if self.layout not in ("hf", "sharded"):
-            raise ValueError(
-                f'WriteOptions.layout is {self.layout!r}; it must be "hf" or "sharded".'
-            )
-        _check_counts(self, ("max_file_bytes",), optional=("memory_budget_bytes", "concurrency"))
-        for name in ("fsync", "digests"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"WriteOptions.{name} must be True or False.")
-        below: Any = self.replicate_below_bytes
-        if type(below) is not int or below < 0:
-            raise ValueError(f"WriteOptions.replicate_below_bytes is {below!r}; at least 0.")
-        _check_timeout(self)
-        _check_progress(self)
-        _check_retries(self)
+        _check_fields(self)
         _check_dtype(self)
         _check_metadata(self)
 
@@ -362,12 +330,7 @@ class ConvertOptions:
     timeout_seconds: float = 7 * 24 * 3600.0
 
     def __post_init__(self) -> None:
-        _check_counts(self, ("memory_budget_bytes", "max_file_bytes"))
-        for name in ("use_ocdbt", "use_zarr3", "use_compression", "verify"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"ConvertOptions.{name} must be True or False.")
-        _check_timeout(self)
-        _check_progress(self)
+        _check_fields(self)
         _check_dtype(self)
         _check_metadata(self)
 
@@ -413,15 +376,22 @@ def _check_dtype(options: WriteOptions | ConvertOptions) -> None:
             else options.dtype
         )
     except TypeError as error:
-        raise ValueError(f"{kind}.dtype is {options.dtype!r}, which is no dtype.") from error
-    is_extended = found.type.__module__ == ml_dtypes.bfloat16.__module__
-    is_floating = found.kind == "f" or (is_extended and "float" in found.name)
-    if not is_floating or found.name.startswith(("float4_", "float6_")):
+        raise ValueError(f"{kind}.dtype is {options.dtype!r}, which is not a dtype.") from error
+    if not is_floating(found) or found.name.startswith(("float4_", "float6_")):
         raise ValueError(
             f"{kind}.dtype is {found}; floating-point tensors are written in a floating-point"
             " dtype of whole bytes."
         )
     object.__setattr__(options, "dtype", found)
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype holds floating-point numbers, those of ml_dtypes included.
+
+    Older releases of JAX do not know all of these.
+    """
+    is_extended = dtype.type.__module__ == ml_dtypes.bfloat16.__module__
+    return dtype.kind == "f" or (is_extended and "float" in dtype.name)
 
 
 def _check_metadata(options: WriteOptions | ConvertOptions) -> None:
@@ -439,51 +409,60 @@ def _check_metadata(options: WriteOptions | ConvertOptions) -> None:
                 raise ValueError(f"{kind}.metadata: {text!r} is no text.") from error
 
 
-def _check_timeout(options: ReadOptions | WriteOptions | ConvertOptions) -> None:
-    seconds: Any = options.timeout_seconds
-    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
-        kind = type(options).__name__
-        raise ValueError(f"{kind}.timeout_seconds is {seconds!r}; a positive number.")
-
-
-def _check_progress(options: ReadOptions | WriteOptions | ConvertOptions) -> None:
-    progress: Any = options.progress
-    if not (isinstance(progress, bool) or callable(progress)):
-        kind = type(options).__name__
-        raise ValueError(f"{kind}.progress is {progress!r}; a bool or a function.")
-
-
-def _check_retries(options: ReadOptions | WriteOptions) -> None:
-    retries: Any = options.retries
-    if not isinstance(retries, RetryPolicy):
-        kind = type(options).__name__
-        raise ValueError(f"{kind}.retries is {retries!r}; a RetryPolicy(attempts=..., ...).")
-
-
-def _check_by_storage_class(name: str, values: Any, *, zero: bool) -> None:
-    """Checks a finite number for some storage classes; `zero` allows that, too."""
+def _check_by_storage_class(name: str, values: Any) -> None:
+    """Checks a number for some storage classes."""
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"ReadOptions.{name} is {values!r}; a dict from storage classes, as {{'local': …}}."
+            f"ReadOptions.{name} must be a dict of storage classes such as {{'local': ...}}, not"
+            f" {values!r}."
         )
     unknown = sorted(set(values) - set(PROFILES))
     if unknown:
         raise ValueError(
-            f"ReadOptions.{name} names unknown storage classes {unknown}; "
-            f"known: {sorted(PROFILES)}."
+            f"ReadOptions.{name} names unknown storage classes {unknown};"
+            f" known: {sorted(PROFILES)}."
         )
     for kind, value in values.items():
         is_number = isinstance(value, numbers.Real) and 0 <= float(value) < math.inf
-        if not is_number or (value == 0 and not zero):
-            raise ValueError(f"ReadOptions.{name}[{kind!r}] is {value!r}.")
+        if not is_number or (value == 0 and name != "latency_seconds"):
+            raise ValueError(
+                f"ReadOptions.{name}[{kind!r}] must be a positive number, not {value!r}."
+            )
 
 
-def _check_counts(
-    options: object, names: tuple[str, ...], *, optional: tuple[str, ...] = ()
-) -> None:
-    for name in (*names, *optional):
-        value = getattr(options, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not (is_count or (value is None and name in optional)):
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+_POLICY = "a RetryPolicy(attempts=..., ...)"
+_COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts"
+_FLAGS = "mmap strict verify fsync digests use_ocdbt use_zarr3 use_compression"
+_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (_COUNTS, "a positive integer", lambda v: _is_integer(v) and v > 0),
+    ("replicate_below_bytes", "a non-negative integer", lambda v: _is_integer(v) and v >= 0),
+    (_FLAGS, "True or False", lambda v: isinstance(v, bool)),
+    ("timeout_seconds attempt_seconds", "a positive number", lambda v: _is_seconds(v) and v > 0),
+    ("total_seconds base_seconds max_seconds", "a number of seconds", _is_seconds),
+    ("jitter", "a number from 0 to 1", lambda v: _is_seconds(v) and v <= 1),
+    ("replicated", '"each" or "read_once"', lambda v: v in ("each", "read_once")),
+    ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
+    ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
+    ("retries", _POLICY, lambda v: isinstance(v, RetryPolicy)),
+)
+"""Names of options, what their values must be, and whether one is that."""
+_RULE_OF = {name: (text, test) for names, text, test in _RULES for name in names.split()}
+
+
+def _check_fields(options: RetryPolicy | ReadOptions | WriteOptions | ConvertOptions) -> None:
+    """Refuses a value that its rule does not accept; None is accepted where it is the default."""
+    for field in dataclasses.fields(options):
+        expected, accepts = _RULE_OF.get(field.name, ("", bool))
+        value = getattr(options, field.name)
+        is_default = value is None and field.default is None
+        if expected and not is_default and not accepts(value):
             kind = type(options).__name__
-            raise ValueError(f"{kind}.{name} must be a positive integer, got {value!r}.")
+            raise ValueError(f"{kind}.{field.name} must be {expected}, not {value!r}.")

@@ -19,7 +19,7 @@ from orbax_safetensors_layout.conversion import (
 )
 from orbax_safetensors_layout.errors import MappingError, StorageError
 from orbax_safetensors_layout.format import ValueLeaf, leaf_names
-from orbax_safetensors_layout.geometry import Box, chunk_parts, within
+from orbax_safetensors_layout.geometry import Box, chunk_parts, row_blocks
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.mapping import TensorSpec
 from orbax_safetensors_layout.options import ReadOptions
@@ -33,7 +33,6 @@ from orbax_safetensors_layout.reading import (
     read_leaves,
 )
 from orbax_safetensors_layout.sharding import AddressableShards
-from orbax_safetensors_layout.writing import row_blocks
 
 BLOCKS_IN_BUDGET = 4
 """Blocks of which a memory budget has room: one of either side, and as much to read it with."""
@@ -218,7 +217,7 @@ class TreeReader:
             for part, found in zip(
                 some, self._source.read([(array, part) for part in some]), strict=True
             ):
-                values[within(part, [-n for n in box.start]).slices] = found
+                values[part.within(box).slices] = found
         return values
 
 

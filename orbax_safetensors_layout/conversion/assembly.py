@@ -100,8 +100,8 @@ def _write(
             for region, start in zip(regions, starts, strict=False):
                 common = block.intersect(region.box)
                 if common is not None:
-                    inner = _relative(common, region.box)
-                    part = _part(values, _relative(common, block))
+                    inner = common.within(region.box)
+                    part = _part(values, common.within(block))
                     write_box(file, region.box.shape, start, inner, part)
         file.finish()
     except BaseException:
@@ -135,13 +135,6 @@ def _blocks(lease: ReadableArrays, leaf: TargetLeaf, most_bytes: int) -> list[Bo
         return read / math.prod(boxes[0].shape), len(boxes)
 
     return min(found, key=cost)
-
-
-def _relative(box: Box, outer: Box) -> Box:
-    return Box(
-        tuple(a - b for a, b in zip(box.start, outer.start, strict=True)),
-        tuple(a - b for a, b in zip(box.stop, outer.start, strict=True)),
-    )
 
 
 def _part(values: np.ndarray, box: Box) -> np.ndarray:

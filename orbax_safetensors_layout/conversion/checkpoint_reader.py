@@ -13,9 +13,8 @@ import numpy as np
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MissingTensorError
 from orbax_safetensors_layout.format import Manifest, TensorEntry, TensorKind, TensorLeaf, ValueLeaf
-from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
-from orbax_safetensors_layout.writing import row_blocks
 
 from .readable_arrays import (
     LeafRegion,

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.format import (
     FileLayout,
     Manifest,
 )
-from orbax_safetensors_layout.geometry import Box, pack_bits, within
+from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan import LeafWrite, plan_all_writes
 from orbax_safetensors_layout.storage import (
@@ -27,7 +27,7 @@ from orbax_safetensors_layout.storage import (
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.writing import row_blocks, write_small_files
+from orbax_safetensors_layout.writing import write_small_files
 
 from .readable_arrays import LeafRegion, TargetLeaf
 from .target import FINISHED
@@ -88,7 +88,7 @@ class FilesTarget:
         regions = []
         for outer in self._places[leaf.name]:
             for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
-                regions.append(LeafRegion(leaf, within(rows, outer.start)))
+                regions.append(LeafRegion(leaf, rows.shifted(outer.start)))
                 self._outer[leaf.name, regions[-1].box] = outer
         return regions
 

@@ -1,7 +1,16 @@
 """What is in the files: headers, indices and catalogs, parsed once into types."""
 
 from .digests import DIGESTS, dump_digests, join_crc32, parse_digests
-from .dtypes import DTYPES, NARROW_INTEGERS, ONE_A_BYTE, DType, dtype_from_numpy, is_floating
+from .dtypes import (
+    DTYPES,
+    NARROW_INTEGERS,
+    ONE_A_BYTE,
+    PACKED,
+    SUB_BYTE,
+    DType,
+    dtype_from_numpy,
+    storage_dtype,
+)
 from .file_layout import FileLayout, NewTensor, index_bytes, lay_out, natural_key, split
 from .header import (
     PREFIX_BYTES,

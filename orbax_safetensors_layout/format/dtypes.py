@@ -96,6 +96,12 @@ ONE_A_BYTE: Mapping[str, DType] = MappingProxyType(
 )
 """Sub-byte dtypes by name, as elements of a byte each: a manifest says which tensors are so."""
 
+PACKED = frozenset(dtype.numpy for dtype in _TABLE if dtype.packed)
+"""Dtypes of which files hold fewer bits an element than numpy."""
+
+SUB_BYTE = frozenset(dtype.numpy for dtype in ONE_A_BYTE.values())
+"""These, and integers narrower than a byte."""
+
 
 def dtype_from_code(
     code: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
@@ -123,15 +129,6 @@ def dtype_from_code(
             found=repr(code),
         )
     return dtype
-
-
-def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype holds floating-point numbers, those of ml_dtypes included.
-
-    Older releases of JAX do not know all of these.
-    """
-    is_extended = dtype.type.__module__ == ml_dtypes.bfloat16.__module__
-    return dtype.kind == "f" or (is_extended and "float" in dtype.name)
 
 
 def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DType:
@@ -162,3 +159,19 @@ def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DTyp
             found=dtype,
         )
     return known
+
+
+def storage_dtype(dtype: np.dtype[Any], *, pack: bool = True, tensor: str | None = None) -> DType:
+    """Return the dtype in files: integers narrower than a byte are stored one a byte.
+
+    Args:
+        dtype: A numpy or ml_dtypes dtype.
+        pack: Whether floats narrower than a byte share bytes; else they are stored one a byte, too.
+        tensor: The tensor that has it, for the error.
+
+    Raises:
+        UnsupportedDtypeError: The format has no code for it.
+    """
+    if dtype in SUB_BYTE and not (pack and dtype in PACKED):
+        return DTYPES[ONE_A_BYTE[dtype.name].code]
+    return dtype_from_numpy(dtype, tensor=tensor)

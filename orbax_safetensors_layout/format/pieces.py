@@ -7,17 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from orbax_safetensors_layout.errors import InvalidIndexError
-from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.geometry import Box, cover
 
 from .dtypes import dtype_from_code
 from .index import check_file_name
 from .schema import Schema, short_repr
 
-_MAX_CORNERS = 1 << 21
+_MOST_CORNERS = 1 << 21
 _ends_like_a_piece = re.compile(r"@(\d+(,\d+)*)?\Z").search
 
 
@@ -203,7 +200,9 @@ def _check_cover(
     boxes = list(dict.fromkeys(box.box for box in stored))
     if any(len(box.start) != len(shape) for box in boxes):
         problem = "boxes have another number of dimensions than their tensor"
-    elif not boxes or not _covers(boxes, shape):
+    elif any(not box.size for box in boxes if 0 not in shape) or not (
+        boxes and cover(boxes, Box.whole(shape), _MOST_CORNERS)
+    ):
         problem = "boxes do not cover their tensor exactly"
     else:
         return
@@ -213,41 +212,3 @@ def _check_cover(
         expected=f"boxes that tile the shape {shape}",
         found=short_repr(boxes, 300),
     )
-
-
-def _covers(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes tile the shape: each index is in exactly one of them.
-
-    The number of boxes that hold an index, as a function of the index, is determined by its mixed
-    difference, which each box changes at its corners alone: by +1 or -1, as the corner has an even
-    or odd number of stops. So boxes tile the shape if and only if these sums are the shape's own.
-    """
-    whole = Box.whole(shape)
-    if whole.size == 0:
-        return all(whole.contains(box) for box in boxes)
-    if any(box.size == 0 for box in boxes):
-        return False
-    starts, stops = (
-        np.array([getattr(box, side) for box in [*boxes, whole]], np.int64) for side in Box._fields
-    )
-    split = (starts != starts[-1]).any(0) | (stops != stops[-1]).any(0)
-    starts, stops = starts[:, split], stops[:, split]
-    rank = starts.shape[1]
-    if rank == 0:
-        return len(boxes) == 1
-    return len(starts) << rank <= _MAX_CORNERS and _corners_cancel(starts, stops)
-
-
-def _corners_cancel(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
-    """Whether the signed corners of all boxes but the last are those of the last."""
-    count, rank = starts.shape
-    sides = np.array(list(np.ndindex(*[2] * rank)), bool)
-    corners = np.where(sides[:, None], stops, starts).reshape(-1, rank)
-    signs = np.repeat(1 - 2 * (sides.sum(1) % 2), count).reshape(-1, count)
-    signs[:, -1] *= -1
-    order = np.lexsort(corners.T)
-    corners = corners[order]
-    is_new = np.ones(len(corners), bool)
-    is_new[1:] = (corners[1:] != corners[:-1]).any(1)
-    sums = np.add.reduceat(signs.reshape(-1)[order], np.flatnonzero(is_new))
-    return not sums.any()

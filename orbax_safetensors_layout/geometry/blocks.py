@@ -6,26 +6,37 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from .box import Box
+from .box import Box, Tile
 
 
-def chunk_blocks(
-    shape: Sequence[int], chunk: Sequence[int], itemsize: int, most_bytes: int
+def cut(
+    shape: Sequence[int],
+    itemsize: int,
+    most_bytes: int,
+    order: Sequence[int] | None = None,
+    *,
+    chunk: Sequence[int] | None = None,
 ) -> Iterator[Box]:
-    """Boxes of whole chunks that cover an array, each as contiguous as it can be.
+    """Yields boxes of whole chunks that cover an array, cut along few axes.
 
     Args:
         shape: The array's shape.
-        chunk: Shape of a chunk; the last along an axis may be smaller.
         itemsize: Bytes of an element.
         most_bytes: The largest box; a single chunk may be larger.
+        order: The axes that may be cut, first those that are cut first; by default all, the
+            outermost first, so that each box is as contiguous as it can be.
+        chunk: Shape of a chunk, by default of one element; the last along an axis may be smaller.
 
     Example:
-        >>> [box.shape for box in chunk_blocks((8, 4), (2, 2), 1, 16)]
+        >>> [box.shape for box in cut((8, 4), 1, 16, chunk=(2, 2))]
         [(4, 4), (4, 4)]
+        >>> [box.shape for box in cut((2, 4, 4), 1, 8, (0, 2))]
+        [(1, 4, 2), (1, 4, 2), (1, 4, 2), (1, 4, 2)]
     """
-    block = list(chunk)
-    for axis in reversed(range(len(block))):
+    chunk = chunk or [1] * len(shape)
+    order = range(len(shape)) if order is None else order
+    block = [chunk[axis] if axis in order else n for axis, n in enumerate(shape)]
+    for axis in reversed(order):
         fits = max(1, most_bytes // max(1, math.prod(block) * itemsize))
         needed = -(-shape[axis] // max(1, chunk[axis]))
         block[axis] = chunk[axis] * min(fits, needed)
@@ -37,12 +48,26 @@ def chunk_blocks(
         yield Box(start, tuple(min(at + step, n) for at, step, n in ends))
 
 
-def chunk_parts(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
-    """What a box has of each chunk that it overlaps.
+def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1) -> Iterator[Box]:
+    """Yields boxes that are contiguous in a row-major array, in its order.
 
     Args:
-        box: The box.
-        chunk: Shape of a chunk.
+        shape: The array's shape.
+        bits: Bits of an element.
+        most_bytes: Their largest size, as far as a single row allows.
+        group: The number of elements before each is a multiple of this.
+
+    Example:
+        >>> [box.shape for box in row_blocks((5, 4), 8, 8)]
+        [(2, 4), (2, 4), (1, 4)]
+    """
+    if 0 not in shape:
+        whole = Tile(Box.whole(shape), (1,) * len(shape), (0,))
+        yield from (slab.box for slab in whole.slabs(max(1, most_bytes * 8 // bits), group))
+
+
+def chunk_parts(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
+    """Yields the part of a box that lies in each chunk of this shape.
 
     Example:
         >>> [(part.start, part.stop) for part in chunk_parts(Box((1,), (5,)), (2,))]
@@ -54,35 +79,3 @@ def chunk_parts(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
         edges.append([(max(low, n), min(high, n + step)) for n in range(first, high, max(1, step))])
     for part in itertools.product(*edges):
         yield Box(tuple(low for low, _ in part), tuple(high for _, high in part))
-
-
-def cut(
-    shape: Sequence[int], itemsize: int, most_bytes: int, order: Sequence[int]
-) -> Iterator[Box]:
-    """Boxes that cover an array, cut along the first axes of an order, as far as it takes.
-
-    Args:
-        shape: The array's shape.
-        itemsize: Bytes of an element.
-        most_bytes: The largest box.
-        order: The axes.
-
-    Example:
-        >>> [box.shape for box in cut((2, 4, 4), 1, 8, (0, 2))]
-        [(1, 4, 2), (1, 4, 2), (1, 4, 2), (1, 4, 2)]
-    """
-    block = list(shape)
-    for axis in order:
-        parts = -(-math.prod(block) * itemsize // most_bytes)
-        block[axis] = max(1, block[axis] // max(1, parts))
-    for start in itertools.product(*map(range, [0] * len(shape), shape, block)):
-        ends = zip(start, block, shape, strict=True)
-        yield Box(start, tuple(min(at + step, n) for at, step, n in ends))
-
-
-def within(box: Box, start: Sequence[int]) -> Box:
-    """A box that is given relative to a place."""
-    return Box(
-        tuple(a + b for a, b in zip(box.start, start, strict=True)),
-        tuple(a + b for a, b in zip(box.stop, start, strict=True)),
-    )

@@ -61,14 +61,24 @@ class Box(NamedTuple):
         )
 
     def within(self, outer: Box) -> Box:
-        """The region in the coordinates of one that it lies in.
+        """Return the region in the coordinates of one that it lies in.
 
         Example:
             >>> Box((3,), (4,)).within(Box((2,), (9,)))
             Box(start=(1,), stop=(2,))
         """
         start = tuple(map(operator.sub, self.start, outer.start))
-        return Box(start, tuple(map(operator.add, start, self.shape)))
+        return Box(start, tuple(map(operator.sub, self.stop, outer.start)))
+
+    def shifted(self, offset: Sequence[int]) -> Box:
+        """Return the region moved along each dimension.
+
+        Example:
+            >>> Box((3,), (4,)).shifted((2,))
+            Box(start=(5,), stop=(6,))
+        """
+        start = tuple(map(operator.add, self.start, offset))
+        return Box(start, tuple(map(operator.add, self.stop, offset)))
 
     def contains(self, other: Box) -> bool:
         """Whether every index of `other` lies in this region."""
@@ -181,8 +191,17 @@ def tile(boxes: Sequence[Box]) -> list[Tile]:
     return sorted(tiles, key=lambda t: t.box)
 
 
-def cover(boxes: Sequence[Box], whole: Box) -> bool:
-    """Whether `boxes` cover `whole` exactly, each index once.
+def cover(boxes: Sequence[Box], whole: Box, most_corners: int | None = None) -> bool:
+    """Return whether `boxes` cover `whole` exactly, each index once.
+
+    The number of boxes that hold an index, as a function of the index, is determined by its mixed
+    difference, which each box changes at its corners alone: by +1 or -1, as the corner has an even
+    or odd number of stops. So boxes tile `whole` if and only if these sums are its own.
+
+    Args:
+        boxes: The boxes; empty ones do not count.
+        whole: What they should cover.
+        most_corners: Bound on the work: False where there are more corners.
 
     Example:
         >>> cover([Box((0,), (2,)), Box((2,), (3,))], Box((0,), (3,)))
@@ -190,23 +209,27 @@ def cover(boxes: Sequence[Box], whole: Box) -> bool:
         >>> cover([Box((0,), (2,)), Box((1,), (2,))], Box((0,), (3,)))
         False
     """
-    inside = all(whole.contains(box) for box in boxes)
-    if not inside or sum(box.size for box in boxes) != whole.size:
+    if not whole.size:
+        return all(whole.contains(box) for box in boxes)
+    boxes = [*(box for box in boxes if box.size), whole]
+    starts, stops = (np.array([getattr(box, f) for box in boxes], np.int64) for f in Box._fields)
+    split = (starts != starts[-1]).any(0) | (stops != stops[-1]).any(0)
+    starts, stops = starts[:, split], stops[:, split]
+    count, rank = starts.shape
+    if rank == 0:
+        return count == 2
+    if most_corners is not None and count << rank > most_corners:
         return False
-    if len(boxes) < 2 or not whole.start:
-        return len(boxes) == 1 or not whole.size
-    # Cells between all bounds of all boxes: a box is a block of cells, each may be hit once.
-    starts, stops = np.array([b.start for b in boxes]), np.array([b.stop for b in boxes])
-    edges = [np.unique((starts[:, d], stops[:, d])) for d in range(len(whole.start))]
-    first = np.stack([np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)], 1)
-    last = np.stack([np.searchsorted(e, stops[:, d]) for d, e in enumerate(edges)], 1)
-    hit = np.zeros([len(e) - 1 for e in edges], np.bool_)
-    for low, high in zip(first.tolist(), last.tolist(), strict=True):
-        cells = hit[tuple(map(slice, low, high))]
-        if cells.any():
-            return False
-        cells[...] = True
-    return True
+    is_stop = np.array(list(np.ndindex(*[2] * rank)), bool)
+    corners = np.where(is_stop[:, None], stops, starts).reshape(-1, rank)
+    signs = np.repeat(1 - 2 * (is_stop.sum(1) % 2), count).reshape(-1, count)
+    signs[:, -1] *= -1
+    order = np.lexsort(corners.T)
+    corners = corners[order]
+    is_new = np.ones(len(corners), bool)
+    is_new[1:] = (corners[1:] != corners[:-1]).any(1)
+    sums = np.add.reduceat(signs.reshape(-1)[order], np.flatnonzero(is_new))
+    return bool(not sums.any())
 
 
 def _by_shape(boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], list[int]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 import sys
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Dict
@@ -304,10 +303,9 @@ def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
         for index in range(view.shape[axis]):
             low = (*start[:axis], index, *start[axis + 1 :])
             high = (*view.shape[:axis], index + 1, *view.shape[axis + 1 :])
-            moved = Box(
-                tuple(map(operator.add, box.start, low)), tuple(map(operator.add, box.start, high))
-            )
-            yield from _nested(piece._replace(box=moved, view=view.restrict(Box(low, high))))
+            part = Box(low, high)
+            moved = part.shifted(box.start)
+            yield from _nested(piece._replace(box=moved, view=view.restrict(part)))
     else:
         yield piece
 

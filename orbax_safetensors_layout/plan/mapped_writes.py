@@ -11,14 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format import (
-    DTYPES,
-    NARROW_INTEGERS,
-    ONE_A_BYTE,
-    DType,
-    NewTensor,
-    dtype_from_numpy,
-)
+from orbax_safetensors_layout.format import NewTensor, storage_dtype
 from orbax_safetensors_layout.geometry import AffineView, Box
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
@@ -94,16 +87,10 @@ def plan_scatter(
                     part = Contribution(number, held, piece.box, piece.view, ops)
                     parts[piece.source].append(part)
     new = tuple(
-        NewTensor(name, _code(stored[name], name), spec.shape) for name, spec in tensors.items()
+        NewTensor(name, storage_dtype(stored[name], tensor=name), spec.shape)
+        for name, spec in tensors.items()
     )
     return ScatterPlan(new, parts)
-
-
-def _code(dtype: np.dtype, name: str) -> DType:
-    """Return the dtype in the files; integers narrower than a byte are stored one a byte."""
-    if dtype.name in NARROW_INTEGERS:
-        return DTYPES[ONE_A_BYTE[dtype.name].code]
-    return dtype_from_numpy(dtype, tensor=name)
 
 
 def _stored(dtype: np.dtype, floating: np.dtype | None) -> np.dtype:

@@ -1,6 +1,6 @@
 """Executes write plans: host copies of shards into the parts of files, and their commit."""
 
-from .assemble_files import assemble_files, row_blocks
+from .assemble_files import assemble_files
 from .commit import appearance_rank, check_is_folder, check_sidecar_files, commit_when_complete
 from .folder import CheckpointFolder, write_small_files
 from .host import HostValues

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,7 +9,7 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import TensorEntry
-from orbax_safetensors_layout.geometry import Box, pack_bits
+from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.plan import LeafRead, WritePlan, plan_reads, sources_of
 from orbax_safetensors_layout.reading import read_leaves
@@ -135,36 +133,3 @@ def _write(files: FileSet, block: _Block, values: np.ndarray) -> None:
         data = pack_bits(data, block.entry.dtype.bits)
     block.file.write_at(block.start, [data])
     files.written(block.file.plan.name)
-
-
-def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1) -> Iterator[Box]:
-    """Return boxes that are contiguous in a row-major tensor, in its order.
-
-    Args:
-        shape: The tensor's shape.
-        bits: Bits of an element.
-        most_bytes: Their largest size, as far as a single row allows.
-        group: The number of elements before each is a multiple of this.
-
-    Example:
-        >>> [box.shape for box in row_blocks((5, 4), 8, 8)]
-        [(2, 4), (2, 4), (1, 4)]
-    """
-    if 0 in shape:  # no elements, however many rows
-        return
-    axis = 0
-    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * bits > most_bytes * 8:
-        axis += 1
-    if not shape:
-        yield Box((), ())
-        return
-    rest = shape[axis + 1 :]
-    rows = max(1, most_bytes * 8 // max(1, math.prod(rest) * bits))
-    rows = -(-rows // group) * group
-    if group > 1 and shape[axis] * math.prod(rest) % group:
-        axis, rows, rest = 0, shape[0], shape[1:]
-    for outer in itertools.product(*map(range, shape[:axis])):
-        for row in range(0, shape[axis], rows):
-            stop = min(row + rows, shape[axis])
-            start = (*outer, row, *[0] * len(rest))
-            yield Box(start, (*(i + 1 for i in outer), stop, *rest))

@@ -53,9 +53,7 @@ class CheckpointFolder:
         self.storage = storage
         self.group = group
         self.files = FileSet(storage, path, durable=options.fsync, digest=options.digests)
-        self.pool = Workers(
-            options.writers, "safetensors-write", storage.interrupt, self.check
-        )
+        self.pool = Workers(options.writers, "safetensors-write", storage.interrupt, self.check)
         self.memory_budget_bytes = options.memory_budget_bytes or _BUDGET_BYTES
         self._durable = options.fsync
         self._digests = options.digests

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from orbax_safetensors_layout.format import NARROW_INTEGERS
+from orbax_safetensors_layout.format import SUB_BYTE
 from orbax_safetensors_layout.geometry import Box, Tile
 from orbax_safetensors_layout.options import KIB
 from orbax_safetensors_layout.plan import FilePart, LeafWrite
 from orbax_safetensors_layout.sharding import box_of
 
-from .parts import SUB_BYTE_FLOATS, FetchShards
+from .parts import FetchShards
 
 _SLABS = 4  # that fit the budget together: some are written while the next come
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
@@ -76,7 +76,7 @@ class HostValues:
         if not isinstance(value, jax.Array) or _on_host(value):
             return 0
         # numpy makes a byte of each sub-byte element, beside the copy of the packed ones.
-        return part.tile.box.size * (2 if _is_packed(value.dtype) else value.dtype.itemsize)
+        return part.tile.box.size * (2 if value.dtype in SUB_BYTE else value.dtype.itemsize)
 
     def in_order(self, part: FilePart) -> bool:
         value = self._values[part.leaf]
@@ -183,11 +183,7 @@ def _on_host(array: jax.Array) -> bool:
     """Whether numpy sees the memory of the array itself; sub-byte elements it does not."""
     devices: Iterable[Any] = array.sharding.addressable_devices
     is_cpu = all(device.platform == "cpu" for device in devices)
-    return is_cpu and not _is_packed(array.dtype)
-
-
-def _is_packed(dtype: np.dtype) -> bool:
-    return dtype.name in NARROW_INTEGERS or dtype in SUB_BYTE_FLOATS
+    return is_cpu and array.dtype not in SUB_BYTE
 
 
 def _region(shard: jax.Array, box: Box, wanted: Box) -> jax.Array:

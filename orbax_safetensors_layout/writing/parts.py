@@ -16,15 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format import DTYPES
+from orbax_safetensors_layout.format import PACKED
 from orbax_safetensors_layout.geometry import pack_bits
 from orbax_safetensors_layout.mapping import assign
 from orbax_safetensors_layout.plan import FilePart, LeafWrite
 from orbax_safetensors_layout.runtime import Bytes
 from orbax_safetensors_layout.storage import ByteBuffer
-
-SUB_BYTE_FLOATS = frozenset(dtype.numpy for dtype in DTYPES.values() if dtype.packed)
-"""Dtypes of which files hold fewer bits an element than numpy."""
 
 STAGING_BYTES = 1 << 20
 """A block of staged rows: what a core's cache holds."""
@@ -91,7 +88,7 @@ class PartBytes:
         self._lock = threading.Lock()
         # Sub-byte elements that another file than the final one holds are stored one a byte.
         self._packed = part.dtype.packed
-        raw = self._packed or (part.dtype.code == "U8" and leaf.values in SUB_BYTE_FLOATS)
+        raw = self._packed or (part.dtype.code == "U8" and leaf.values in PACKED)
         self._cast = None if raw or leaf.values == part.dtype.numpy else part.dtype.numpy
         in_order = in_order and _members_in_order(part)
         self.staged = self._packed or self._cast is not None or not in_order

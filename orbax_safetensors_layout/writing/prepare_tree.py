@@ -18,9 +18,7 @@ from orbax_safetensors_layout.errors import (
     UnsupportedDtypeError,
 )
 from orbax_safetensors_layout.format import (
-    DTYPES,
-    NARROW_INTEGERS,
-    ONE_A_BYTE,
+    SUB_BYTE,
     Container,
     DType,
     Leaf,
@@ -30,13 +28,12 @@ from orbax_safetensors_layout.format import (
     TensorKind,
     TensorLeaf,
     ValueLeaf,
-    dtype_from_numpy,
-    is_floating,
     leaf_names,
+    storage_dtype,
 )
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.mapping import check_mapping
-from orbax_safetensors_layout.options import WriteOptions
+from orbax_safetensors_layout.options import WriteOptions, is_floating
 from orbax_safetensors_layout.plan import (
     LeafWrite,
     ScatterPlan,
@@ -257,12 +254,8 @@ class _Parser:
 
 
 def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
-    if dtype.name in NARROW_INTEGERS:  # the format has no code for them
-        return DTYPES[ONE_A_BYTE[dtype.name].code], dtype.name
-    stored = dtype_from_numpy(dtype)
-    if stored.packed and not pack:
-        return DTYPES[ONE_A_BYTE[dtype.name].code], dtype.name
-    return stored, None
+    stored = storage_dtype(dtype, pack=pack)
+    return stored, dtype.name if dtype in SUB_BYTE and not stored.packed else None
 
 
 def _check_kind(value: Any) -> None:

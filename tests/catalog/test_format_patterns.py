@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
-from orbax_safetensors_layout.catalog.select import select_names
-from orbax_safetensors_layout.catalog.select import suggest_names
+from orbax_safetensors_layout.catalog.select import select_names, suggest_names
 
 
 @pytest.mark.parametrize(

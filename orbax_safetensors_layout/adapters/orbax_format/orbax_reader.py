@@ -14,7 +14,7 @@ import numpy as np
 from orbax_safetensors_layout.conversion import ReadableArrays, SourceArray
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.format import TensorKind
-from orbax_safetensors_layout.geometry import Box, chunk_blocks
+from orbax_safetensors_layout.geometry import Box, cut
 
 from .tensorstore_io import (
     OpenArray,
@@ -116,7 +116,7 @@ class OrbaxReader:
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         """Whole chunks."""
         opened = self._open[array.stored]
-        return chunk_blocks(array.shape, opened.chunk, array.dtype.itemsize, most_bytes)
+        return cut(array.shape, array.dtype.itemsize, most_bytes, chunk=opened.chunk)
 
     def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
         """Some of the blocks."""

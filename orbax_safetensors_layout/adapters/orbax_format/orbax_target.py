@@ -27,9 +27,8 @@ from orbax_safetensors_layout.errors import (
     StorageError,
     UnsupportedDtypeError,
 )
-from orbax_safetensors_layout.format import is_floating
-from orbax_safetensors_layout.geometry import Box, chunk_blocks
-from orbax_safetensors_layout.options import ConvertOptions
+from orbax_safetensors_layout.geometry import Box, cut
+from orbax_safetensors_layout.options import ConvertOptions, is_floating
 from orbax_safetensors_layout.pytree import dotted_name, prng
 from orbax_safetensors_layout.storage import FULL
 
@@ -147,7 +146,7 @@ class OrbaxTarget:
         """Whole chunks."""
         chunk = self._chunk(leaf)
         assert chunk is not None
-        boxes = chunk_blocks(leaf.shape, chunk, leaf.dtype.itemsize, most_bytes)
+        boxes = cut(leaf.shape, leaf.dtype.itemsize, most_bytes, chunk=chunk)
         return [LeafRegion(leaf, box) for box in boxes]
 
     def describe(self) -> object:
