@@ -214,7 +214,7 @@ class ReadOptions:
         _check_by_storage_class("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second)
 
     def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
-        """The cost model of a storage class with this object's overrides applied.
+        """Return the cost model of a storage class with this object's overrides applied.
 
         Args:
             kind: The storage class.
@@ -339,7 +339,7 @@ OptionsT = TypeVar("OptionsT", ReadOptions, WriteOptions, ConvertOptions)
 
 
 def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
-    """The options that a caller gave, or the defaults.
+    """Return the options that a caller gave, or the defaults.
 
     Raises:
         TypeError: They are of another kind.

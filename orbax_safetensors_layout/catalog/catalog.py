@@ -159,7 +159,7 @@ class Catalog:
         return len(self.names)
 
     def entries(self, names: Iterable[str]) -> dict[str, TensorEntry]:
-        """The entries of some tensors, in the given order.
+        """Return the entries of some tensors, in the given order.
 
         Only headers of files that hold one of them are fetched, concurrently, and kept. A tensor
         that is stored in pieces is described as a whole; `locate` says where it is. Where the
@@ -230,7 +230,7 @@ class Catalog:
             self._pieces.prefer(process)
 
     def _as_recorded(self, found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """The entries, of sub-byte elements that are stored one a byte with their own dtype.
+        """Return the entries, of sub-byte elements that are stored one a byte with their own dtype.
 
         Raises:
             InvalidManifestError: The manifest records a dtype that is stored under another code.
@@ -254,7 +254,7 @@ class Catalog:
         return found
 
     def all_entries(self) -> dict[str, TensorEntry]:
-        """The entries of all tensors, in the order of `names`; see `entries`."""
+        """Return the entries of all tensors, in the order of `names`; see `entries`."""
         return self.entries(self.names)
 
     def manifest(self) -> Manifest | None:
@@ -269,7 +269,7 @@ class Catalog:
         return self._manifest
 
     def metadata(self) -> dict[str, str]:
-        """The `__metadata__` strings of all files; the first file's, in sorted order, win.
+        """Return the `__metadata__` strings of all files; the first file's, in sorted order, win.
 
         Raises:
             FormatError: A header is malformed.
@@ -284,7 +284,7 @@ class Catalog:
         return merged
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
-        """The names that match any of some patterns, in the order of `names`.
+        """Return the names that match any of some patterns, in the order of `names`.
 
         Args:
             patterns: Glob-like patterns on whole names: `*` (dots included), `?`, `[...]`,

@@ -53,7 +53,7 @@ _IN_ORBAXS_FORMAT = (
 def is_safetensors_checkpoint(
     path: str | os.PathLike[str], *, storage: Storage | None = None
 ) -> bool:
-    """Whether `path` is a `.safetensors` file, or a folder with one or with an index.
+    """Return whether `path` is a `.safetensors` file, or a folder with one or with an index.
 
     Looks at names only. A path that does not exist, or that no storage serves, is none.
 
@@ -256,7 +256,7 @@ def _present(
     index_file: str,
     on_error: OnError,
 ) -> Sequence[str]:
-    """Those of some files that are there; tells of the others."""
+    """Return those of some files that are there; tells of the others."""
     if not storage.lists:
         return files  # opening a file tells
     present = set(names)
@@ -278,6 +278,6 @@ def _present(
 
 
 def listed(items: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first of some names, and how many more there are."""
     more = len(items) - _MAX_LISTED
     return ", ".join(items[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -37,7 +37,7 @@ class HeaderCache:
         self._found: dict[str, Header] = {}
 
     def fetch(self, files: Sequence[str]) -> dict[str, Header]:
-        """The headers of some files.
+        """Return the headers of some files.
 
         Raises:
             FormatError: One is malformed.

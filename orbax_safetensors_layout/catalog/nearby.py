@@ -61,7 +61,7 @@ class CheckpointsBelow(NamedTuple):
 
 
 def has_safetensors(names: Sequence[str]) -> bool:
-    """Whether some files make a safetensors checkpoint of their folder."""
+    """Return whether some files make a safetensors checkpoint of their folder."""
     return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 

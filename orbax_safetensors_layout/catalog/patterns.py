@@ -14,7 +14,7 @@ _SPECIAL = frozenset("*?[{}")
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A regular expression whose `fullmatch` is the pattern's.
+    """Return a regular expression whose `fullmatch` is the pattern's.
 
     `*` is any text, dots included, and `?` any one character; `[abc]`, `[a-z]` and `[!abc]` are one
     character of a set; `{a,b}` is one of several patterns; `{0..15}` is a number of a range, both

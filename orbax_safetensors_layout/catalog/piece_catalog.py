@@ -95,7 +95,7 @@ class PieceCatalog:
         return tuple(self._files[number] for number in numbers)
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """The boxes that a tensor is stored in, each once."""
+        """Return the boxes that a tensor is stored in, each once."""
         return tuple(dict.fromkeys(stored.box for stored in self.stored.boxes(name)))
 
     def find(

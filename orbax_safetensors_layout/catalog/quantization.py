@@ -147,7 +147,7 @@ def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
 
 
 def _beside(entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[Scheme]]) -> list[str]:
-    """The tensors that stand beside the weights."""
+    """Return the tensors that stand beside the weights."""
     endings = {ending for schemes in stems.values() for one in schemes for ending in one.beside}
     found = []
     exact = tuple(ending for ending in endings if "*" not in ending)

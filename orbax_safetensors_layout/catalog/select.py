@@ -17,7 +17,7 @@ _MAX_HINTS = 5  # names for which the nearest are looked up; each is a pass over
 
 
 def select_names(names: Collection[str], patterns: str | Sequence[str], *, path: str) -> list[str]:
-    """The names that match any of some patterns, in their order.
+    """Return the names that match any of some patterns, in their order.
 
     Args:
         names: The names of a checkpoint's tensors.

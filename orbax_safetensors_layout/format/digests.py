@@ -27,7 +27,7 @@ _HEX = re.compile(r"[0-9a-f]{8}")
 
 
 def join_crc32(ranges: Iterable[tuple[int, int, int]], size: int) -> int:
-    """The CRC-32 of a file from those of ranges that tile it.
+    """Return the CRC-32 of a file from those of ranges that tile it.
 
     Args:
         ranges: (first byte, bytes, CRC-32) of each, in any order.
@@ -55,7 +55,7 @@ def join_crc32(ranges: Iterable[tuple[int, int, int]], size: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials modulo CRC-32's, as zlib's `multmodp`."""
+    """Return the product of two polynomials modulo CRC-32's, as zlib's `multmodp`."""
     product, bit = 0, _ONE
     while bit:
         if a & bit:
@@ -78,7 +78,7 @@ def _shift(length: int) -> int:
 
 
 def dump_digests(files: Mapping[str, int]) -> bytes:
-    """The file's bytes; the same for the same digests.
+    """Return the file's bytes; the same for the same digests.
 
     Args:
         files: File name, relative to the checkpoint's folder, to its CRC-32.

@@ -106,7 +106,7 @@ SUB_BYTE = frozenset(dtype.numpy for dtype in ONE_A_BYTE.values())
 def dtype_from_code(
     code: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
 ) -> DType:
-    """The dtype that a header's code names.
+    """Return the dtype that a header's code names.
 
     Args:
         code: The code, as the header spells it.
@@ -132,7 +132,7 @@ def dtype_from_code(
 
 
 def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DType:
-    """The format's dtype for a numpy dtype, whatever its byte order.
+    """Return the format's dtype for a numpy dtype, whatever its byte order.
 
     The result's `numpy` is little-endian: data of another byte order has to be swapped on its way
     to a file.

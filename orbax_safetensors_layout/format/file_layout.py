@@ -60,7 +60,7 @@ class FileLayout(NamedTuple):
     size: int
 
     def stamped(self, save_id: str) -> FileLayout:
-        """The layout with the id of a save in the header, where there is a place for one."""
+        """Return the layout with the id of a save in the header, where there is a place for one."""
         place, field = (f'"{SAVE_ID}":"{value}"'.encode() for value in (NO_SAVE_ID, save_id))
         return self._replace(header=self.header.replace(place, field, 1))
 
@@ -107,7 +107,7 @@ def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, 
 
 
 def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> FileLayout:
-    """The layout of one file.
+    """Return the layout of one file.
 
     Tensors of whole pages come first, then those whose size is a multiple of 64 bytes, so that all
     of them begin where mapped pages can be adopted; the others follow by falling element size, so
@@ -159,7 +159,7 @@ def _place(tensor: NewTensor) -> tuple[object, ...]:
 
 
 def index_bytes(files: Sequence[tuple[str, Sequence[NewTensor]]]) -> bytes:
-    """The `model.safetensors.index.json` of several files, as `transformers` writes it."""
+    """Return the `model.safetensors.index.json` of several files, as `transformers` writes it."""
     file_of = {tensor.name: file for file, tensors in files for tensor in tensors}
     total = sum(tensor.nbytes for _, tensors in files for tensor in tensors)
     document = {

@@ -83,7 +83,7 @@ class Header:
 
 
 def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
-    """The length of the header in bytes, from the first 8 bytes of a file.
+    """Return the length of the header in bytes, from the first 8 bytes of a file.
 
     Args:
         prefix: The first 8 bytes, or the whole file if it is shorter.
@@ -252,7 +252,7 @@ def _entry(
 
 
 def _fields(name: str, value: object, file: str, look_closely: bool) -> tuple[str, object, object]:
-    """The code, shape and offsets of a tensor; shape and offsets are not checked yet."""
+    """Return the code, shape and offsets of a tensor; shape and offsets are not checked yet."""
     # No writer adds a key, and most keep this order; then no dict is made.
     if type(value) is tuple and len(value) == len(_FIELDS) and not look_closely:
         (key_0, code), (key_1, shape), (key_2, offsets) = value

@@ -113,7 +113,7 @@ class Manifest:
         return dataclasses.replace(self, pieces=pieces)
 
     def to_json(self) -> bytes:
-        """The file's bytes: one member a line, and the same bytes for the same manifest.
+        """Return the file's bytes: one member a line, and the same bytes for the same manifest.
 
         Raises:
             TypeError: The custom metadata is no JSON value.
@@ -192,7 +192,7 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
 
 
 def _document(text: str, checks: Schema) -> dict[str, object]:
-    """The members, raw, of a version that this package reads."""
+    """Return the members, raw, of a version that this package reads."""
     document: dict[str, object] = {}
     look_closely = strict_json.has_surrogate_escape(text)
     for key, value in strict_json.members(text.lstrip(" \t\n\r")):

@@ -78,7 +78,7 @@ class StoredPieces:
     save_id: str | None = None
 
     def boxes(self, name: str) -> tuple[StoredBox, ...]:
-        """The boxes of a tensor."""
+        """Return the boxes of a tensor."""
         return self.classes[self.tensors[name].number]
 
 
@@ -113,7 +113,7 @@ def piece_file_prefix(process: int) -> str:
 
 
 def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
-    """The pieces as a JSON value."""
+    """Return the pieces as a JSON value."""
     document: dict[str, object] = {
         "files": pieces.files,
         "classes": pieces.classes,

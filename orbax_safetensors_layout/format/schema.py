@@ -40,7 +40,7 @@ class Schema:
         )
 
     def members(self, value: object, what: str) -> dict[str, object]:
-        """An object's members; their values are still raw.
+        """Return an object's members; their values are still raw.
 
         Raises:
             InvalidManifestError: It is no object, or repeats a key.
@@ -53,7 +53,7 @@ class Schema:
         return fields
 
     def items(self, value: object, what: str) -> list[object]:
-        """An array's items, raw.
+        """Return an array's items, raw.
 
         Raises:
             InvalidManifestError: It is no array.
@@ -63,7 +63,7 @@ class Schema:
         return value
 
     def text(self, value: object, what: str) -> str:
-        """A string.
+        """Return a string.
 
         Raises:
             InvalidManifestError: It is none.
@@ -73,7 +73,7 @@ class Schema:
         return value
 
     def size(self, value: object, what: str, *, below: int = _INT64_MAX + 1) -> int:
-        """An integer that is not negative.
+        """Return an integer that is not negative.
 
         Raises:
             InvalidManifestError: It is none, or not below `below`.
@@ -87,7 +87,7 @@ class Schema:
         return value
 
     def texts(self, value: object, what: str) -> tuple[str, ...]:
-        """An array of strings.
+        """Return an array of strings.
 
         Raises:
             InvalidManifestError: It is none.
@@ -95,7 +95,7 @@ class Schema:
         return tuple(self.text(item, what) for item in self.items(value, what))
 
     def sizes(self, value: object, what: str) -> tuple[int, ...]:
-        """An array of integers that are not negative.
+        """Return an array of integers that are not negative.
 
         Raises:
             InvalidManifestError: It is none.

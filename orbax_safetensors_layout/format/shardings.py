@@ -69,7 +69,7 @@ ShardingRecord: TypeAlias = NamedRecord | SingleDeviceRecord
 
 
 def dump_sharding(record: ShardingRecord) -> dict[str, object]:
-    """A sharding as a JSON value."""
+    """Return a sharding as a JSON value."""
     if isinstance(record, SingleDeviceRecord):
         return {"device": record.device, "memory_kind": record.memory_kind}
     mesh = record.mesh

@@ -144,7 +144,7 @@ def _member(
     opened: Collection[str],
     limit: int,
 ) -> tuple[str, object, int]:
-    """A key, its raw value, and where that ends; of an opened object only its begin."""
+    """Return a key, its raw value, and where that ends; of an opened object only its begin."""
     try:
         if not text.startswith('"', position):
             raise JsonError(f"a key must be a string, at character {position}")
@@ -231,7 +231,7 @@ def _refuse_items(items: Iterable[Any], depth: int) -> None:
 
 
 def _values(pairs: tuple[tuple[str, object], ...]) -> list[object]:
-    """The values of an object whose keys may be read."""
+    """Return the values of an object whose keys may be read."""
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:

@@ -82,7 +82,7 @@ Node: TypeAlias = Container | TensorLeaf | ValueLeaf
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
-    """The leaves below a node (or itself), in the order of the containers.
+    """Return the leaves below a node (or itself), in the order of the containers.
 
     Example:
         >>> list(leaves(Container("list", (ValueLeaf(1), Container("none"), ValueLeaf("b")))))
@@ -98,7 +98,7 @@ def leaves(node: Node) -> Iterator[Leaf]:
 
 
 def leaf_names(node: Node) -> Iterator[tuple[str, Leaf]]:
-    """The leaves with their dotted names, which are those of the pytree that was described.
+    """Return the leaves with their dotted names, which are those of the pytree that was described.
 
     A box around a leaf adds nothing to its name, so that the name is `mapping.keys.unboxed_name`'s.
 

@@ -40,7 +40,7 @@ _is_hex_integer = re.compile(r"-?0x[0-9a-f]+\Z").match
 
 
 def dump_tree(root: Node) -> list[object]:
-    """The tree as a JSON value.
+    """Return the tree as a JSON value.
 
     Example:
         >>> dump_tree(Container("list", (TensorLeaf("0"), ValueLeaf(1.5), Container("none"))))
@@ -181,7 +181,7 @@ class _TreeParser:
         }
 
     def node(self, raw: object) -> Leaf | _Open:
-        """A leaf, or a container without its children."""
+        """Return a leaf, or a container without its children."""
         if raw is None:
             return _Open("none", 0)
         fields = self._checks.members(raw, "node of the tree")
@@ -225,7 +225,7 @@ class _TreeParser:
         )
 
     def _dtype(self, raw: object, tensor: str) -> str:
-        """A dtype that files store under another code."""
+        """Return a dtype that files store under another code."""
         name = self._checks.text(raw, "dtype of a leaf")
         if name not in ONE_A_BYTE:
             self._checks.refuse(

@@ -35,11 +35,11 @@ class AffineView(NamedTuple):
 
     @classmethod
     def row_major(cls, shape: Sequence[int]) -> AffineView:
-        """The view of a whole tensor as safetensors stores it."""
+        """Return the view of a whole tensor as safetensors stores it."""
         return cls(0, tuple(shape), row_major_strides(shape))
 
     def restrict(self, box: Box) -> AffineView:
-        """The view of one region.
+        """Return the view of one region.
 
         Example:
             >>> AffineView.row_major((4, 6)).restrict(Box((1, 2), (3, 4)))

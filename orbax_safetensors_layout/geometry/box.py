@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The region that is all of an array of `shape`."""
+        """Return the region that is all of an array of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -43,7 +43,7 @@ class Box(NamedTuple):
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where there is none.
+        """Return the common region, or None where there is none.
 
         Example:
             >>> Box((0,), (4,)).intersect(Box((2,), (9,)))
@@ -81,7 +81,7 @@ class Box(NamedTuple):
         return Box(start, tuple(map(operator.add, self.stop, offset)))
 
     def contains(self, other: Box) -> bool:
-        """Whether every index of `other` lies in this region."""
+        """Return whether every index of `other` lies in this region."""
         return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
             a >= b for a, b in zip(self.stop, other.stop, strict=True)
         )
@@ -145,14 +145,14 @@ class Tile(NamedTuple):
                     )
 
     def permuted(self, axes: Sequence[int]) -> Tile:
-        """The tile with its dimensions in another order, as `numpy.transpose`."""
+        """Return the tile with its dimensions in another order, as `numpy.transpose`."""
         start, stop = self.box.start, self.box.stop
         box = Box(tuple(start[axis] for axis in axes), tuple(stop[axis] for axis in axes))
         members = np.array(self.members).reshape(self.grid).transpose(axes)
         return Tile(box, members.shape, tuple(members.ravel().tolist()))
 
     def cells(self) -> Iterator[Box]:
-        """The region of each member within the tile."""
+        """Return the region of each member within the tile."""
         shape = self.member_shape
         for cell in itertools.product(*map(range, self.grid)):
             start = self._offset(tuple(map(operator.mul, cell, shape)))
@@ -215,7 +215,7 @@ def cover(boxes: Sequence[Box], whole: Box, most_corners: int | None = None) -> 
     starts, stops = (np.array([getattr(box, f) for box in boxes], np.int64) for f in Box._fields)
     split = (starts != starts[-1]).any(0) | (stops != stops[-1]).any(0)
     starts, stops = starts[:, split], stops[:, split]
-    count, rank = starts.shape
+    count, rank = len(boxes), len(starts[0])
     if rank == 0:
         return count == 2
     if most_corners is not None and count << rank > most_corners:
@@ -229,7 +229,7 @@ def cover(boxes: Sequence[Box], whole: Box, most_corners: int | None = None) -> 
     is_new = np.ones(len(corners), bool)
     is_new[1:] = (corners[1:] != corners[:-1]).any(1)
     sums = np.add.reduceat(signs.reshape(-1)[order], np.flatnonzero(is_new))
-    return bool(not sums.any())
+    return not sums.any()
 
 
 def _by_shape(boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
@@ -240,7 +240,7 @@ def _by_shape(boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], list[int]
 
 
 def _overlap(shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> bool:
-    """Whether equal boxes at distinct `starts` overlap; those of a grid never do."""
+    """Return whether equal boxes at distinct `starts` overlap; those of a grid never do."""
     on_grid = all(
         (a - b) % n == 0
         for start in starts

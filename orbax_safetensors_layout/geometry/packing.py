@@ -65,14 +65,14 @@ def packed_box(shape: tuple[int, ...], bits: int, box: Box) -> PackedBox:
 
 
 def unpack_box(data: npt.NDArray[np.uint8], bits: int, packed: PackedBox) -> npt.NDArray[np.uint8]:
-    """The wanted elements, one a byte, from the bytes that `packed.box` names."""
+    """Return the wanted elements, one a byte, from the bytes that `packed.box` names."""
     count = math.prod(packed.slab)
     elements = unpack_bits(data.reshape(-1), bits)[packed.skip : packed.skip + count]
     return np.ascontiguousarray(elements.reshape(packed.slab)[packed.cut.slices])
 
 
 def unpack_bits(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """The elements of `bits` each, least significant bits first, one element a byte.
+    """Return the elements of `bits` each, least significant bits first, one element a byte.
 
     Four-bit elements stand low nibble first, as in torch's `float4_e2m1fn_x2`; six-bit ones are a
     little-endian bit stream of four elements in three bytes.
@@ -89,7 +89,7 @@ def unpack_bits(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
 
 
 def pack_bits(elements: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """The inverse of `unpack_bits`: elements that fill whole bytes, one a byte, packed.
+    """Return the inverse of `unpack_bits`: elements that fill whole bytes, one a byte, packed.
 
     Example:
         >>> pack_bits(np.array([1, 2, 3, 4], np.uint8), 4).tolist()

@@ -1,4 +1,4 @@
-"""What the caller wants of each leaf: the abstract tree, parsed once into `AbstractLeaf`s."""
+"""The abstract tree that a caller asks for, parsed once into `AbstractLeaf`s."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from . import prng
 from .keys import dotted_name, unboxed_name
 
 PLACEHOLDER = ...
-"""A leaf that is left alone: nothing is read for it and it comes back as it is."""
+"""A leaf that is left out: nothing is read for it, and it is returned as it is."""
 
 _SCALARS = (bool, int, float, str)
 
 
 class AbstractLeaf(NamedTuple):
-    """What is wanted of one leaf.
+    """What the caller asks for of one leaf.
 
     Attributes:
         name: Dotted key path.
         unboxed: The name without the attribute of a flax box around the leaf, if it has one.
         shape: Required shape; None takes the file's.
-        dtype: Wanted dtype; None takes the file's.
+        dtype: Requested dtype; None takes the file's.
         placement: Sharding or format of a `jax.Array`; None for a host value.
         scalar: The Python type of a scalar leaf, `np.generic` for a numpy scalar; None for arrays.
-        is_placed: Whether the tree says where the array goes. Otherwise a sharding that was
-            recorded with the tensor takes the place of `placement`.
+        is_placed: Whether the tree names a placement. Otherwise a sharding that was saved with the
+            tensor replaces `placement`.
         key_impl: Of an array of typed PRNG keys, whose data is read, the implementation's name.
-        takes_keys: Whether what was saved as typed keys comes back so, although the data is asked
-            for: Orbax's restore arguments describe keys by it.
-        as_saved: Whether what was saved as a numpy array or a number comes back so, whatever
-            `placement` is.
+        takes_keys: Whether typed keys are returned as such, although the data is asked for: Orbax's
+            restore arguments describe keys by it.
+        as_saved: Whether numpy arrays and numbers are returned as such, whatever `placement` is.
     """
 
     name: str
@@ -57,12 +56,7 @@ class AbstractLeaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostLeaf:
-    """An abstract leaf that is wanted as a numpy array.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-    """
+    """An abstract leaf that asks for a numpy array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -70,12 +64,12 @@ class HostLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedLeaf:
-    """An abstract leaf that comes back as what it was saved as, and where it was.
+    """An abstract leaf that asks for the type and the placement that were saved.
 
     Attributes:
         shape: Its shape; of typed PRNG keys, theirs or their data's.
         dtype: Its dtype.
-        sharding: Where an array goes if that is not recorded, or not to be had; None: everywhere.
+        sharding: Where an array goes if none was saved, or not for these devices; None: everywhere.
     """
 
     shape: tuple[int, ...]
@@ -88,10 +82,10 @@ class AbstractTree(NamedTuple):
 
     Attributes:
         leaves: All leaves of the tree, placeholders among them.
-        wants: What is wanted of each leaf; None for a placeholder.
+        wants: The parsed leaves; None for a placeholder.
         skipped: Names of the placeholders, with and without a flax box. One stands for all
             tensors below it.
-        build: Puts values back into the tree.
+        build: Makes the tree of values.
     """
 
     leaves: list[Any]
@@ -101,14 +95,13 @@ class AbstractTree(NamedTuple):
 
     @classmethod
     def parse(cls, abstract: Any) -> AbstractTree:
-        """Reads an abstract tree.
+        """Parses an abstract tree.
 
         Args:
             abstract: Any pytree. Leaves may be `jax.ShapeDtypeStruct` (or anything with `shape`,
                 `dtype` and `sharding`), concrete arrays as templates, numpy arrays (or anything
                 with `shape` and `dtype` alone) for host arrays, Python scalars and strings or
-                their types,
-                `orbax.checkpoint` restore arguments, and `...`.
+                their types, `orbax.checkpoint` restore arguments, and `...`.
         """
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
         wants = [None if leaf is PLACEHOLDER else _parse_leaf(path, leaf) for path, leaf in paths]
@@ -124,7 +117,7 @@ class AbstractTree(NamedTuple):
 
 
 def replicated_everywhere() -> NamedSharding:
-    """Every device holds everything: where a leaf goes that names no sharding."""
+    """Return the sharding of leaves that name none: every device holds everything."""
     spec: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]
     return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), spec)
 
@@ -161,7 +154,7 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> AbstractLeaf:
 
 
 def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> AbstractLeaf:
-    """Orbax's `RestoreArgs` and `ArrayRestoreArgs`, read by attribute."""
+    """Parses Orbax's `RestoreArgs` and `ArrayRestoreArgs`, by their attributes."""
     impl = prng.implementation(args) if prng.is_key(args) else None
     dtype = None if impl is not None else _dtype(name, args.dtype)
     default = jax.Array if hasattr(args, "sharding") else None
@@ -189,7 +182,9 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> AbstractLe
 
 def _placement(leaf: Any) -> Placement | None:
     format_ = getattr(leaf, "format", None)
-    if isinstance(format_, Format) and format_.layout is not None and not _is_array(leaf):
+    # Concrete arrays always have a device layout; only an abstract leaf asks for one.
+    is_array = isinstance(leaf, jax.Array)
+    if isinstance(format_, Format) and format_.layout is not None and not is_array:
         order = getattr(format_.layout, "major_to_minor", None)
         row_major = order is not None and order == tuple(sorted(order))
         # Host memory has no other layout, and JAX takes none for it.
@@ -204,7 +199,7 @@ def _placement(leaf: Any) -> Placement | None:
 
 
 def in_host_memory(sharding: Sharding | None) -> bool:
-    """Whether a sharding puts arrays beside the memory that its devices use by default."""
+    """Return whether a sharding names another memory than its devices' default."""
     if sharding is None or sharding.memory_kind is None or is_abstract(sharding):
         return False
     device: Any = next(iter(sharding.device_set))
@@ -213,19 +208,14 @@ def in_host_memory(sharding: Sharding | None) -> bool:
 
 
 def _with_devices(sharding: NamedSharding) -> NamedSharding:
-    """A sharding over an abstract mesh on the mesh that `jax.set_mesh` set, where that fits.
+    """Return a sharding over an abstract mesh on the mesh of `jax.set_mesh`, where that fits.
 
-    `jax.eval_shape` gives such shardings where mesh axes are explicit.
+    `jax.eval_shape` returns such shardings where mesh axes are explicit.
     """
     current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
     if isinstance(current, Mesh) and dict(current.shape) == dict(sharding.mesh.shape):
         return NamedSharding(current, sharding.spec)
     return sharding
-
-
-def _is_array(leaf: Any) -> bool:
-    """Concrete arrays always have a device layout; only an abstract leaf asks for one."""
-    return isinstance(leaf, jax.Array)
 
 
 def _dtype(name: str, dtype: Any) -> np.dtype | None:

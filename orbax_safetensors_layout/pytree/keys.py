@@ -6,28 +6,25 @@ from collections.abc import Sequence
 
 
 def component(key: object) -> str:
-    """One key of a key path as text: a dict key, an index or an attribute name."""
-    for attribute in (
-        "key",
-        "idx",
-        "name",
-    ):  # DictKey and FlattenedIndexKey, SequenceKey, GetAttrKey
+    """Return one key of a key path as text: a dict key, an index or an attribute name."""
+    # DictKey and FlattenedIndexKey, SequenceKey, GetAttrKey
+    for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
 
 
 def dotted_name(path: Sequence[object]) -> str:
-    """A key path as a dotted name: `("layers", 0, "kernel")` is `"layers.0.kernel"`.
+    """Return a key path as a dotted name: `("layers", 0, "kernel")` is `"layers.0.kernel"`.
 
-    A dict key that has dots itself is taken as it is, so a flat dict of Hugging Face names and
-    the nested dict of their parts name the same tensors.
+    A dict key with dots is taken as it is, so a flat dict of Hugging Face names and the nested dict
+    of their parts name the same tensors.
     """
     return ".".join(map(component, path))
 
 
 def unboxed_name(path: Sequence[object]) -> str | None:
-    """The name of a leaf that stands in a box such as `flax.nnx.Variable`, without the box.
+    """Return the name of a leaf in a box such as `flax.nnx.Variable`, without the box.
 
     Flax's boxes (`nnx.Variable`, `linen.Partitioned`) are pytree nodes with one attribute,
     `value`. Returns None where the path does not end in such an attribute.

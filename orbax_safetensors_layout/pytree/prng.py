@@ -1,4 +1,4 @@
-"""Arrays of typed PRNG keys: files hold their data, and the name of what made them is recorded."""
+"""Arrays of typed PRNG keys: files hold their data, the manifest the implementation's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value, or its shape and dtype, is that of typed keys.
+    """Return whether a value, or its abstract form, is an array of typed keys.
 
     Example:
         >>> is_key(jax.random.key(0)), is_key(jax.random.PRNGKey(0))
@@ -24,10 +24,10 @@ def is_key(value: Any) -> bool:
 
 
 def implementation(keys: Any) -> str:
-    """The name of the implementation of keys, which may be abstract.
+    """Return the name of the implementation of keys, which may be abstract.
 
     Raises:
-        UnsupportedDtypeError: They are abstract, and of none that JAX itself has.
+        UnsupportedDtypeError: They are abstract, and not of an implementation of JAX itself.
 
     Example:
         >>> implementation(jax.ShapeDtypeStruct((), jax.random.key(0, impl="rbg").dtype))
@@ -47,14 +47,14 @@ def implementation(keys: Any) -> str:
 
 
 def data(keys: Any) -> Any:
-    """The keys' data, uint32 with more dimensions; abstract for abstract keys."""
+    """Return the keys' uint32 data, which has more dimensions; abstract for abstract keys."""
     if isinstance(keys, jax.Array):
         return jax.random.key_data(keys)
     return jax.eval_shape(jax.random.key_data, keys)
 
 
 def wrap(values: jax.Array, name: str) -> jax.Array:
-    """Keys of an implementation from their data, where the data is."""
+    """Return keys of an implementation from their data, on the same devices."""
     keys: jax.Array = jax.random.wrap_key_data(values, impl=name)
     return keys
 

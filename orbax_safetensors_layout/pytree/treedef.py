@@ -1,4 +1,4 @@
-"""A pytree's structure as data, and trees made of it again."""
+"""Encodes a pytree's structure as data, and decodes it into trees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
-    """The structure of any pytree.
+    """Return the structure of any pytree.
 
     Args:
         tree: The pytree; `None` in it is a node without leaves, as for JAX.
@@ -36,14 +36,14 @@ def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
         >>> from orbax_safetensors_layout.format.tree import TensorLeaf
         >>> from orbax_safetensors_layout.pytree.keys import dotted_name
         >>> tree = {"layers": [1.0, None]}
-        >>> node = describe(tree, lambda path, value: TensorLeaf(dotted_name(path)))
-        >>> rebuild(node, lambda leaf: leaf.tensor)
+        >>> node = encode_treedef(tree, lambda path, value: TensorLeaf(dotted_name(path)))
+        >>> decode_treedef(node, lambda leaf: leaf.tensor)
         {'layers': ['layers.0', None]}
     """
-    return _Describer(leaf).node((), tree)
+    return _Encoder(leaf).node((), tree)
 
 
-class _Describer:
+class _Encoder:
     def __init__(self, leaf: Callable[[KeyPath, Any], Leaf]) -> None:
         self._leaf = leaf
         # Whether a value is a leaf depends on its type alone; so JAX is asked once for each type.
@@ -80,7 +80,7 @@ class _Describer:
         )
 
     def _children(self, value: Any) -> list[tuple[Any, Any]] | None:
-        """The key and value of each child in JAX's order; None for a leaf."""
+        """Return the key and value of each child in JAX's order; None for a leaf."""
         kind = type(value)
         if kind in self._leaf_types:
             return None
@@ -112,7 +112,7 @@ def _container(
 
 
 def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
-    """Whether all of a node is a named tuple with its fields as children."""
+    """Return whether a node is a named tuple whose children are its fields."""
     if not isinstance(value, tuple) or not hasattr(value, "_fields"):
         return False
     return [getattr(key, "name", None) for key, _ in entries] == list(value._fields) and all(
@@ -121,7 +121,7 @@ def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
 
 
 def _is_box(value: Any, entries: list[tuple[Any, Any]]) -> bool:
-    """Whether `mapping.keys.unboxed_name` looks through a node."""
+    """Return whether `mapping.keys.unboxed_name` looks through a node."""
     return (
         len(entries) == 1
         and getattr(entries[0][0], "name", None) == "value"
@@ -147,7 +147,7 @@ def _key(entry: Any) -> Key:
 
 
 def _plain_key(key: Any) -> Key:
-    """The key as it is if JSON can tell it apart, else its text, which is its name."""
+    """Return the key itself if JSON can represent it, else its text."""
     if key is None or type(key) in (str, int, bool, float):
         plain: Key = key
         return plain
@@ -158,7 +158,7 @@ def _plain_key(key: Any) -> Key:
 
 
 def _number(entry: Any) -> int | None:
-    """The position of a child that has no name."""
+    """Return the position of a child that has no name."""
     number: Any = None
     if isinstance(entry, jax.tree_util.SequenceKey):
         number = entry.idx
@@ -172,16 +172,16 @@ def _type_name(kind: type) -> str:
 
 
 def decode_treedef(node: Node, value: Callable[[Leaf], Any]) -> Any:
-    """A tree with the structure that `encode_treedef` found.
+    """Return a tree with the structure that `encode_treedef` found.
 
-    Dicts, lists, tuples, `OrderedDict` and None come back as they were. A named tuple is of its
+    Dicts, lists, tuples, `OrderedDict` and None are restored as they were. A named tuple has its
     own class if this process has imported it already (nothing that a file names is ever imported),
-    else of a class with the same name and fields. Of other nodes their children are kept: a box
-    becomes its value, and what has attributes or keys, as a flax `TrainState`, a dict of them.
+    else a class with the same name and fields. Other nodes are reduced to their children: a box
+    to its value, and one with attributes or keys, such as a flax `TrainState`, to a dict of them.
 
     Args:
         node: The structure.
-        value: What to put in place of each leaf.
+        value: Returns the value of a leaf.
     """
     if not isinstance(node, Container):
         return value(node)
@@ -226,7 +226,7 @@ def _namedtuple_class(type_name: str, fields: tuple[str, ...]) -> type[tuple[Any
 
 
 def _imported(type_name: str) -> object:
-    """What `module:qualname` names, if it is loaded; runs no code of any module."""
+    """Return what `module:qualname` names, if it is loaded; runs no code of any module."""
     module_name, _, qualname = type_name.partition(":")
     found: object = sys.modules.get(module_name)
     for part in qualname.split("."):

@@ -24,7 +24,7 @@ class HeartbeatStore(Protocol):
         ...
 
     def list(self, prefix: str) -> dict[str, str]:
-        """The keys below a prefix that ends in a slash, and their values."""
+        """Return the keys below a prefix that ends in a slash, and their values."""
         ...
 
 

@@ -100,7 +100,7 @@ def _phase(nbytes: int, file_offset: int) -> int:
 
 
 def _fits_huge_pages(nbytes: int) -> bool:
-    """Whether memory that begins at a huge page is worth it.
+    """Return whether memory that begins at a huge page is worth it.
 
     What a huge page's boundary cuts off at either end is made of small pages, which are filled at
     a third of the speed (8 MiB: 4.7 in place of 9.2 GiB/s, Linux 6.18). But the last huge page is
@@ -110,7 +110,7 @@ def _fits_huge_pages(nbytes: int) -> bool:
 
 
 def align(offset: int) -> int:
-    """The next offset at which a shard may begin."""
+    """Return the next offset at which a shard may begin."""
     return -(-offset // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 

@@ -49,7 +49,7 @@ class KeyValueStore(heartbeat.HeartbeatStore, Protocol):
         ...
 
     def peek(self, key: str) -> str | None:
-        """A key's value, None if it is not set."""
+        """Return a key's value, None if it is not set."""
         ...
 
     def delete(self, prefix: str) -> None:
@@ -139,7 +139,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """A step of all processes: leaving the block, each waits until all have.
+        """Return a step of all processes: leaving the block, each waits until all have.
 
         Args:
             doing: The step, for errors.

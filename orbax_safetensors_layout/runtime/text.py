@@ -13,7 +13,7 @@ _PER_SECOND = {None: 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6}
 
 
 def size_text(count: float) -> str:
-    """A number of bytes, as hard disks and Hugging Face count them.
+    """Return a number of bytes, as hard disks and Hugging Face count them.
 
     Example:
         >>> size_text(999), size_text(15_200_000), size_text(688_586_727_753)
@@ -23,7 +23,7 @@ def size_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A number of parameters or requests.
+    """Return a number of parameters or requests.
 
     Example:
         >>> count_text(999), count_text(8_030_261_248)
@@ -33,7 +33,7 @@ def count_text(count: float) -> str:
 
 
 def number_text(count: int, noun: str) -> str:
-    """A number of things.
+    """Return a number of things.
 
     Example:
         >>> number_text(1, "file"), number_text(1200, "file")
@@ -43,7 +43,7 @@ def number_text(count: int, noun: str) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time.
+    """Return a time.
 
     Example:
         >>> seconds_text(1e-5), seconds_text(0.0123), seconds_text(12.34), seconds_text(754)

@@ -1,4 +1,4 @@
-"""Who holds what: shardings, device grids and sharding rules as boxes of arrays."""
+"""Which process and device holds which box of an array: shardings, meshes, sharding rules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .replicas import ReplicaGrid, Replicas
 from .sharding_rules import Misfit, Placed, ShardingRule, ShardingRules, parse_rules, spec_text
 
 if TYPE_CHECKING:
-    from .serialize import ShardingTable, decode_sharding, encode_sharding
+    from .serialize import ShardingTable, decode_sharding
     from .shards import Index, Placement, ProcessShards, box_of, is_abstract, sharding_of, spec_of
 
 __getattr__ = lazy_exports(
     __name__,
     {
-        ".serialize": "ShardingTable decode_sharding encode_sharding",
+        ".serialize": "ShardingTable decode_sharding",
         ".shards": "Index Placement ProcessShards box_of is_abstract sharding_of spec_of",
     },
 )

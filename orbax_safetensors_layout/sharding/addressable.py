@@ -23,12 +23,12 @@ class AddressableShards:
 
     @functools.cached_property
     def elements(self) -> int:
-        """Elements of all boxes."""
+        """Number of elements of all boxes."""
         return sum(box.size for box in self.boxes)
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> AddressableShards:
-        """All of an array, for one reader."""
+        """Return the shards of a process that alone holds all of an array."""
         return cls((Box.whole(shape),), (False,))
 
 
@@ -44,5 +44,5 @@ class GlobalShards(NamedTuple):
     holders: tuple[tuple[int, ...], ...]
 
     def held_by(self, process: int) -> bool:
-        """Whether a process holds the whole array."""
+        """Return whether a process holds the whole array."""
         return all(process in holders for holders in self.holders)

@@ -1,7 +1,7 @@
-"""Devices that one need not have: a mesh's shape, shared out among processes, and who holds what.
+"""The shape of a mesh whose devices need not exist, and which of them holds which part.
 
 Devices are numbered in row-major order of the mesh and divided among the processes in equal blocks,
-as `jax.make_mesh` does where nothing else is asked for.
+as `jax.make_mesh` does by default.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Spec: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""
 
 
-_MOST_DEVICES = 1 << 20  # of which tables are made, by array shape
+_MOST_DEVICES = 1 << 20  # there are tables of them for each array shape
 
 
 class ShardIndices(NamedTuple):
-    """Which part of an array each device holds.
+    """The part of an array that each device holds.
 
     Attributes:
         cells: [devices, dimensions] number of the part along each dimension.
@@ -35,7 +35,7 @@ class ShardIndices(NamedTuple):
     parts: tuple[int, ...]
 
     def box(self, cell: Sequence[int]) -> Box:
-        """The region of a part."""
+        """Return the region of a part."""
         start = tuple(number * extent for number, extent in zip(cell, self.parts, strict=True))
         return Box(start, tuple(a + n for a, n in zip(start, self.parts, strict=True)))
 
@@ -46,7 +46,7 @@ class MeshShape:
 
     Attributes:
         axes: Name to size of each axis, outermost first.
-        processes: How many processes share the devices.
+        processes: Number of processes that share the devices.
 
     Raises:
         ValueError: The processes do not divide the devices, or there are none of either.
@@ -67,20 +67,20 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return math.prod(self.axes.values())
 
     @property
     def devices_per_process(self) -> int:
-        """How many devices each process has."""
+        """Number of devices of each process."""
         return self.devices // self.processes
 
     def ways(self, names: Sequence[str]) -> int:
-        """Into how many parts some axes split a dimension."""
+        """Return into how many parts some axes split a dimension."""
         return math.prod(self.axes[name] for name in names)
 
     def cells(self, spec: Spec, shape: Sequence[int]) -> ShardIndices:
-        """Which part of an array each device holds.
+        """Return the part of an array that each device holds.
 
         Args:
             spec: Its sharding; dimensions that it leaves out are not split.

@@ -1,4 +1,4 @@
-"""What each process of a cluster holds of an array, worked out for all at once."""
+"""The parts of an array that the processes of a cluster hold, computed for all at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class Partition(NamedTuple):
-    """What each process holds of an array.
+    """The parts of an array that each process holds.
 
     Attributes:
         cells: The parts.
-        rows: [processes, devices of a process] number of each part that its devices hold, sorted.
+        rows: [processes, devices of a process] numbers of the parts that its devices hold, sorted.
         origin: [processes, dimensions] the lowest part along each dimension.
-        alike: [processes] equal where the parts lie alike, seen from the origin.
-        holders: [parts] how many processes hold each part.
+        alike: [processes] equal where the parts are the same relative to the origin.
+        holders: [parts] number of processes that hold each part.
         grid: Number of parts along each dimension.
     """
 
@@ -43,13 +43,13 @@ class Partition(NamedTuple):
     def of(
         cls, shape: tuple[int, ...], spec: Spec, grid: MeshShape, *, packed: bool = False
     ) -> Partition:
-        """What the processes hold.
+        """Return the parts that the processes hold.
 
         Args:
             shape: The array's shape.
             spec: Its sharding.
             grid: The devices.
-            packed: Whether elements share bytes; then parts look alike from the same place only.
+            packed: Whether elements share bytes; then parts are alike at the same place only.
 
         Raises:
             ValueError: The spec does not fit the shape.
@@ -69,7 +69,7 @@ class Partition(NamedTuple):
         return cls(cells, rows, origin, alike, holders, counts)
 
     def local(self, process: int) -> AddressableShards:
-        """The boxes of one process."""
+        """Return the boxes of one process."""
         ids = np.unique(self.rows[process])
         shared = tuple((self.holders[ids] > 1).tolist())
         if not self.grid:
@@ -78,7 +78,7 @@ class Partition(NamedTuple):
         return AddressableShards(tuple(self.cells.box(cell) for cell in cells.tolist()), shared)
 
     def held(self) -> GlobalShards:
-        """All boxes and who holds each; an array without elements is one box, of all."""
+        """Return all boxes with their holders; an array without elements is one box, of all."""
         if 0 in self.cells.parts:
             shape = [n * count for n, count in zip(self.cells.parts, self.grid, strict=True)]
             return GlobalShards((Box.whole(shape),), (tuple(range(len(self.rows))),))
@@ -95,5 +95,5 @@ class Partition(NamedTuple):
 
 
 def _row_numbers(rows: Ints) -> Ints:
-    """Equal numbers for equal rows."""
+    """Return a number for each row, the same for equal rows."""
     return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)

@@ -10,13 +10,13 @@ from orbax_safetensors_layout.geometry import Box
 
 
 class ReplicaGrid(NamedTuple):
-    """The devices that hold an array; equal for arrays whose boxes they hold alike.
+    """The devices that hold the boxes of an array; equal for arrays with the same placement.
 
     Attributes:
         devices: [boxes][replicas] the devices; replicas in the order of their processes.
         processes: [boxes][replicas] the process of each.
-        cuts: Of boxes that are bands: how many boxes of the array each is made of, along each axis
-            that parts them. Its columns are the replicas of all of those in turn.
+        cuts: Of boxes that are merged from several of the array: how many along each axis that
+            divides them. The columns are the replicas of all of those in turn.
     """
 
     devices: tuple[tuple[Any, ...], ...]
@@ -25,12 +25,12 @@ class ReplicaGrid(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Devices that hold each box, or a part of it."""
+        """Number of devices that hold each box, or a part of it."""
         return len(self.devices[0])
 
     @property
     def replicas(self) -> int:
-        """Devices that hold the same."""
+        """Number of devices that hold the same."""
         return self.columns // math.prod(self.cuts)
 
     @property
@@ -40,17 +40,17 @@ class ReplicaGrid(NamedTuple):
 
     @property
     def parts_processes(self) -> bool:
-        """Whether replicas of one band's boxes are those of other processes each."""
+        """Whether the boxes merged into one have replicas on different processes."""
         count = math.prod(self.cuts)
         return any(len({row[cut::count] for cut in range(count)}) > 1 for row in self.processes)
 
     def slots(self, process: int) -> tuple[tuple[int, int], ...]:
-        """Row and column of each device of a process."""
+        """Return the row and column of each device of a process."""
         return _slots(self).get(process, ())
 
     @property
     def most_slots(self) -> int:
-        """Devices of the process that has most of them."""
+        """Number of devices of the process that has most of them."""
         return max(map(len, _slots(self).values()))
 
 

@@ -1,4 +1,4 @@
-"""Shardings of live arrays as records, and records as shardings on this process's devices."""
+"""Shardings of arrays to records, and records to shardings on this process's devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ class ShardingTable:
     """The shardings of one tree, each recorded once.
 
     Attributes:
-        records: What `Manifest.shardings` takes.
+        records: The records, for `Manifest.shardings`.
+
+    Example:
+        >>> table = ShardingTable()
+        >>> table.number(SingleDeviceSharding(jax.devices()[0]))
+        0
+        >>> table.records
+        [SingleDeviceRecord(device=0, memory_kind=None)]
     """
 
     def __init__(self) -> None:
@@ -42,7 +49,11 @@ class ShardingTable:
         self._positions = {device: number for number, device in enumerate(jax.devices())}
 
     def number(self, sharding: Sharding) -> int | None:
-        """The number of a sharding in `records`; None for one that can not be recorded."""
+        """Records a sharding, and returns its number in `records`.
+
+        Returns None for what is not a `NamedSharding` over named axes or a `SingleDeviceSharding`,
+        and for devices that are not in `jax.devices()`.
+        """
         try:
             return self._seen[sharding]
         except KeyError:
@@ -55,33 +66,10 @@ class ShardingTable:
         return number
 
 
-def encode_sharding(sharding: Sharding, table: ShardingTable) -> int | None:
-    """Records a sharding.
-
-    Args:
-        sharding: The sharding of an array.
-        table: Takes the record, once for all arrays that have this sharding.
-
-    Returns:
-        Its number in `table.records`. None for what is no `NamedSharding` over named axes and no
-        `SingleDeviceSharding`, or is over devices that are not in `jax.devices()`.
-
-    Example:
-        >>> import jax
-        >>> table = ShardingTable()
-        >>> record(jax.sharding.SingleDeviceSharding(jax.devices()[0]), table)
-        0
-        >>> table.records
-        [SingleDeviceRecord(device=0, memory_kind=None)]
-    """
-    return table.number(sharding)
-
-
 def decode_sharding(record: ShardingRecord) -> Sharding | None:
-    """The sharding that was recorded, on devices of the same positions in `jax.devices()`.
+    """Return the recorded sharding, on devices of the same positions in `jax.devices()`.
 
-    Returns:
-        None where there are fewer devices, or none with such a memory.
+    None where there are fewer devices, or none with such a memory.
     """
     devices = jax.devices()
     wanted = (record.device,) if isinstance(record, SingleDeviceRecord) else record.mesh.devices
@@ -124,7 +112,7 @@ def _describe(sharding: Sharding, positions: Mapping[Any, int]) -> ShardingRecor
 
 
 def _memory_kind(sharding: Sharding, device: Any) -> str | None:
-    """None for the devices' default memory, whose name differs from platform to platform."""
+    """Return None for the default memory, whose name depends on the platform."""
     kind = sharding.memory_kind
     return None if kind == device.default_memory().kind else kind
 

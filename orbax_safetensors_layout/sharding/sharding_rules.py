@@ -1,4 +1,4 @@
-"""Sharding rules: patterns of names, and how the dimensions of what they match are split."""
+"""Sharding rules: regular expressions of tensor names, each with the split of its dimensions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ShardingRule(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ShardingRule:
-        """A rule from its text.
+        """Return a rule from its text.
 
-        What stands behind the last `=` are the mesh axes of each dimension, with commas between
-        dimensions, `-` for one that is not split and `+` between axes that split the same one; or
-        `replicated`, or `auto`. The pattern may stand in quotes.
+        After the last `=` come the mesh axes of each dimension, with commas between dimensions,
+        `-` for one that is not split and `+` between axes that split the same one; or
+        `replicated`, or `auto`. The pattern may be quoted.
 
         Example:
             >>> ShardingRule.parse("'.*kernel' = fsdp,tensor")
@@ -39,7 +39,7 @@ class ShardingRule(NamedTuple):
             ((), ('fsdp', 'tensor'))
 
         Raises:
-            ValueError: It is no rule.
+            ValueError: It is not a rule.
         """
         pattern, separator, right = (part.strip() for part in text.rpartition("="))
         if pattern[:1] in ("'", '"') and pattern[-1:] == pattern[:1] and len(pattern) > 1:
@@ -65,7 +65,7 @@ class ShardingRule(NamedTuple):
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec as rules spell it.
+    """Return a spec as rules spell it.
 
     Example:
         >>> spec_text(((), ("fsdp", "tensor"))), spec_text(())
@@ -75,10 +75,10 @@ def spec_text(spec: Spec) -> str:
 
 
 def parse_rules(lines: Iterable[str]) -> Iterator[ShardingRule]:
-    """Rules, one a line; empty lines and those that begin with `#` do not count.
+    """Yields rules, one a line; empty lines and those that begin with `#` are skipped.
 
     Raises:
-        ValueError: A line is no rule.
+        ValueError: A line is not a rule.
     """
     for line in lines:
         if line.strip() and not line.lstrip().startswith("#"):
@@ -86,13 +86,13 @@ def parse_rules(lines: Iterable[str]) -> Iterator[ShardingRule]:
 
 
 class Misfit(NamedTuple):
-    """A tensor that can not be sharded as its rule says; the dimension is taken as not split.
+    """A tensor that does not fit its rule; the dimension in question is not split.
 
     Attributes:
         name: The tensor.
         shape: Its shape.
-        spec: What the rule says.
-        reason: Why it can not be.
+        spec: The rule's.
+        reason: Why it does not fit.
     """
 
     name: str
@@ -102,12 +102,12 @@ class Misfit(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """How one tensor is sharded.
+    """The sharding of one tensor.
 
     Attributes:
         spec: Its sharding.
         rule: Number of the rule that it comes from; None where none matched.
-        misfit: What of the rule could not be followed.
+        misfit: Why the rule was not followed, if it was not.
     """
 
     spec: Spec
@@ -116,7 +116,7 @@ class Placed(NamedTuple):
 
 
 class ShardingRules:
-    """Rules of which the first that matches a name counts.
+    """Rules, of which the first that matches a name applies.
 
     Args:
         rules: The rules.
@@ -143,12 +143,7 @@ class ShardingRules:
         self._fitted: dict[tuple[int, tuple[int, ...]], tuple[Spec, str | None]] = {}
 
     def place(self, name: str, shape: tuple[int, ...]) -> Placed:
-        """How a tensor is sharded; replicated where no rule matches it.
-
-        Args:
-            name: Its name.
-            shape: Its shape.
-        """
+        """Return the sharding of a tensor; replicated where no rule matches its name."""
         rules = enumerate(self._matchers)
         number = next((number for number, matches in rules if matches(name)), None)
         if number is None:
@@ -169,14 +164,14 @@ class ShardingRules:
 
 
 def auto_spec(shape: Sequence[int], grid: MeshShape) -> Spec:
-    """Splits the outermost dimension that the most devices divide; nothing of a vector.
+    """Return a split of the outermost dimension that the most devices divide; of a vector, none.
 
-    What is split along its outermost dimension is read in one go.
+    A part of the outermost dimension is contiguous in the file.
 
     Example:
-        >>> auto_spec((30, 64), DeviceGrid({"fsdp": 8, "tensor": 4}, 1))
+        >>> auto_spec((30, 64), MeshShape({"fsdp": 8, "tensor": 4}, 1))
         ((), ('fsdp', 'tensor'))
-        >>> auto_spec((30, 56), DeviceGrid({"fsdp": 8, "tensor": 4}, 1))
+        >>> auto_spec((30, 56), MeshShape({"fsdp": 8, "tensor": 4}, 1))
         ((), ('fsdp',))
     """
     if len(shape) < 2:
@@ -192,7 +187,7 @@ def auto_spec(shape: Sequence[int], grid: MeshShape) -> Spec:
 
 
 def _fit(spec: Spec, shape: Sequence[int], grid: MeshShape) -> tuple[Spec, str | None]:
-    """What of a spec fits a shape, and why the rest does not."""
+    """Return what of a spec fits a shape, and why the rest does not."""
     reasons = []
     fitted = list(spec[: len(shape)])
     if any(spec[len(shape) :]):

@@ -1,7 +1,7 @@
-"""Which boxes a process needs of a sharded array: the one module of `plan` that knows JAX.
+"""The boxes of a sharded array that a process holds, from JAX's shardings.
 
-Concrete shardings are asked for their own index maps. A `NamedSharding` over an `AbstractMesh` is
-worked out here from the mesh's shape alone, so that a plan for thousands of devices needs none.
+Concrete shardings have index maps of their own. For a `NamedSharding` over an `AbstractMesh` the
+boxes are computed from the mesh's shape alone, so that a plan for thousands of devices needs none.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .replicas import ReplicaGrid, Replicas
 
 Index = tuple[slice, ...]
 Placement = Sharding | Format
-"""Where an array goes: a sharding, or a format (a sharding and a device layout)."""
+"""The placement of an array: a sharding, or a format (a sharding and a device layout)."""
 
 
 def sharding_of(placement: Placement) -> Sharding:
-    """The sharding of a placement."""
+    """Return the sharding of a placement."""
     if isinstance(placement, Sharding):
         return placement
     assert isinstance(placement.sharding, Sharding)
@@ -37,12 +37,12 @@ def sharding_of(placement: Placement) -> Sharding:
 
 
 def is_abstract(sharding: Sharding) -> bool:
-    """Whether a sharding names no devices, only a mesh's shape."""
+    """Return whether a sharding names no devices, only a mesh's shape."""
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
 
 
 def box_of(index: Index, shape: Sequence[int]) -> Box:
-    """A device's index, as JAX gives it, as a box."""
+    """Return the box of a device's index as JAX gives it."""
     starts, stops = [], []
     for part, extent in zip(index, shape, strict=True):
         start, stop, _ = part.indices(extent)
@@ -52,7 +52,7 @@ def box_of(index: Index, shape: Sequence[int]) -> Box:
 
 
 def spec_of(sharding: NamedSharding) -> Spec:
-    """The mesh axes that split each dimension."""
+    """Return the mesh axes that split each dimension."""
     return tuple(map(_axis_names, sharding.spec))
 
 
@@ -63,7 +63,7 @@ class ProcessShards:
         process_index: The process; `None` is this one.
         process_count: For an `AbstractMesh`: how many processes share its devices, which are
             numbered in row-major order of the mesh and divided into equal blocks; `None` is
-            as many as there are.
+            the number of this program.
 
     Raises:
         ValueError: There is no process of that index.
@@ -84,20 +84,20 @@ class ProcessShards:
 
     @property
     def process_index(self) -> int:
-        """The process."""
+        """Index of the process."""
         return self._process_index
 
     @property
     def process_count(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._process_count
 
     def whole(self, shape: tuple[int, ...]) -> AddressableShards:
-        """All of an array on the host; other processes may want it too."""
+        """Return all of an array on the host, shared if there are several processes."""
         return AddressableShards((Box.whole(shape),), (jax.process_count() > 1,))
 
     def boxes(self, sharding: Sharding, shape: tuple[int, ...]) -> AddressableShards:
-        """The distinct boxes of `shape` under `sharding` that the process's devices hold.
+        """Return the distinct boxes of `shape` under `sharding` that the process's devices hold.
 
         Raises:
             MismatchError: The sharding does not divide the shape.
@@ -113,11 +113,9 @@ class ProcessShards:
         return found
 
     def held(self, sharding: Sharding | None, shape: tuple[int, ...]) -> GlobalShards:
-        """All distinct boxes of `shape` and the processes that hold each.
+        """Return all distinct boxes of a global `shape` and the processes that hold each.
 
-        Args:
-            sharding: Its sharding; None for a value that every process has on its host.
-            shape: The global shape.
+        Without a sharding every process holds all of it, on its host.
 
         Raises:
             MismatchError: The sharding does not divide the shape.
@@ -137,7 +135,7 @@ class ProcessShards:
         return found
 
     def replicas(self, sharding: Sharding, shape: tuple[int, ...]) -> Replicas | None:
-        """The devices that hold each box of `shape`; None where boxes have unlike many of them.
+        """Return the devices that hold each box of `shape`; None where their number differs.
 
         Devices of an `AbstractMesh` are numbers.
         """
@@ -196,7 +194,7 @@ class ProcessShards:
     def _abstract_cells(
         self, sharding: Sharding, shape: tuple[int, ...]
     ) -> tuple[ShardIndices, npt.NDArray[np.int64]]:
-        """Which part each device holds, and the process of each."""
+        """Return the part that each device holds, and the process of each device."""
         assert isinstance(sharding, NamedSharding)
         mesh = MeshShape(dict(sharding.mesh.shape), self._process_count)
         process = np.arange(mesh.devices) // mesh.devices_per_process
@@ -204,13 +202,13 @@ class ProcessShards:
 
 
 def _check_reduced(sharding: Sharding) -> None:
-    """Refuses shardings of partial sums: a shard of one is no part of the array."""
+    """Refuses shardings of partial sums, whose shards are not parts of the array."""
     if isinstance(sharding, NamedSharding) and getattr(sharding.spec, "unreduced", None):
         raise ValueError("its devices would hold partial sums, of axes that are unreduced")
 
 
 def _axis_names(part: Any) -> tuple[str, ...]:
-    """The mesh axes that split one dimension; an unconstrained one is not split, as in JAX."""
+    """Return the mesh axes that split a dimension; none for an unconstrained one, as in JAX."""
     if isinstance(part, str):
         return (part,)
     return part if isinstance(part, tuple) else ()
@@ -238,7 +236,7 @@ def _device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def _replicas(holders: Mapping[Box, list[tuple[int, int, Any]]]) -> Replicas | None:
-    """Replicas from (process, order, device) of each box's holders."""
+    """Return the replicas, from (process, order, device) of each box's holders."""
     if len({len(places) for places in holders.values()}) != 1:
         return None
     boxes = sorted(holders)

@@ -35,7 +35,6 @@ from orbax_safetensors_layout.format.manifest import (
 from orbax_safetensors_layout.sharding.serialize import (
     ShardingTable,
     decode_sharding,
-    encode_sharding,
 )
 
 P = PartitionSpec
@@ -45,7 +44,7 @@ DEVICES = jax.devices()
 def recorded(sharding: Sharding) -> ShardingRecord:
     """The record of a sharding, after a trip through the side file's bytes."""
     table = ShardingTable()
-    assert encode_sharding(sharding, table) == 0
+    assert table.number(sharding) == 0
     data = Manifest("hf", shardings=tuple(table.records)).to_json()
     (found,) = parse_manifest(data, file="m.json").shardings
     assert found == table.records[0]
@@ -120,7 +119,7 @@ def test_equal_shardings_are_recorded_once() -> None:
         NamedSharding(mesh, P("x"), memory_kind="pinned_host"),
         SingleDeviceSharding(DEVICES[0]),
     ]
-    assert [encode_sharding(sharding, table) for sharding in shardings] == [0, 1, 0, 2, 3, 1]
+    assert [table.number(sharding) for sharding in shardings] == [0, 1, 0, 2, 3, 1]
     assert len(table.records) == 4
 
 
@@ -142,17 +141,17 @@ class Name:
 )
 def test_other_shardings_are_not_recorded(sharding: Sharding) -> None:
     table = ShardingTable()
-    assert encode_sharding(sharding, table) is None
-    assert encode_sharding(sharding, table) is None
+    assert table.number(sharding) is None
+    assert table.number(sharding) is None
     assert table.records == []
 
 
 def test_devices_of_another_backend_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
     table = ShardingTable()
-    assert encode_sharding(SingleDeviceSharding(DEVICES[1]), table) == 0
-    assert encode_sharding(SingleDeviceSharding(DEVICES[2]), table) is None
-    assert encode_sharding(NamedSharding(mesh_of(DEVICES, x=8), P("x")), table) is None
+    assert table.number(SingleDeviceSharding(DEVICES[1])) == 0
+    assert table.number(SingleDeviceSharding(DEVICES[2])) is None
+    assert table.number(NamedSharding(mesh_of(DEVICES, x=8), P("x"))) is None
 
 
 MESH = MeshRecord(("x",), (2,), ("auto",), (0, 1))
@@ -176,4 +175,4 @@ def test_thousands_of_arrays_share_a_few_records() -> None:
     mesh = mesh_of(x=4, y=2)
     shardings = [NamedSharding(mesh, P(*spec)) for spec in itertools.product("xy", [None])] * 30_000
     table = ShardingTable()
-    assert {encode_sharding(sharding, table) for sharding in shardings} == {0, 1}
+    assert {table.number(sharding) for sharding in shardings} == {0, 1}
