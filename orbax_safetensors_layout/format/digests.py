@@ -101,7 +101,7 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     checks = Schema(file)
     document: dict[str, object] = {}
     digests: dict[str, str] = {}
-    try:
+    with strict_json.errors_of("list of checksums", InvalidManifestError, file):
         text = data.decode().lstrip(" \t\n\r")
         for outer, key, value in strict_json.bounded_members(text, ("files",)):
             if key in (document if outer is None else digests):
@@ -110,10 +110,6 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
                 digests[key] = value if isinstance(value, str) else short_repr(value)
             else:
                 document[key] = value if key in _MEMBERS else None
-    except (UnicodeDecodeError, strict_json.JsonError, RecursionError) as error:
-        raise InvalidManifestError(
-            "the digests are not valid JSON", file=file, found=str(error)
-        ) from error
     said = (document.get(_VERSION_KEY), document.get("algorithm"))
     if said != (_VERSION, _ALGORITHM):
         checks.refuse(

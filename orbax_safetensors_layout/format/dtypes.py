@@ -1,6 +1,6 @@
-"""One table: the safetensors dtype codes, their numpy dtypes, and their width in the file.
+"""The table of dtypes: safetensors codes, numpy dtypes, and widths in the file.
 
-The codes are the ones that the `safetensors` Rust library 0.8.0 accepts (its `Dtype` enum).
+The codes are those that the `safetensors` Rust library 0.8.0 accepts (its `Dtype` enum).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from orbax_safetensors_layout.errors import UnsupportedDtypeError
 
 
 class DType(NamedTuple):
-    """A dtype as the file and as numpy know it.
+    """A dtype of the file and of numpy.
 
     Attributes:
         code: The code in the header, for instance `"BF16"`.
         numpy: The numpy dtype that holds one element in memory, little-endian.
-        bits: Width of one element in the file. F4 and F6 elements are narrower than the byte that
-            numpy gives them, except where a manifest records that they are stored one a byte.
+        bits: Width of one element in the file. F4 and F6 elements are narrower than numpy's byte,
+            except where a manifest records that they are stored one a byte.
     """
 
     code: str
@@ -94,7 +94,7 @@ ONE_A_BYTE: Mapping[str, DType] = MappingProxyType(
         },
     }
 )
-"""Sub-byte dtypes by name, as elements of a byte each: a manifest says which tensors are so."""
+"""Sub-byte dtypes by name, stored one a byte: a manifest records which tensors are."""
 
 PACKED = frozenset(dtype.numpy for dtype in _TABLE if dtype.packed)
 """Dtypes of which files hold fewer bits an element than numpy."""
@@ -106,12 +106,7 @@ SUB_BYTE = frozenset(dtype.numpy for dtype in ONE_A_BYTE.values())
 def dtype_from_code(
     code: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
 ) -> DType:
-    """Return the dtype that a header's code names.
-
-    Args:
-        code: The code, as the header spells it.
-        file: The file that holds it, for the error.
-        tensor: The tensor that has it, for the error.
+    """Return the dtype of a header's code; `file` and `tensor` are for the error.
 
     Raises:
         UnsupportedDtypeError: The format does not define the code.
@@ -134,12 +129,8 @@ def dtype_from_code(
 def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DType:
     """Return the format's dtype for a numpy dtype, whatever its byte order.
 
-    The result's `numpy` is little-endian: data of another byte order has to be swapped on its way
-    to a file.
-
-    Args:
-        dtype: A numpy or ml_dtypes dtype.
-        tensor: The tensor that has it, for the error.
+    The result's `numpy` is little-endian: data of another byte order must be swapped on its way to
+    a file. `tensor` is for the error.
 
     Raises:
         UnsupportedDtypeError: The format has no code for it.

@@ -1,7 +1,7 @@
-"""How tensors are laid out in new files: which file, which order, which header, which index.
+"""The layout of new files: which tensor is in which file, their order, headers and index.
 
-Everything is a function of names, dtypes and shapes alone, so that every process of a save works
-out the same layout by itself, and the same values make the same bytes whoever writes them.
+It depends on names, dtypes and shapes alone, so that every process of a save computes the same
+layout, and the same values become the same bytes whoever writes them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 
 class NewTensor(NamedTuple):
-    """A tensor that is to be written.
+    """A tensor that is to be written, with its dtype in the file.
 
-    Attributes:
-        name: Its name.
-        dtype: Its dtype in the file.
-        shape: Its shape, in logical elements also where `dtype.packed`.
+    The shape is in logical elements also where `dtype.packed`.
     """
 
     name: str
@@ -50,8 +47,7 @@ class FileLayout(NamedTuple):
 
     Attributes:
         header: Its first bytes: the length, the JSON and the padding.
-        tensors: Where each tensor goes, in the order of the file's bytes; `file` is the file's
-            name.
+        tensors: The tensors' places, in the order of the file's bytes; `file` is the file's name.
         size: Size of the whole file in bytes.
     """
 
@@ -60,13 +56,13 @@ class FileLayout(NamedTuple):
     size: int
 
     def stamped(self, save_id: str) -> FileLayout:
-        """Return the layout with the id of a save in the header, where there is a place for one."""
+        """Return the layout with the id of a save in the header, if it has room for one."""
         place, field = (f'"{SAVE_ID}":"{value}"'.encode() for value in (NO_SAVE_ID, save_id))
         return self._replace(header=self.header.replace(place, field, 1))
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:
-    """Sorts `layers.2` before `layers.10`.
+    """Return a sort key by which `layers.2` comes before `layers.10`.
 
     Example:
         >>> sorted(["a.10", "a.2", "a"], key=natural_key)
@@ -80,14 +76,14 @@ def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:
 
 
 def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, list[NewTensor]]]:
-    """Deals tensors out to files as Hugging Face does: in order, a new file where one is full.
+    """Return the tensors of each file, as Hugging Face does: in order, a new file when one is full.
 
     Args:
-        tensors: All tensors; they are taken in the natural order of their names.
+        tensors: All tensors; they are sorted by the natural order of their names.
         max_file_bytes: Most bytes of tensors in one file; a larger tensor has a file of its own.
 
     Returns:
-        File names, `model.safetensors` or `model-00001-of-00002.safetensors`, with their tensors.
+        File names (`model.safetensors` or `model-00001-of-00002.safetensors`) and tensors.
     """
     groups: list[list[NewTensor]] = [[]]
     used = 0
@@ -110,8 +106,8 @@ def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]
     """Return the layout of one file.
 
     Tensors of whole pages come first, then those whose size is a multiple of 64 bytes, so that all
-    of them begin where mapped pages can be adopted; the others follow by falling element size, so
-    that each begins at a multiple of its own. Otherwise they keep their order.
+    of them begin where mapped pages can be adopted; the others follow by descending element size,
+    so that each begins at a multiple of its own. Otherwise they keep their order.
 
     Args:
         file: The file's name.
@@ -159,7 +155,7 @@ def _place(tensor: NewTensor) -> tuple[object, ...]:
 
 
 def index_bytes(files: Sequence[tuple[str, Sequence[NewTensor]]]) -> bytes:
-    """Return the `model.safetensors.index.json` of several files, as `transformers` writes it."""
+    """Return the bytes of `model.safetensors.index.json`, as `transformers` writes it."""
     file_of = {tensor.name: file for file, tensors in files for tensor in tensors}
     total = sum(tensor.nbytes for _, tensors in files for tensor in tensors)
     document = {

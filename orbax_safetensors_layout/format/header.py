@@ -1,10 +1,10 @@
 """The header of a `.safetensors` file, parsed into types; all validation of it.
 
-A file is an 8-byte little-endian length N, N bytes of JSON, and the tensors' bytes. What is
-accepted is what the `safetensors` Rust library 0.8.0 accepts (`test_format_differential.py` holds
-the two against each other), except that a key may not be repeated, that the JSON has to
-begin with `{` at once, as the format's specification asks, and that a value that is no string, so
-a tensor's entry, may have at most 8,192 characters: of a shape of 64 dimensions it has some 1,400.
+A file is an 8-byte little-endian length N, N bytes of JSON, and the tensors' bytes. Headers are
+accepted that the `safetensors` Rust library 0.8.0 accepts (`test_format_differential.py` compares
+the two), except that no key may be repeated, that the JSON must begin with `{` at once, as the
+format's specification asks, and that a value other than a string, so a tensor's entry, may have at
+most 8,192 characters: that of a shape of 64 dimensions has about 1,400.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from orbax_safetensors_layout.errors import FormatError, InvalidHeaderError, Tru
 
 from . import strict_json
 from .dtypes import DType, dtype_from_code
+from .schema import short_repr
 
 OnError: TypeAlias = Callable[[FormatError], object]
 """Called for each error; returning continues the scan."""
@@ -39,15 +40,15 @@ def raise_error(error: FormatError) -> NoReturn:
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor's bytes are and what they mean. A NamedTuple: there may be 100,000 of them.
+    """A tensor in a file: the place and the type of its bytes. There may be 100,000 of them.
 
     Attributes:
         name: The tensor's name.
         dtype: Its dtype.
         shape: Its shape, in logical elements also where `dtype.packed`.
         file: The file that holds it.
-        start: First byte, counted from the begin of the file.
-        stop: One past the last byte, counted from the begin of the file.
+        start: First byte, counted from the beginning of the file.
+        stop: One past the last byte.
     """
 
     name: str
@@ -68,9 +69,9 @@ class Header:
     """A validated header: its tensors tile the file's data without gap or overlap.
 
     Attributes:
-        file: The file it was read from.
+        file: The file.
         tensors: Name to entry, in the order of the file's bytes.
-        metadata: The `__metadata__` strings; empty if there are none.
+        metadata: The `__metadata__` strings.
         data_start: The file offset, in bytes, where the first tensor begins.
         file_size: Size of the file in bytes.
     """
@@ -133,8 +134,8 @@ def parse_header(
         on_error: Called for errors of single tensors; returning leaves them out.
 
     Raises:
-        InvalidHeaderError: It is not a header that the Rust library would accept, or it repeats a
-            key, or does not begin with `{`.
+        InvalidHeaderError: The Rust library would not accept it, or it repeats a key, or does not
+            begin with `{`.
         UnsupportedDtypeError: A tensor has a dtype that the format does not define.
         TruncatedFileError: The file ends before its last tensor does.
 
@@ -234,7 +235,7 @@ def _entry(
             file=file,
             tensor=name,
             expected="two integers, begin and end",
-            found=_brief(offsets),
+            found=short_repr(offsets),
         )
     begin, end = offsets
     needed = _needed_bytes(name, dtype, shape, file)
@@ -243,7 +244,7 @@ def _entry(
             "data_offsets do not fit the shape and dtype",
             file=file,
             tensor=name,
-            expected=f"{needed} bytes for {dtype.code}{_brief(shape)}",
+            expected=f"{needed} bytes for {dtype.code}{short_repr(shape)}",
             found=f"{end - begin} bytes, data_offsets {offsets}",
         )
     key = tuple(shape)
@@ -266,10 +267,10 @@ def _fields(name: str, value: object, file: str, look_closely: bool) -> tuple[st
 
 
 def _unusual_fields(name: str, value: object, file: str) -> tuple[str, object, object]:
-    """`_fields` of the forms that no writer makes but that the Rust library's parser takes.
+    """`_fields` of forms that no writer makes but that the Rust library accepts.
 
-    They are further keys, another order of the keys, the three values as a list, and the dtype as
-    `{"F32": null}`; the last two are how serde reads any struct and any enum.
+    These are additional keys, the three values as a list, and the dtype as `{"F32": null}`; serde
+    reads any struct and any enum so.
     """
     if isinstance(value, list) and len(value) == len(_FIELDS):
         code, shape, offsets = value
@@ -281,7 +282,9 @@ def _unusual_fields(name: str, value: object, file: str) -> tuple[str, object, o
             file=file,
             tensor=name,
             expected=f"an object with the keys {', '.join(_FIELDS)}",
-            found=f"the keys {_brief(list(value))}" if isinstance(value, dict) else _brief(value),
+            found=f"the keys {short_repr(list(value))}"
+            if isinstance(value, dict)
+            else short_repr(value),
         )
     if type(code) is tuple and len(code) == 1 and code[0][1] is None:
         ((code, _),) = code
@@ -291,13 +294,13 @@ def _unusual_fields(name: str, value: object, file: str) -> tuple[str, object, o
             file=file,
             tensor=name,
             expected="a string",
-            found=_brief(strict_json.plain(code)),
+            found=short_repr(strict_json.plain(code)),
         )
     return code, shape, offsets
 
 
 def _sizes(name: str, field: str, items: object, file: str) -> list[int]:
-    """`items` if it is a list of integers in the range of Rust's usize."""
+    """Return `items` if it is a list of integers in the range of Rust's usize."""
     if type(items) is list:
         for item in items:
             if type(item) is not int or not 0 <= item <= _USIZE_MAX:
@@ -309,12 +312,12 @@ def _sizes(name: str, field: str, items: object, file: str) -> list[int]:
         file=file,
         tensor=name,
         expected="a list of integers from 0 to 2**64 - 1",
-        found=_brief(items),
+        found=short_repr(items),
     )
 
 
 def _needed_bytes(name: str, dtype: DType, shape: list[int], file: str) -> int:
-    """Bytes of a tensor, refused where the Rust library's 64-bit arithmetic would overflow."""
+    """Return the bytes of a tensor; refused where Rust's 64-bit arithmetic would overflow."""
     size = 1
     for dimension in shape:
         size *= dimension
@@ -326,7 +329,7 @@ def _needed_bytes(name: str, dtype: DType, shape: list[int], file: str) -> int:
             file=file,
             tensor=name,
             expected="fewer than 2**64 bits",
-            found=f"shape {_brief(shape)} of {dtype.code}",
+            found=f"shape {short_repr(shape)} of {dtype.code}",
         )
     whole, rest = divmod(size * dtype.bits, 8)
     if rest:
@@ -335,7 +338,7 @@ def _needed_bytes(name: str, dtype: DType, shape: list[int], file: str) -> int:
             file=file,
             tensor=name,
             expected="a multiple of 8 bits",
-            found=f"{size * dtype.bits} bits, shape {_brief(shape)} of {dtype.code}",
+            found=f"{size * dtype.bits} bits, shape {short_repr(shape)} of {dtype.code}",
         )
     return whole
 
@@ -343,9 +346,9 @@ def _needed_bytes(name: str, dtype: DType, shape: list[int], file: str) -> int:
 def _misplaced(
     tensors: Sequence[TensorEntry], file: str, data_start: int, file_size: int, *, is_complete: bool
 ) -> Iterator[FormatError]:
-    """Where the tensors, sorted, do not cover the file from `data_start` to its end, each once.
+    """Yields errors where the sorted tensors do not cover the data exactly.
 
-    Where they are not all that the file has, gaps are no problem of theirs.
+    Gaps count only where `tensors` is complete.
     """
     position = data_start
     for entry in tensors:
@@ -384,7 +387,7 @@ def _check_metadata(value: object, file: str) -> None:
             f"malformed {_METADATA_KEY}",
             file=file,
             expected="an object of strings",
-            found=_brief(value),
+            found=short_repr(value),
         )
 
 
@@ -396,7 +399,7 @@ def _metadata_text(key: str, value: object, known: Mapping[str, str], file: str)
             f"malformed {_METADATA_KEY}",
             file=file,
             expected="an object of strings",
-            found=_brief({key: value}),
+            found=short_repr({key: value}),
         )
     strict_json.refuse_lone_surrogate(value)
     return value
@@ -406,11 +409,3 @@ def _repeated(name: str, file: str) -> InvalidHeaderError:
     return InvalidHeaderError(
         "a name is repeated", file=file, tensor=name, expected="each name once", found="it twice"
     )
-
-
-def _brief(value: object, limit: int = 80) -> str:
-    """`repr`, cut: values of a hostile header may be of any length."""
-    if isinstance(value, list) and len(value) > limit:
-        value = value[:limit]
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -24,8 +24,7 @@ class WeightIndex:
     Attributes:
         weight_map: Tensor name to the name of its file, relative to the index's folder, in the
             order of the index.
-        metadata: The index's `metadata` object, for instance `{"total_size": 123}`; empty if there
-            is none.
+        metadata: Its `metadata`, for instance `{"total_size": 123}`; empty if there is none.
     """
 
     weight_map: dict[str, str]
@@ -46,33 +45,18 @@ def parse_index(data: bytes, *, file: str) -> WeightIndex:
 
     Raises:
         InvalidIndexError: It is not JSON, repeats a key, has no `weight_map` of strings to strings,
-            or names a file that is no `.safetensors` file in or below the index's folder.
+            or names a file other than a `.safetensors` file in or below its folder.
 
     >>> data = b'{"weight_map": {"bias": "model-00001-of-00001.safetensors"}}'
     >>> parse_index(data, file="model.safetensors.index.json").files
     ('model-00001-of-00001.safetensors',)
     """
-    try:
+    with strict_json.errors_of("index", InvalidIndexError, file):
         return _parse(data.decode(), file)
-    except UnicodeDecodeError as error:
-        raise InvalidIndexError(
-            "the index is not UTF-8",
-            file=file,
-            expected="UTF-8 text",
-            found=f"{error.reason} at byte {error.start}",
-        ) from error
-    except strict_json.JsonError as error:
-        raise InvalidIndexError(
-            "the index is not valid JSON", file=file, expected="one JSON object", found=str(error)
-        ) from error
-    except (RecursionError, MemoryError) as error:
-        raise InvalidIndexError(
-            "the index is too large or nested too deeply", file=file, found=f"{len(data)} bytes"
-        ) from error
 
 
 def _parse(text: str, file: str) -> WeightIndex:
-    found: dict[str, object] = {}  # what is neither of the two is checked, and not kept
+    found: dict[str, object] = {}  # other members are checked, and not kept
     names: dict[str, str] = {}  # one string object per file, not one per tensor
     weight_map: dict[str, str] = {}
     for outer, key, value in strict_json.bounded_members(text.lstrip(" \t\n\r"), ("weight_map",)):
@@ -113,12 +97,12 @@ def _file_name(tensor: str, name: object, names: dict[str, str], file: str) -> s
 
 
 def check_file_name(name: str, tensor: str, file: str) -> None:
-    """Refuses a name that would leave the index's folder on any system.
+    """Refuses a file name of an index that leads out of its folder on any system.
 
     Args:
-        name: The file name that the index gives.
-        tensor: The tensor that it gives it for, for the error.
-        file: The index file's path, for the error.
+        name: The file name.
+        tensor: The tensor, for the error.
+        file: The index's path, for the error.
 
     Raises:
         InvalidIndexError: The name leads out of the folder, or is not of a `.safetensors` file.

@@ -169,26 +169,8 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
         Container(kind='list', children=(), keys=(), type=None)
     """
     checks = Schema(file)
-    try:
+    with strict_json.errors_of("manifest", InvalidManifestError, file):
         return _parse(_document(data.decode(), checks), checks)
-    except UnicodeDecodeError as error:
-        raise InvalidManifestError(
-            "the manifest is not UTF-8",
-            file=file,
-            expected="UTF-8 text",
-            found=f"{error.reason} at byte {error.start}",
-        ) from error
-    except strict_json.JsonError as error:
-        raise InvalidManifestError(
-            "the manifest is not valid JSON",
-            file=file,
-            expected="one JSON object",
-            found=str(error),
-        ) from error
-    except (RecursionError, MemoryError) as error:
-        raise InvalidManifestError(
-            "the manifest is too large or nested too deeply", file=file, found=f"{len(data)} bytes"
-        ) from error
 
 
 def _document(text: str, checks: Schema) -> dict[str, object]:
