@@ -1,7 +1,7 @@
 """Processes that save or load together: each waits for all, and all fail with the first cause.
 
-What they tell each other goes through the key-value store of `jax.distributed`, never through a
-collective on devices: a save in the background can not get in the way of a running training step.
+They exchange messages through the key-value store of `jax.distributed`, never through collectives on
+devices, so a save in the background cannot block a running training step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
 _CHECK_SECONDS = 1.0
 
-_WAIT_SECONDS = 5.0  # what waits in the store can not be interrupted
+_WAIT_SECONDS = 5.0  # a wait in the store cannot be interrupted
 _KEPT_GROUPS = 64  # no process is so many operations behind another
 
 _counts: Counter[tuple[str, str]] = Counter()  # by purpose and name
@@ -34,7 +34,7 @@ _counts_lock = threading.Lock()
 
 
 class KeyValueStore(heartbeat.HeartbeatStore, Protocol):
-    """What is needed of `jax.distributed`'s key-value store."""
+    """The part of `jax.distributed`'s key-value store that a group uses."""
 
     def set(self, key: str, value: str) -> None:
         """Sets a new key."""
@@ -58,11 +58,11 @@ class KeyValueStore(heartbeat.HeartbeatStore, Protocol):
 
 
 class Fingerprint(NamedTuple):
-    """What all processes must have alike.
+    """A value that must be the same on all processes.
 
     Attributes:
-        digest: Equal where they have.
-        description: What this process has, for the error where they have not.
+        digest: Its digest.
+        description: What this process has, for the error if others have another.
         demand: What all must do, for that error.
     """
 
@@ -75,15 +75,15 @@ class ProcessGroup:
     """The processes of one operation; all make it for the same `name` in the same order.
 
     Attributes:
-        number: The how manieth operation of this name it is, the same on all processes.
+        number: 1-based sequence number of operations with this name, the same on all processes.
 
     Args:
         name: What the operation works on, for instance the checkpoint's path.
         process_index: This process.
-        process_count: How many there are.
-        store: What they share; not needed by a single process.
+        process_count: Number of processes.
+        store: Their shared store; None for a single process.
         timeout_seconds: How long a step waits for the others.
-        purpose: What they do: operations of one purpose have the same order on all processes.
+        purpose: A verb; operations of one purpose have the same order on all processes.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class ProcessGroup:
         self._failed = False
         self._announced = -1
         self._next_check_seconds = 0.0
-        self._pulse: heartbeat.Heartbeat | None = None
+        self._heartbeat: heartbeat.Heartbeat | None = None
         if store is not None and process_count > 1:
-            self._pulse = heartbeat.Heartbeat(store, f"{self._key}/pulse", process_index)
-            weakref.finalize(self, self._pulse.end)  # of an operation that is given up
+            self._heartbeat = heartbeat.Heartbeat(store, f"{self._key}/heartbeat", process_index)
+            weakref.finalize(self, self._heartbeat.end)  # of an operation that is given up
 
     @classmethod
     def alone(cls) -> Self:
-        """One process, that neither tells others anything nor waits for any."""
+        """Return the group of a single process."""
         return cls("", 0, 1, None, 1.0)
 
     def __enter__(self) -> Self:
@@ -128,24 +128,21 @@ class ProcessGroup:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.fail(error)
-        if self._pulse is not None:
-            self._pulse.stop()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         self.close()
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the process that does what is to be done once."""
+        """Whether this process does what is done once."""
         return self.process_index == 0
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Return a step of all processes: leaving the block, each waits until all have.
-
-        Args:
-            doing: The step, for errors.
+        """A step of all processes, called `doing` in errors, with a `barrier` at its end.
 
         Raises:
-            PeerError: As `meet`.
+            PeerError: Another process failed.
         """
         error: BaseException | None = None
         try:
@@ -162,21 +159,20 @@ class ProcessGroup:
         agree: Fingerprint | None = None,
         tell: str = "",
     ) -> str:
-        """Waits until all processes have come to this step.
+        """Waits until all processes have reached this step.
 
         Args:
             doing: The step, for errors.
-            error: What went wrong on this process, if anything did.
-            agree: What all must have alike.
-            tell: What the first process tells the others; what they say does not count. All
-                say something, or nobody.
+            error: The error of this process, if it failed.
+            agree: What must be the same on all.
+            tell: The message of the first process; others pass any, if it passes one.
 
         Returns:
-            What the first process tells.
+            The first process's message.
 
         Raises:
-            PeerError: Something went wrong on another process, at once, with its error's text; or
-                the processes do not agree.
+            PeerError: Another process failed, raised at once with its error's text; or the
+                processes do not agree.
             BaseException: `error`.
         """
         if self._store is None or self.process_count == 1 or self._failed:
@@ -195,7 +191,7 @@ class ProcessGroup:
                 self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
                 verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
         except BaseException as problem:
-            self.fail(error or problem)  # an interrupt, for instance, the others do not know of
+            self.fail(error or problem)  # for instance an interrupt, which others do not know of
             if error is not None and not isinstance(error, PeerError):
                 raise error from None
             raise problem
@@ -204,7 +200,7 @@ class ProcessGroup:
         if error is not None or verdict is not None:
             self._failed = True
         if verdict is not None and (error is None or verdict["process"] != self.process_index):
-            # What went wrong here, if anything, may be a consequence.
+            # An error of this process may be a consequence.
             raise self._peer_error(verdict, doing) from error
         if error is not None:
             raise error
@@ -213,10 +209,10 @@ class ProcessGroup:
         return self._store.get(f"{step}/told", self._timeout_seconds)
 
     def check(self, doing: str) -> None:
-        """Looks, once a second, whether another process has failed on its way to the next step.
+        """Checks, once a second, whether another process has failed before the next step.
 
         Raises:
-            PeerError: One has; call `meet` with it.
+            PeerError: One has; call `barrier` with it.
         """
         if self._store is None or self.process_count == 1 or self._failed:
             return
@@ -259,47 +255,47 @@ class ProcessGroup:
         return said
 
     def _lost(self, said: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """The failure of a process that was killed: it has not come, and gives no sign of life."""
-        silent = self._silent() - {one["process"] for one in said}
-        if not silent:
+        """Return the failure of a process that was killed: it is missing and sends no heartbeat."""
+        dead = self._dead_processes() - {one["process"] for one in said}
+        if not dead:
             return None
         text = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s; it was probably killed"
-        return {"process": min(silent), "error": text}
+        return {"process": min(dead), "error": text}
 
-    def _silent(self) -> set[int]:
-        return set() if self._pulse is None else self._pulse.silent()
+    def _dead_processes(self) -> set[int]:
+        return set() if self._heartbeat is None else self._heartbeat.dead_processes()
 
     def _peer_error(self, verdict: dict[str, Any], doing: str) -> PeerError:
         process, error = verdict["process"], verdict["error"]
         return PeerError(f"process {process} failed while {doing}: {error}", file=self._name)
 
     def abandon(self) -> None:
-        """Says that this process has stopped working, after a failure."""
+        """Tells the others that this process has stopped working, after a failure."""
         if self._store is not None and self.process_count > 1:
             with contextlib.suppress(Exception):  # the failure itself is what counts
                 self._store.set(f"{self._key}/left/{self.process_index}", "")
 
     def await_others(self, timeout_seconds: float = 30) -> None:
-        """Waits until all that live have left, or for some time, to remove what they work on."""
+        """Waits for a time until all live processes have stopped, so that files can be removed."""
         deadline = time.monotonic() + timeout_seconds
         while self._store is not None and self.process_count > 1:
             with contextlib.suppress(Exception):
                 keys = self._store.list(f"{self._key}/left/")
                 left = {int(key.rpartition("/")[2]) for key in keys}
-                if len(left | self._silent()) >= self.process_count:
+                if len(left | self._dead_processes()) >= self.process_count:
                     return
             if time.monotonic() > deadline:
                 return
             time.sleep(_LONGEST_PAUSE_SECONDS / 5)
 
     def _clean(self) -> None:
-        """Drops keys that nobody waits for any more: all have come to the step after them."""
+        """Deletes keys that no process waits for any more."""
         assert self._store is not None
         if self._step > 1:
             self._store.delete(f"{self._key}/{self._step - 2}/")
 
     def close(self) -> None:
-        """Says that this process takes no further step; its last keys go when others have."""
+        """Ends this process's steps; its last keys are deleted some operations later."""
         if self._store is None or self.process_count == 1 or not self.is_leader:
             return
         with _counts_lock:
@@ -310,11 +306,7 @@ class ProcessGroup:
                 self._store.delete(f"{oldest}/")
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this process will not come to the next step, and waits for nobody.
-
-        Args:
-            error: What went wrong.
-        """
+        """Tells the others of this process's error, and waits for none."""
         if self._store is None or self.process_count == 1 or self._failed:
             return
         self._failed = True
@@ -327,7 +319,7 @@ class ProcessGroup:
         self.abandon()
 
     def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
-        """Waits for all processes, or the first error, and tells everyone."""
+        """Waits for all processes, or the first error, and announces the result."""
         assert self._store is not None
         try:
             verdict = self._collect(step, doing)
@@ -374,7 +366,7 @@ class ProcessGroup:
 
     def _await(self, step: str, doing: str) -> dict[str, Any] | None:
         assert self._store is not None
-        # The first process is given the time to find out who is missing.
+        # Time for the first process to find out which one is missing.
         left_seconds = self._timeout_seconds + 30
         while True:
             try:
@@ -397,13 +389,13 @@ def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _consequence(said: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """A failure that follows from another process's; its cause, where there is one, goes first."""
+    """Return a failure that follows from another's, of which there is none."""
     failed = [one for one in said if one["error"] is not None]
     return min(failed, key=lambda one: int(one["process"]), default=None)
 
 
 def _disagreement(said: list[dict[str, Any]], purpose: str) -> dict[str, Any] | None:
-    """What to tell processes that do not have alike what they must have alike."""
+    """Return the failure of a process whose fingerprint is not the first one's."""
     in_order = sorted(said, key=lambda one: int(one["process"]))
     first = in_order[0]
     for other in in_order[1:]:

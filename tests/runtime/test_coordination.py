@@ -351,12 +351,12 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
 def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
     """Also where others have failed already because they need it; not the others' failure."""
     monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         group.barrier("a first step")
         if group.process_index == 2:  # killed: says nothing more
-            group._pulse.stop()
+            group._heartbeat.stop()
             group.fail = group.close = lambda *_: None
             return "killed"
         with group.together("a step"):
@@ -374,12 +374,12 @@ def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
 
 def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         group.barrier("a first step")
         if group.process_index == 1:
-            group._pulse.stop()
+            group._heartbeat.stop()
             group.fail = group.close = lambda *_: None
             return None
         group.abandon()
@@ -393,7 +393,7 @@ def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
 
 def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(heartbeat, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         if group.process_index == 1:
@@ -404,7 +404,7 @@ def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
         return "done"
 
     assert together(store, 3, work, name="slow") == ["done"] * 3
-    assert "safetensors-pulse" not in {thread.name for thread in threading.enumerate()}
+    assert "safetensors-heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_consequence_without_a_cause_is_the_error_of_all(store):
