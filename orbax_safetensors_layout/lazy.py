@@ -1,4 +1,4 @@
-"""Faces of rooms, of which some names are imported when they are first asked for."""
+"""Lazy exports: names of a package that are imported on first use."""
 
 from __future__ import annotations
 

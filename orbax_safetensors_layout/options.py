@@ -20,20 +20,20 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageProfile:
-    """What a storage class costs; the cost model of the read plan is made of these numbers.
+    """The cost model of a storage class, for read plans.
 
     A gap between two needed ranges is read through when `gap / bandwidth < latency`: when reading
     and discarding it is cheaper than one more request.
 
     Attributes:
-        latency_seconds: Time of one more request, without its bytes. For local files this is a
-            system call plus the interpreter's overhead (4 to 9 us measured), not the disk's.
+        latency_seconds: Time of one more request, without its bytes. For local files it is that of
+            a system call and the interpreter (4 to 9 us measured), not the disk's.
         bandwidth_bytes_per_second: Rate of one stream.
         request_bytes: The largest single request; longer ranges are split to run concurrently.
-        staging_bytes: The largest request that is copied on from a staging buffer, because its
-            destination is strided. Local reads are staged in what a core's cache holds.
+        staging_bytes: The largest request through a staging buffer, for strided destinations; for
+            local reads what a core's cache holds.
         concurrency: Requests in flight at once.
-        cached_concurrency: The same where the page cache of the host holds what is read.
+        cached_concurrency: The same for files in the host's page cache.
         least_request_bytes: Long ranges are not split into shorter requests to keep all streams
             busy. A disk is not faster for more streams.
     """
@@ -52,30 +52,23 @@ class StorageProfile:
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
 
     def balanced_request_bytes(self, total_bytes: int) -> int:
-        """The length of requests that loses least time, where streams are what limits a load.
+        """Return the length of requests that costs least time, where streams limit a load.
 
         Of requests of `n` bytes, latency takes the share `gap / n` of the time, `gap` being
         `max_gap_bytes`; at the end streams idle for half a request, the share
         `n * concurrency / (2 * total_bytes)`. The sum is least at this length.
-
-        Args:
-            total_bytes: What is to be read.
         """
         each = total_bytes / self.concurrency
         return max(self.least_request_bytes, int(math.sqrt(2 * self.max_gap_bytes * each)))
 
     def within(self, budget_bytes: int) -> StorageProfile:
-        """The profile with so few requests at once that staging them takes a quarter of a budget.
-
-        Args:
-            budget_bytes: Host memory.
-        """
+        """Return the profile with a concurrency whose staging takes a quarter of a budget."""
         most = max(1, budget_bytes // (4 * self.staging_bytes))
         return dataclasses.replace(self, concurrency=min(self.concurrency, most))
 
 
-# A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream. These are no
-# measurements; `ReadOptions` takes others.
+# A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream. These are
+# not measured; `ReadOptions` takes others.
 _WEB = StorageProfile(
     latency_seconds=0.03,
     bandwidth_bytes_per_second=50 * MIB,
@@ -119,10 +112,10 @@ PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
 
 
 class Progress(NamedTuple):
-    """What a progress callback is told after each tensor.
+    """The argument of progress callbacks, after each tensor.
 
     Attributes:
-        done_bytes: Bytes of this process's share that are finished.
+        done_bytes: Finished bytes of this process's share.
         total_bytes: Bytes of this process's share.
         tensor: The tensor that was finished last.
     """
@@ -134,11 +127,11 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long a request to a remote storage is tried again when it fails in passing.
+    """How long a request to a remote storage is retried when it fails temporarily.
 
-    In passing means: time-out, connection reset, HTTP status 408, 429 or 5xx, a body that ends too
-    soon. Pauses grow from `base_seconds`, doubling, up to `max_seconds`, and are longer where the
-    server asks for it (`Retry-After`).
+    Temporary failures are: time-out, connection reset, HTTP status 408, 429 or 5xx, a body that
+    ends too soon. Pauses grow from `base_seconds`, doubling, up to `max_seconds`, and are longer
+    where the server asks for it (`Retry-After`).
 
     Attributes:
         attempts: The most tries of one request, the first included; 1 never tries again.
@@ -218,7 +211,7 @@ class ReadOptions:
 
         Args:
             kind: The storage class.
-            total_bytes: What is to be read, for requests that are not too long for it.
+            total_bytes: Bytes to read, for requests that are not too long for them.
         """
         base = PROFILES[kind]
         profile = dataclasses.replace(
@@ -339,7 +332,7 @@ OptionsT = TypeVar("OptionsT", ReadOptions, WriteOptions, ConvertOptions)
 
 
 def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
-    """Return the options that a caller gave, or the defaults.
+    """Return the caller's options, or the defaults.
 
     Raises:
         TypeError: They are of another kind.

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 MOST_ROOMS, MOST_MODULES_AT_THE_TOP, MOST_FLOORS = 16, 8, 15
+SMALL_LINES, MOST_SMALL_MODULES = 40, 8
 
 MAY_IMPORT_JAX = (
     "sharding.serialize",
@@ -170,6 +171,22 @@ def test_the_house_is_small_enough_to_be_known(capsys):
     assert len(rooms) <= MOST_ROOMS
     assert len(at_the_top) <= MOST_MODULES_AT_THE_TOP
     assert len(FLOORS) <= MOST_FLOORS
+
+
+def test_few_modules_are_small_and_have_one_user():
+    """A face is no user. Such a module is better a part of the module that imports it."""
+    users: dict[str, set[str]] = {}
+    for imported in INSIDE:
+        if MODULES[imported.module].name != "__init__.py" and imported.target != imported.module:
+            users.setdefault(imported.target, set()).add(imported.module)
+    small = [
+        module
+        for module in HOUSE
+        if MODULES[module].name != "__init__.py"
+        and len(MODULES[module].read_text().splitlines()) < SMALL_LINES
+        and len(users.get(module, ())) <= 1
+    ]
+    assert len(small) <= MOST_SMALL_MODULES, small
 
 
 def test_nothing_imports_the_package_root():

@@ -1,7 +1,7 @@
 """The catalog of a checkpoint: every tensor's file, offset, shape and dtype.
 
-Only names are looked at when a catalog is opened with an index; a file's header is fetched when one
-of its tensors is asked for, once.
+Opening one reads the index, if there is one. A file's header is fetched once, when one of its
+tensors is asked for.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 
 
 class Catalog:
-    """What a checkpoint holds. Safe to use from many threads; `open` makes one.
+    """The tensors of a checkpoint. Safe to use from many threads; `open` makes one.
 
     Attributes:
         path: The file or folder that holds it, in the storage's own terms.
-        storage: Where its files are read from.
-        files: Paths of the `.safetensors` files that count, sorted.
+        storage: The storage of its files.
+        files: Paths of its `.safetensors` files, sorted.
         names: Names of all tensors: in the order of the index if there is one, else file by file in
             the order of their bytes.
         layout: How the tensors are stored: `hf` whole, `sharded` in pieces.
@@ -96,12 +96,13 @@ class Catalog:
 
         Args:
             path: A `.safetensors` file, or a folder.
-            storage: Where `path` is; None opens the one that `path` names, and `close` closes it.
+            storage: The storage of `path`; None opens the one that `path` names, and `close`
+                closes it.
             concurrency: Headers fetched at once; None takes the storage class's default.
             retries: How long requests are tried, if `open` opens the storage; None is the default.
 
         Raises:
-            CheckpointNotFoundError: There is no `.safetensors` file at `path`.
+            CheckpointNotFoundError: `path` has no `.safetensors` file.
             InvalidIndexError: The index is malformed or lists missing files, there are several, or
                 without one two files hold a tensor of the same name.
             FormatError: Without an index, a header is malformed.
@@ -162,11 +163,8 @@ class Catalog:
         """Return the entries of some tensors, in the given order.
 
         Only headers of files that hold one of them are fetched, concurrently, and kept. A tensor
-        that is stored in pieces is described as a whole; `locate` says where it is. Where the
-        manifest records that bytes hold sub-byte elements, the dtype is theirs.
-
-        Args:
-            names: Tensor names.
+        that is stored in pieces is described as a whole; see `locate`. Where the manifest records
+        that bytes hold sub-byte elements, the dtype is theirs.
 
         Raises:
             MissingTensorError: The checkpoint lacks some of them; names them all.
@@ -230,10 +228,10 @@ class Catalog:
             self._pieces.prefer(process)
 
     def _as_recorded(self, found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """Return the entries, of sub-byte elements that are stored one a byte with their own dtype.
+        """Return the entries, with the dtypes of sub-byte elements that are stored one a byte.
 
         Raises:
-            InvalidManifestError: The manifest records a dtype that is stored under another code.
+            InvalidManifestError: The manifest records a dtype that has another code in files.
         """
         if all(entry.dtype.code not in _BYTES for entry in found.values()):
             return found  # the manifest has nothing to say of other dtypes
@@ -258,7 +256,7 @@ class Catalog:
         return self.entries(self.names)
 
     def manifest(self) -> Manifest | None:
-        """What this package wrote beside the tensors, if it wrote them.
+        """Return the manifest, if this package wrote the checkpoint.
 
         Raises:
             InvalidManifestError: It is malformed, or of a newer version.
@@ -318,7 +316,7 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:
-    """Tensor name to file, without an index; no two files may hold a name."""
+    """Return the file of each tensor, without an index; no two files may hold a name."""
     file_of: dict[str, str] = {}
     repeated: dict[str, str] = {}
     for file, header in headers.items():

@@ -1,4 +1,4 @@
-"""What stands at a path, by names alone: which files count, and what says so."""
+"""Finds the files of the checkpoint at a path, from names, index and manifest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .nearby import (
 )
 
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
-"""How names of files begin that PEFT, Diffusers and Mistral put beside the model's own."""
+"""Prefixes of files that PEFT, Diffusers and Mistral put beside the model's own."""
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
@@ -55,10 +55,10 @@ def is_safetensors_checkpoint(
 ) -> bool:
     """Return whether `path` is a `.safetensors` file, or a folder with one or with an index.
 
-    Looks at names only. A path that does not exist, or that no storage serves, is none.
+    Looks at names only. A path that does not exist, or that no storage serves, is not one.
 
     Raises:
-        StorageError: There is no telling: the storage can not be asked.
+        StorageError: The storage does not answer.
     """
     with contextlib.ExitStack() as stack:
         if storage is None:
@@ -78,14 +78,14 @@ def is_safetensors_checkpoint(
 
 
 class Discovery(NamedTuple):
-    """What counts at a path.
+    """The files of a checkpoint.
 
     Attributes:
         path: The file or folder that holds it.
         files: Paths of the `.safetensors` files.
-        weights: The index of Hugging Face, where there is one.
-        manifest_file: Path of the manifest, where there is one.
-        manifest: The manifest itself, where it had to be read to know the files.
+        weights: The index of Hugging Face, if there is one.
+        manifest_file: Path of the manifest, if there is one.
+        manifest: The manifest, if it was read to know the files.
     """
 
     path: str
@@ -96,10 +96,10 @@ class Discovery(NamedTuple):
 
 
 def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) -> Discovery:
-    """Looks at what stands at a path; of a step of Orbax at its safetensors item.
+    """Return the files of the checkpoint at a path; of a step of Orbax those of its item.
 
     Args:
-        storage: Where it is.
+        storage: The storage of the path.
         path: The path.
         on_error: Called for missing files; returning takes the others.
 
@@ -173,15 +173,16 @@ def _hint(path: str) -> str | None:
 
 
 def _visible(storage: Storage, folder: str) -> list[str]:
-    """The files of a folder, but for hidden ones: what macOS and downloads in progress leave there.
+    """Return the files of a folder without hidden ones.
 
-    An archive made on macOS has a `._model.safetensors` beside each `model.safetensors`.
+    Downloads in progress leave such; an archive made on macOS has a `._model.safetensors` beside
+    each `model.safetensors`.
     """
     return [name for name in storage.list(folder) if not name.startswith(".")]
 
 
 def _model_alone(names: list[str], path: str) -> list[str]:
-    """Leaves out an adapter, or a second copy, beside a model: transformers does not load it."""
+    """Return the names without an adapter or a second copy beside a model, as transformers does."""
     models = [n for n in names if n.endswith(SUFFIX) and not n.startswith(_BESIDE_A_MODEL)]
     kept = [n for n in names if not (n.endswith(SUFFIX) and n.startswith(_BESIDE_A_MODEL))]
     if not models or len(kept) == len(names):
@@ -195,7 +196,7 @@ def _model_alone(names: list[str], path: str) -> list[str]:
 
 
 def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
-    """Tells of a part of a numbered set: without an index nobody else would notice."""
+    """Reports missing files of a numbered set, which only an index would name."""
     sets: dict[tuple[str, str], set[int]] = {}
     for name in names:
         numbered = _NUMBERED.fullmatch(name)
@@ -256,9 +257,9 @@ def _present(
     index_file: str,
     on_error: OnError,
 ) -> Sequence[str]:
-    """Return those of some files that are there; tells of the others."""
+    """Return those of some files that exist; reports the others."""
     if not storage.lists:
-        return files  # opening a file tells
+        return files  # a missing one fails when it is opened
     present = set(names)
     folders = {name.rpartition("/")[0] for name in files} - {""}
     for folder in folders:
@@ -278,6 +279,6 @@ def _present(
 
 
 def listed(items: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first of some names, and the number of the others."""
     more = len(items) - _MAX_LISTED
     return ", ".join(items[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Headers fetched from their files."""
+"""Fetches headers, each once, many at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HeaderCache:
     """Headers of files, each fetched when it is first asked for. Safe to use from many threads.
 
     Args:
-        storage: Where the files are.
+        storage: The storage of the files.
         concurrency: Headers fetched at once; None takes the storage class's default.
     """
 
@@ -43,7 +43,7 @@ class HeaderCache:
             FormatError: One is malformed.
             StorageError: A read failed.
         """
-        # One lock for all: whoever comes second most likely wants the same headers.
+        # One lock for all: a second caller most likely asks for the same headers.
         with self._lock:
             lacking = [file for file in files if file not in self._found]
             if len(lacking) == 1:
@@ -73,11 +73,7 @@ class _Turns:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
-        """Waits until no other thread has its turn.
-
-        Raises:
-            Exception: What ended the turn of another thread.
-        """
+        """Waits until no other thread has its turn; raises the error of an earlier one."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -94,10 +90,10 @@ def read_header(
     """Fetches and parses a file's header, in one request unless it is longer than 256 KiB.
 
     Args:
-        storage: Where the file is.
+        storage: The storage of the file.
         file: The file.
         on_error: As for `parse_header`.
-        turns: What large headers of several threads wait for.
+        turns: The turns that several threads take with large headers.
 
     Raises:
         FormatError: It is malformed, or the file is truncated.

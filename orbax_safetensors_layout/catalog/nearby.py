@@ -1,4 +1,4 @@
-"""Checkpoints below a folder that is none itself: the item of a step, and what an error names."""
+"""Checkpoints below a folder that is not one: the item of a step, and hints for errors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from orbax_safetensors_layout.format import INDEX_SUFFIX, SUFFIX, natural_key
 from orbax_safetensors_layout.storage import Storage, join
 
 ORBAX_ITEM = "_METADATA"
-"""The file by which a tree is known that Orbax saved."""
+"""The file that every tree has which Orbax saved."""
 
 ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
-"""The files by which a step is known."""
+"""The files that a step of Orbax has."""
 
 USUAL_ITEMS = ("default", "state")
-"""The items that count where a step has several: those of Orbax v0 and v1."""
+"""The items that are opened where a step has several: those of Orbax v0 and v1."""
 
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 
 
 class CheckpointRef(NamedTuple):
-    """A checkpoint's tree.
+    """The place of a checkpoint's tree.
 
     Attributes:
         path: Its folder or file.
-        is_orbax: Whether Orbax saved it, in its own format.
-        item: The item that it is, of a checkpoint of several.
+        is_orbax: Whether it is in Orbax's own format.
+        item: Its item, of a checkpoint with several.
     """
 
     path: str
@@ -41,14 +41,14 @@ class CheckpointsBelow(NamedTuple):
 
     Attributes:
         safetensors: Folders of safetensors files.
-        orbax: What Orbax saved in its own format.
+        orbax: Checkpoints in Orbax's own format.
     """
 
     safetensors: list[str]
     orbax: list[str]
 
     def hint(self) -> str | None:
-        """What to give in place of the folder."""
+        """Return which paths the user can give instead."""
         said = []
         if self.safetensors:
             said.append(f"Give a checkpoint below it: {', '.join(self.safetensors)}.")
@@ -61,7 +61,7 @@ class CheckpointsBelow(NamedTuple):
 
 
 def has_safetensors(names: Sequence[str]) -> bool:
-    """Return whether some files make a safetensors checkpoint of their folder."""
+    """Return whether a folder with these files is a safetensors checkpoint."""
     return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 

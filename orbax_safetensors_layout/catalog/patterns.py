@@ -25,7 +25,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         pattern: The pattern.
 
     Raises:
-        ValueError: It is no string, a bracket or brace is not closed or not opened, a range is
+        ValueError: It is not a string, a bracket or brace is not closed or not opened, a range is
             empty or has more than 10,000 numbers, or the pattern would take long to match.
 
     >>> bool(compile_pattern("layers.{0..3}.*.{weight,bias}").fullmatch("layers.3.mlp.up.bias"))
@@ -37,7 +37,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def is_plain(pattern: str) -> bool:
-    """Whether a pattern has no special character, so that it matches only the name it spells."""
+    """Return whether a pattern has no special character, so that it matches itself alone."""
     return _SPECIAL.isdisjoint(pattern)
 
 
@@ -112,7 +112,7 @@ class _Translator:
         return whole.text
 
     def _alternatives(self) -> _Part:
-        """Up to the brace that closes them, or the end; only within braces commas separate them."""
+        """Parses up to the closing brace, or the end; commas separate only within braces."""
         found = [_Alternative()]
         while self._at < len(self._pattern):
             character = self._pattern[self._at]

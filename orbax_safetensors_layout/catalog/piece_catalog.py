@@ -1,4 +1,4 @@
-"""Pieces of tensors, found in their files; only headers that are needed are fetched."""
+"""Finds the pieces of tensors in their files, fetching only the headers that are needed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FetchHeaders = Callable[[Sequence[str]], Mapping[str, Header]]
 
 
 def check_save(save_id: str, file: str, header: Header) -> None:
-    """Checks that a file of pieces is of the save that its manifest is of.
+    """Checks that a file of pieces and its manifest are of the same save.
 
     Raises:
-        InvalidManifestError: It is of another.
+        InvalidManifestError: They are not.
     """
     found = header.metadata.get(SAVE_ID)
     if found != save_id:
@@ -43,13 +43,13 @@ def check_save(save_id: str, file: str, header: Header) -> None:
 
 
 class PieceCatalog:
-    """Where the pieces of tensors are.
+    """The places of the pieces of tensors.
 
     Args:
         stored: The boxes and files.
         files: Path of each of `stored.files`.
-        fetch: Gives the headers of some of them.
-        dtypes: Dtypes of tensors whose sub-byte elements stand one a byte; others have the files'.
+        fetch: Returns the headers of some of them.
+        dtypes: Dtypes of tensors whose sub-byte elements are stored one a byte.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class PieceCatalog:
         self._used: set[int] = set()
 
     def prefer(self, process: int) -> None:
-        """For which process: where a box is in several files it takes one that it opens anyway.
+        """Sets the process: of files with the same box it reads one that it opens anyway.
 
-        Then its own, and where it has none, not the one that all others take.
+        Else it reads its own, and if it has none, not the one that all others read.
         """
         self._process = process
         prefix = piece_file_prefix(process)
@@ -82,7 +82,7 @@ class PieceCatalog:
                 self._own_file = number
 
     def whole(self, name: str) -> TensorEntry:
-        """A tensor as if it stood in one place; its `file` is the first that has a piece of it."""
+        """Return the entry of a whole tensor; its `file` is the first that has a piece of it."""
         tensor = self.stored.tensors[name]
         dtype = self._dtypes.get(name) or DTYPES[tensor.dtype]
         nbytes = Box.whole(tensor.shape).size * dtype.bits // 8
@@ -102,7 +102,7 @@ class PieceCatalog:
         self, wanted: Mapping[str, Sequence[Box]]
     ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:
         """Return the pieces that regions of tensors are made of; see `Catalog.locate`."""
-        # Where there is no choice first: the others then take what is opened for these.
+        # Boxes in one file first: the others are then read from files that are open.
         in_order = sorted(wanted, key=self._has_choice)
         found = {name: self._choose(name, tuple(wanted[name])) for name in in_order}
         chosen = {name: found[name] for name in wanted}
@@ -125,7 +125,7 @@ class PieceCatalog:
         return found
 
     def _nearest(self, stored: Sequence[StoredBox], boxes: Sequence[Box]) -> tuple[StoredBox, ...]:
-        """Of equal boxes one, in the nearest file."""
+        """Return one of equal boxes each, in the nearest file."""
         best: dict[Box, StoredBox] = {}
         for candidate in stored:
             box = candidate.box

@@ -1,4 +1,4 @@
-"""Quantised weights: which tensors belong together, and how many parameters they stand for.
+"""Quantised weights: which tensors belong together, and how many parameters they hold.
 
 The names are those that compressed-tensors, GPTQ and AWQ, bitsandbytes, ModelOpt, DeepSeek and
 GPT-OSS write.
@@ -20,11 +20,11 @@ class Scheme(NamedTuple):
     """One way to store a quantised weight.
 
     Attributes:
-        name: What it is called.
-        weight: How the name of the tensor with the values ends.
-        dtypes: Dtype codes that it can have.
-        beside: How the names of the tensors beside it end; they hold no parameters of their own.
-            A name that ends in `*` stands for all that begin so.
+        name: Its name.
+        weight: Suffix of the name of the tensor with the values.
+        dtypes: Dtype codes of that tensor.
+        beside: Suffixes of the tensors beside it, which hold no parameters of their own; `*` is any
+            text.
         bits: Bits of a value; None where the configuration says.
     """
 
@@ -35,11 +35,11 @@ class Scheme(NamedTuple):
     bits: int | None
 
     def parameters(self, entry: TensorEntry, bits: int) -> int:
-        """How many parameters a tensor with values stands for."""
+        """Return the number of parameters in a tensor with values."""
         return math.prod(entry.shape) * entry.dtype.bits // (self.bits or bits)
 
 
-# The first name beside the weight has to be there; the first scheme that fits counts.
+# The first name beside the weight must exist; the first scheme that fits applies.
 _SCHEMES = (
     Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
     Scheme("MXFP4", "_blocks", ("U8",), ("_scales",), 4),
@@ -76,14 +76,13 @@ _SCHEMES = (
 
 
 class Quantization(NamedTuple):
-    """What is quantised.
+    """The quantisation of a checkpoint.
 
     Attributes:
-        method: What the model's configuration says, for instance `fp8`, with its figures; None
-            where it says nothing.
-        weights: Scheme name to how many tensors are stored so.
-        parameters: Parameters of each tensor that is not one parameter an element.
-        problem: What the configuration says that cannot be, and what is assumed; None for nothing.
+        method: The method in the model's configuration, for instance `fp8`, with its figures.
+        weights: Number of tensors of each scheme, by its name.
+        parameters: Parameters of tensors whose elements are not one parameter each.
+        problem: What is wrong in the configuration, and what is assumed.
     """
 
     method: str | None
@@ -95,14 +94,11 @@ class Quantization(NamedTuple):
 def find_quantization(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
 ) -> Quantization | None:
-    """What of some tensors is quantised, by their names and dtypes.
+    """Return what of some tensors is quantised, by their names and dtypes; None for nothing.
 
     Args:
         entries: The tensors.
         config: The model's configuration, empty where there is none.
-
-    Returns:
-        None where nothing is, and the configuration says so, too.
     """
     said = config.get("quantization_config") or config.get("compression_config")
     settings: Mapping[str, Any] = said if isinstance(said, dict) else {}
@@ -131,7 +127,7 @@ def find_quantization(
 
 
 def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
-    """Bits of a packed value, and what is wrong with what is said of them."""
+    """Return the bits of a packed value, and what is wrong with the configured number."""
     said = settings.get("bits", settings.get("w_bit"))
     groups = settings.get("config_groups")
     if said is None and isinstance(groups, dict):  # compressed-tensors
@@ -147,7 +143,7 @@ def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
 
 
 def _beside(entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[Scheme]]) -> list[str]:
-    """Return the tensors that stand beside the weights."""
+    """Return the tensors beside the weights."""
     endings = {ending for schemes in stems.values() for one in schemes for ending in one.beside}
     found = []
     exact = tuple(ending for ending in endings if "*" not in ending)
@@ -167,7 +163,7 @@ def _beside(entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[Sch
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
-    """What a configuration says, in a few words."""
+    """Return the configured method in a few words."""
     method = settings.get("quant_method") or settings.get("quant_algo")
     if not isinstance(method, str):
         return None

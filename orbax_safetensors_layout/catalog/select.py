@@ -1,4 +1,4 @@
-"""Choosing tensors by name: patterns, and errors that name the nearest of what was not found."""
+"""Selects tensors by patterns of names; errors suggest similar names."""
 
 from __future__ import annotations
 
@@ -13,22 +13,11 @@ from .patterns import compile_pattern, is_plain
 
 _FEW = 512
 _CANDIDATES = 64
-_MAX_HINTS = 5  # names for which the nearest are looked up; each is a pass over all names
+_MAX_HINTS = 5  # suggestions in one error; each is a pass over all names
 
 
 def select_names(names: Collection[str], patterns: str | Sequence[str], *, path: str) -> list[str]:
-    """Return the names that match any of some patterns, in their order.
-
-    Args:
-        names: The names of a checkpoint's tensors.
-        patterns: Glob-like patterns on whole names: `*` (dots included), `?`, `[...]`, `{a,b}` and
-            `{0..15}`; see `patterns.compile_pattern`. Each also matches the name that it spells.
-        path: The checkpoint.
-
-    Raises:
-        ValueError: A pattern is malformed.
-        MissingTensorError: Some patterns match nothing; names them all.
-    """
+    """Return the names that match any of some patterns; see `Catalog.select`."""
     known = frozenset(names)
     chosen: set[str] = set()
     unmatched: list[tuple[str, str]] = []
@@ -64,15 +53,9 @@ def _matching(names: Collection[str], known: Collection[str], pattern: str) -> l
 def missing_names(
     problems: Sequence[tuple[str, str]], names: Collection[str], *, path: str
 ) -> MissingTensorError:
-    """One error for pairs of a message and the name or pattern that it is about.
-
-    Args:
-        problems: The pairs.
-        names: The names that there are.
-        path: The checkpoint.
-    """
+    """Return one error for pairs of a message and a name or pattern, with similar `names`."""
     errors = []
-    sought: set[str] = set()  # patterns; of names that differ in numbers the first one is told
+    sought: set[str] = set()  # patterns: of names that differ in numbers the first is looked up
     for problem, name in problems:
         hint = None
         if len(sought) < _MAX_HINTS and (pattern := pattern_of(name)) not in sought:
@@ -84,10 +67,10 @@ def missing_names(
 
 
 def suggest_names(name: str, names: Collection[str], count: int = 3) -> list[str]:
-    """Up to `count` of `names` that look like `name`, the most alike first.
+    """Return up to `count` of `names` that are similar to `name`, the most similar first.
 
-    `difflib` takes minutes over the names of a large checkpoint, so of many only those that share
-    the most dotted components with `name` are given to it.
+    `difflib` takes minutes for the names of a large checkpoint, so of many it compares only those
+    that share the most dotted components with `name`.
 
     >>> suggest_names("layers.0.kernel", ["layers.0.weight", "layers.10.weight", "embed"])
     ['layers.0.weight', 'layers.10.weight']

@@ -1,7 +1,7 @@
 """`orbax_safetensors_layout.digests.json`: a checksum of every file of a checkpoint.
 
-Files are written in ranges, in any order and from several threads, so the checksum must be one that
-those of parts can be joined to: CRC-32, as zlib and gzip have it. It finds damage, not deceit.
+Files are written in ranges, in any order and from several threads, so the checksums of ranges must
+combine to that of the file: CRC-32, as in zlib and gzip. It detects damage, not forgery.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _times(a: int, b: int) -> int:
 
 @functools.lru_cache(4096)  # nearly all ranges are of few sizes
 def _shift(length: int) -> int:
-    """What a CRC-32 is multiplied with when `length` bytes follow: x to the 8 * length."""
+    """Return the factor of a CRC-32 before `length` more bytes: x to the 8 * length."""
     power, square, bits = _ONE, _ONE >> 1, 8 * length
     while bits:
         if bits & 1:
@@ -89,11 +89,7 @@ def dump_digests(files: Mapping[str, int]) -> bytes:
 
 
 def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
-    """File name to CRC-32.
-
-    Args:
-        data: The file's bytes.
-        file: Its path, for errors.
+    """Return the CRC-32 of each file, from the bytes of `file`.
 
     Raises:
         InvalidManifestError: It is malformed, or of another version or algorithm.

@@ -1,4 +1,4 @@
-"""Tensors that are stored in pieces, as the `sharded` layout does: which box is in which file."""
+"""Tensors stored in pieces, in the `sharded` layout: which box is in which file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ends_like_a_piece = re.compile(r"@(\d+(,\d+)*)?\Z").search
 
 
 SAVE_ID = "orbax_safetensors_layout.save"
-"""Key in the `__metadata__` of a file of pieces: which save it is of. Files of two saves of equal
-shapes differ in nothing else that a header says."""
+"""Key of the save's id in the `__metadata__` of a file of pieces. The headers of two saves of equal
+shapes do not differ otherwise."""
 
 NO_SAVE_ID = "0" * 32
 """The id in plans; each save has its own, of the same length."""
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor that stands as one tensor in one file.
+    """A box of a tensor that is stored as one tensor in one file.
 
     Attributes:
         start: First index along each dimension.
@@ -66,10 +66,9 @@ class StoredPieces:
     Attributes:
         files: File names, relative to the folder.
         classes: Lists of boxes; tensors of equal shape and sharding share one. The distinct boxes
-            of a class cover the shape exactly; a box that occurs several times is in several files,
-            and any of them will do.
+            of a class cover the shape exactly; a box that occurs several times is in several files.
         tensors: Tensor name to its dtype, shape and class.
-        save_id: What the files' headers say, too; None of a save that had none.
+        save_id: The id in the files' headers; None if the save had none.
     """
 
     files: tuple[str, ...]
@@ -83,12 +82,7 @@ class StoredPieces:
 
 
 def piece_name(name: str, shape: Sequence[int], box: Box | StoredBox) -> str:
-    """What the piece of a tensor is called in its file. No two pieces have the same name.
-
-    Args:
-        name: The tensor's name.
-        shape: The tensor's whole shape.
-        box: The piece's region.
+    """Return the name of a tensor's piece in its file. No two pieces have the same name.
 
     Example:
         >>> piece_name("kernel", (8, 4), Box((0, 0), (8, 4)))
@@ -103,7 +97,7 @@ def piece_name(name: str, shape: Sequence[int], box: Box | StoredBox) -> str:
 
 
 def piece_file_prefix(process: int) -> str:
-    """What the name of a process's file of pieces begins with.
+    """Return the prefix of the name of a process's file of pieces.
 
     Example:
         >>> piece_file_prefix(0)

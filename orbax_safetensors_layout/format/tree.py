@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 MAX_DEPTH = 400
-"""Containers within containers: below what Python's own recursion limit leaves to walk them."""
+"""Containers within containers: few enough for Python's recursion limit."""
 
 Key: TypeAlias = "str | int | float | bool | tuple[Key, ...] | None"
 """A key of a container; its type is kept, so that `{1: ...}` and `{"1": ...}` stay different."""
@@ -19,7 +19,7 @@ TensorKind = Literal["jax", "numpy", "numpy_scalar", "key"]
 
 
 class TensorLeaf(NamedTuple):
-    """A leaf whose value stands in the files. A NamedTuple: there may be 100,000 of them.
+    """A leaf whose value is in the files. A NamedTuple: there may be 100,000 of them.
 
     Attributes:
         tensor: Name of the tensor in the files.
@@ -39,7 +39,7 @@ class TensorLeaf(NamedTuple):
 
 
 class ValueLeaf(NamedTuple):
-    """A leaf whose value stands in the manifest itself.
+    """A leaf whose value is in the manifest itself.
 
     Beware of `==`: as everywhere in Python, `ValueLeaf(1) == ValueLeaf(True) == ValueLeaf(1.0)`.
 
@@ -74,7 +74,7 @@ class Container:
 
     @property
     def labels(self) -> tuple[Key, ...]:
-        """What each child is called in dotted names: its key, or its number."""
+        """Each child's part of dotted names: its key, or its number."""
         return self.keys or tuple(range(len(self.children)))
 
 
@@ -82,7 +82,7 @@ Node: TypeAlias = Container | TensorLeaf | ValueLeaf
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
-    """Return the leaves below a node (or itself), in the order of the containers.
+    """Yields the leaves below a node (or itself), in the order of the containers.
 
     Example:
         >>> list(leaves(Container("list", (ValueLeaf(1), Container("none"), ValueLeaf("b")))))
@@ -98,9 +98,9 @@ def leaves(node: Node) -> Iterator[Leaf]:
 
 
 def leaf_names(node: Node) -> Iterator[tuple[str, Leaf]]:
-    """Return the leaves with their dotted names, which are those of the pytree that was described.
+    """Yields the leaves with their dotted names, as in the original pytree.
 
-    A box around a leaf adds nothing to its name, so that the name is `mapping.keys.unboxed_name`'s.
+    A box around a leaf adds nothing to its name, as in `pytree.unboxed_name`.
 
     Example:
         >>> tree = Container("dict", (Container("list", (ValueLeaf(1),)), ValueLeaf(2)), ("a", "b"))

@@ -1,4 +1,4 @@
-"""Index arithmetic: boxes of an array and the byte runs they make in a file. No I/O, no JAX."""
+"""Index arithmetic: boxes of an array and their byte runs in a file. No I/O, no JAX."""
 
 from .affine import AffineView, row_major_strides
 from .blocks import chunk_parts, cut, row_blocks

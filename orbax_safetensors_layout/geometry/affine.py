@@ -11,7 +11,7 @@ from .box import Box
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Element strides of a C-contiguous array.
+    """Return the element strides of a C-contiguous array.
 
     Example:
         >>> row_major_strides((2, 3, 4))
@@ -21,7 +21,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class AffineView(NamedTuple):
-    """Where each element of an array lies in a flat sequence of elements.
+    """The place of each element of an array in a flat sequence of elements.
 
     Attributes:
         offset: Element offset of index 0.
@@ -50,7 +50,7 @@ class AffineView(NamedTuple):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The first element that it touches, and one past the last, of a view that is not empty.
+        """First element and one past the last, of a view that is not empty.
 
         Example:
             >>> AffineView(5, (2, 6), (8, -1)).bounds

@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the region that is all of an array of `shape`."""
+        """Return the region of a whole array."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -43,7 +43,7 @@ class Box(NamedTuple):
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common region, or None where there is none.
+        """Return the common region, or None.
 
         Example:
             >>> Box((0,), (4,)).intersect(Box((2,), (9,)))
@@ -61,7 +61,7 @@ class Box(NamedTuple):
         )
 
     def within(self, outer: Box) -> Box:
-        """Return the region in the coordinates of one that it lies in.
+        """Return the region relative to one that contains it.
 
         Example:
             >>> Box((3,), (4,)).within(Box((2,), (9,)))
@@ -106,12 +106,12 @@ class Tile(NamedTuple):
         return tuple(n // g for n, g in zip(self.box.shape, self.grid, strict=True))
 
     def slabs(self, most: int, group: int = 1) -> Iterator[Tile]:
-        """Regions that are contiguous in a row-major array of the tile, in its order.
+        """Yields regions that are contiguous in a row-major array of the tile, in its order.
 
-        Each takes regions of the same shape from its members, which may hold more.
+        Each consists of regions of the same shape of its members, which may be larger.
 
         Args:
-            most: How many elements a slab has, as far as `group` allows.
+            most: Most elements of a slab, as far as `group` allows.
             group: The number of elements before each is a multiple of this.
 
         Example:
@@ -163,10 +163,10 @@ class Tile(NamedTuple):
 
 
 def tile(boxes: Sequence[Box]) -> list[Tile]:
-    """Merges boxes into the fewest, largest boxes that neighbours of equal shape tile exactly.
+    """Merges neighbours of equal shape into as few large boxes as possible.
 
-    Boxes are merged greedily, innermost dimension first, so that what results is as contiguous
-    in a row-major file as it can be. Boxes of unlike shapes, and boxes that overlap, stay alone.
+    Boxes are merged greedily, innermost dimension first, so that the result is as contiguous in a
+    row-major file as it can be. Boxes of other shapes, and boxes that overlap, are not merged.
 
     Example:
         >>> tile([Box((0, 0), (4, 2)), Box((0, 2), (4, 4))])
@@ -255,7 +255,7 @@ def _overlap(shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> bool:
 def _merge_along(
     axis: int, shape: tuple[int, ...], items: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Joins (start, grid) items that follow one another along `axis` and are alike otherwise."""
+    """Joins (start, grid) items that follow one another along `axis` and are equal otherwise."""
 
     def across(item: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[object, ...]:
         start, grid = item

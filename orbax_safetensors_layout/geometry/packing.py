@@ -1,4 +1,4 @@
-"""Sub-byte elements: which whole bytes hold a region of a tensor whose elements share bytes."""
+"""Sub-byte elements: the whole bytes of a region of a tensor whose elements share bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .box import Box
 
 
 class PackedBox(NamedTuple):
-    """Whole bytes that hold a region of packed elements.
+    """The whole bytes of a region of packed elements.
 
-    The elements of those bytes, without the first `skip`, are an array of `slab` whose region
-    `cut` is the one that is wanted.
+    The elements of those bytes, without the first `skip`, are an array of shape `slab`; `cut` is
+    the region within it.
 
     Attributes:
         shape: The tensor as an array of bytes.
         box: The region of that array to read.
         skip: Elements before the slab.
         slab: Shape of the elements that are used.
-        cut: The wanted region of the slab.
+        cut: The region of the slab.
     """
 
     shape: tuple[int, ...]
@@ -33,10 +33,10 @@ class PackedBox(NamedTuple):
 
 
 def packed_box(shape: tuple[int, ...], bits: int, box: Box) -> PackedBox:
-    """The bytes to read for `box` of a tensor of `bits`-wide elements stored without padding.
+    """Return the bytes to read for `box` of a tensor of `bits`-wide elements without padding.
 
-    Where rows end on byte boundaries, the innermost bounds widen to whole bytes; where they do
-    not, all bytes of the wanted indices of the leading dimension are read.
+    Where rows end on byte boundaries, the innermost bounds widen to whole bytes; elsewhere all
+    bytes of the box's indices of the leading dimension are read.
     """
     group = 8 // math.gcd(8, bits)  # elements that fill whole bytes: 2 of 4 bits, 4 of 6 bits
     group_bytes = group * bits // 8
@@ -65,7 +65,7 @@ def packed_box(shape: tuple[int, ...], bits: int, box: Box) -> PackedBox:
 
 
 def unpack_box(data: npt.NDArray[np.uint8], bits: int, packed: PackedBox) -> npt.NDArray[np.uint8]:
-    """Return the wanted elements, one a byte, from the bytes that `packed.box` names."""
+    """Return the elements of the region, one a byte, from the bytes of `packed.box`."""
     count = math.prod(packed.slab)
     elements = unpack_bits(data.reshape(-1), bits)[packed.skip : packed.skip + count]
     return np.ascontiguousarray(elements.reshape(packed.slab)[packed.cut.slices])
@@ -74,7 +74,7 @@ def unpack_box(data: npt.NDArray[np.uint8], bits: int, packed: PackedBox) -> npt
 def unpack_bits(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     """Return the elements of `bits` each, least significant bits first, one element a byte.
 
-    Four-bit elements stand low nibble first, as in torch's `float4_e2m1fn_x2`; six-bit ones are a
+    Four-bit elements come low nibble first, as in torch's `float4_e2m1fn_x2`; six-bit ones are a
     little-endian bit stream of four elements in three bytes.
     """
     if bits == 4:

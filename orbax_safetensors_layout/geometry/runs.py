@@ -1,4 +1,4 @@
-"""Strided runs: the bytes of a region as one compressed description, never one object per row."""
+"""Strided runs: a compressed description of a region's bytes, without an object per row."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class StridedRuns:
 
     @classmethod
     def of(cls, view: AffineView, itemsize: int, base: int = 0) -> StridedRuns:
-        """The runs of all elements of `view`, whose element 0 of the sequence is at byte `base`.
+        """Return the runs of all elements of a view of a sequence that begins at byte `base`.
 
-        Dimensions that nest without a gap become one run. Those that are walked backwards are
-        turned around, and of those that repeat elements (stride 0) each element counts once.
+        Dimensions that nest without a gap become one run, those of negative strides are reversed,
+        and those that repeat elements (stride 0) have each element once.
 
         Example:
             >>> StridedRuns.of(AffineView(8, (2, 2), (6, 1)), itemsize=4)
@@ -76,7 +76,7 @@ class StridedRuns:
         return self.base + sum((n - 1) * stride for n, stride in self.levels) + self.run_bytes
 
     def coalesce(self, max_gap_bytes: int) -> StridedRuns:
-        """Reads through gaps of at most `max_gap_bytes`, innermost level first.
+        """Return the runs without gaps of at most `max_gap_bytes`, innermost level first.
 
         Example:
             >>> StridedRuns(0, 8, ((4, 100), (3, 10))).coalesce(4)
@@ -89,7 +89,7 @@ class StridedRuns:
         return StridedRuns(self.base, run, tuple(levels))
 
     def offsets(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """First bytes of runs `start` to `stop`, vectorised."""
+        """Return the first bytes of runs `start` to `stop`."""
         number = np.arange(start, self.count if stop is None else stop, dtype=np.int64)
         offset = np.full(number.shape, self.base, dtype=np.int64)
         for count, stride in reversed(self.levels):

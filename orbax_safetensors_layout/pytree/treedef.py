@@ -27,7 +27,7 @@ def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
         leaf: Called with the key path and the value of each leaf, in the order of
             `jax.tree_util.tree_leaves(tree)`. The path leaves out the attribute of a flax box
             around the leaf (`nnx.Variable`, `linen.Partitioned`), so that
-            `mapping.keys.dotted_name` of it is the name without the box.
+            `pytree.dotted_name` of it is the name without the box.
 
     Raises:
         ValueError: The tree is nested too deeply, or two keys of one node have the same text.
@@ -121,7 +121,7 @@ def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
 
 
 def _is_box(value: Any, entries: list[tuple[Any, Any]]) -> bool:
-    """Return whether `mapping.keys.unboxed_name` looks through a node."""
+    """Return whether `unboxed_name` looks through a node."""
     return (
         len(entries) == 1
         and getattr(entries[0][0], "name", None) == "value"
@@ -140,7 +140,7 @@ def _keys(path: KeyPath, entries: list[tuple[Any, Any]]) -> tuple[Key, ...]:
 
 
 def _key(entry: Any) -> Key:
-    for attribute in ("key", "idx", "name"):  # as in mapping.keys.component
+    for attribute in ("key", "idx", "name"):  # as in keys.component
         if hasattr(entry, attribute):
             return _plain_key(getattr(entry, attribute))
     return str(entry)

@@ -1,4 +1,4 @@
-"""The memory budget: host bytes reserved for tiles that are not yet on their devices."""
+"""The memory budget: host bytes of tiles that are not yet on their devices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Callable
 
 
 class Budget:
-    """Counts reserved bytes, and waits for transfers where there is no room.
+    """Counts reserved bytes up to `most_bytes`, and waits for transfers where there is no room.
 
-    A tile holds its bytes from the moment its first region is scheduled until its arrays are on
+    A tile holds its bytes from the time its first region is scheduled until its arrays are on
     their devices.
-
-    Args:
-        most_bytes: The budget.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -36,12 +33,12 @@ class Budget:
         self._reserved_bytes += nbytes
 
     def hold(self, wait: Callable[[], object] | None, nbytes: int) -> None:
-        """Says that reserved bytes are free once `wait` has returned."""
+        """Releases reserved bytes once `wait` has returned."""
         if nbytes:
             self._held.append((wait or (lambda: None), nbytes))
 
     def release_all(self) -> None:
-        """Waits for all that is held."""
+        """Waits for all held bytes."""
         while self._held:
             self._release_oldest()
 

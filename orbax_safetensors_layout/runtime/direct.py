@@ -19,14 +19,14 @@ HUGE_PAGE_BYTES = 2 * MIB
 
 
 class DirectScratch(threading.local):
-    """An aligned chunk for each thread. It is not a forked child's, so it is made again there."""
+    """An aligned chunk for each thread; a forked child makes its own."""
 
     def __init__(self) -> None:
         self._pid = 0
         self._chunk = memoryview(b"")
 
     def take(self) -> memoryview:
-        """`DIRECT_CHUNK_BYTES` of memory; the same each time, so use it up before asking again."""
+        """Return the thread's `DIRECT_CHUNK_BYTES` of memory, the same each time."""
         if self._pid != os.getpid():
             self._chunk = _huge_pages(DIRECT_CHUNK_BYTES)
             self._pid = os.getpid()
@@ -34,7 +34,7 @@ class DirectScratch(threading.local):
 
 
 def _huge_pages(nbytes: int) -> memoryview:
-    """Writable memory in huge pages where the system has them, which a fork does not share.
+    """Return writable memory, which a fork does not share, in huge pages where there are some.
 
     With 4 KiB pages the kernel cuts a direct read of 4 MiB into many small ones: 1.3 GiB/s in
     place of 4.0 (Linux 6.18, virtio). A page that a fork shares may miss what the disk writes to it

@@ -1,4 +1,4 @@
-"""The garbage collector during a large load or save: it leaves alone what was there before."""
+"""Keeps the garbage collector from walking older objects during a large load or save."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ _loads = 0
 
 @contextlib.contextmanager
 def frozen_heap(tensors: int) -> Iterator[None]:
-    """Keeps full collections from walking the objects that exist already.
+    """Keeps full collections from walking the objects that already exist.
 
     A load of many tensors makes many objects and no garbage cycles. In a program that has imported
     JAX each full collection walks a million others: a fifth of the time of 60,000 small tensors.
     Objects made meanwhile, by other threads too, are collected as always. A heap that the program
-    itself has frozen stays as it is, and a load of few tensors changes nothing.
-
-    Args:
-        tensors: How many tensors there are.
+    itself has frozen stays as it is, and a load of few `tensors` changes nothing.
     """
     mine = tensors >= _MANY_TENSORS and _freeze()
     try:
@@ -40,7 +37,7 @@ def _freeze() -> bool:
         if not _loads:
             if gc.get_freeze_count() > _FROZEN_AT_START:
                 return False
-            gc.collect(1)  # what was dropped lately goes before the load, not after it
+            gc.collect(1)  # recent garbage is freed before the load, not after it
             gc.freeze()
         _loads += 1
         return True

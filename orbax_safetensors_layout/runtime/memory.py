@@ -33,20 +33,20 @@ keeps some that the hypervisor does not take.
 """
 
 _STRETCH_BYTES = 16 * MIB
-"""What is decided upon at once."""
+"""Page sizes are chosen for so much at once."""
 
 _MOST_SMALL_BYTES = 512 * MIB
-"""How much is mapped in small pages, at most, before huge ones are tried again."""
+"""At most so much is mapped in small pages before huge ones are tried again."""
 
 _PAGED_BYTES = 1 << 20
-"""Memory of this size begins at a page, or as far from it as what is read into it in its file."""
+"""Memory of this size begins at a page, or as far from one as its bytes do in their file."""
 
 _SPARE = 4
-"""Memory is used again for what is smaller by up to this part of it."""
+"""Memory is reused for requests that are smaller by up to this part of it."""
 
 
 def allocate(nbytes: int, *, file_offset: int = 0) -> Bytes:
-    """Uninitialised bytes at a 64-byte boundary, at that of a huge page where it pays.
+    """Return uninitialised bytes at a 64-byte boundary, at that of a huge page where it pays.
 
     Where `file_offset` allows it, the address is congruent to it modulo the page size, so that a
     range that begins there in the file can be read past the page cache straight into its place.
@@ -62,18 +62,18 @@ def allocate(nbytes: int, *, file_offset: int = 0) -> Bytes:
 
 
 class Staging:
-    """Memory for what is read and then computed on: used again once no array over it is left.
+    """Memory for values that are read and then computed on, reused once no array views it.
 
-    Fresh memory costs more than the computation: the kernel clears each page of it. Before more is
-    allocated, as much is freed of what is idle and does not fit: all of it together is never more
-    than what was in use at one time.
+    Fresh memory costs more than the computation: the kernel clears each page. Before more is
+    allocated, as much idle memory that does not fit is freed: the total never exceeds what was in
+    use at one time.
     """
 
     def __init__(self) -> None:
         self._idle: deque[Bytes] = deque()  # workers add to it, the calling thread takes from it
 
     def take(self, nbytes: int, *, file_offset: int = 0) -> Bytes:
-        """Memory as from `allocate`."""
+        """Return memory as `allocate` does."""
         phase = _phase(nbytes, file_offset)
         memory = self._find(phase + nbytes)
         # A view of an array keeps the array's base, not the array; all views keep this object.
@@ -94,17 +94,17 @@ class Staging:
 
 
 def _phase(nbytes: int, file_offset: int) -> int:
-    """Where in a page bytes begin, in memory, that begin at an offset of a file."""
+    """Return where in a page of memory the bytes of a file's offset begin."""
     phase = file_offset % mmap.PAGESIZE
     return phase if nbytes >= _PAGED_BYTES and not phase % SLOT_ALIGNMENT else 0
 
 
 def _fits_huge_pages(nbytes: int) -> bool:
-    """Return whether memory that begins at a huge page is worth it.
+    """Return whether memory should begin at a huge page.
 
-    What a huge page's boundary cuts off at either end is made of small pages, which are filled at
-    a third of the speed (8 MiB: 4.7 in place of 9.2 GiB/s, Linux 6.18). But the last huge page is
-    made whole, so it should not be much larger than what it holds.
+    The parts beyond the boundaries of huge pages are small pages, which fill at a third of the
+    speed (8 MiB: 4.7 in place of 9.2 GiB/s, Linux 6.18). But the last huge page is allocated whole,
+    so it should not be much larger than its content.
     """
     return nbytes >= HUGE_PAGE_BYTES and -nbytes % HUGE_PAGE_BYTES <= nbytes // 16
 
@@ -151,7 +151,7 @@ class Pages:
             return is_due
 
     def _is_slow(self, memory: Bytes) -> bool:
-        """Touches a huge page, and remembers how that went."""
+        """Touches a huge page, and records how long that took."""
         page = -memory.ctypes.data % HUGE_PAGE_BYTES
         if page + HUGE_PAGE_BYTES > memory.size:
             return False

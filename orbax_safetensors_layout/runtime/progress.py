@@ -22,14 +22,14 @@ _LINE_SECONDS = 10.0
 def progress_callback(
     progress: bool | Callable[[Progress], None], label: str = ""
 ) -> Iterator[Callable[[Progress], None] | None]:
-    """What to call after each tensor: the caller's function, one that reports, or nothing.
+    """Yields the function to call after each tensor: the caller's, one that reports, or None.
 
     True draws a bar where stderr is a terminal and tqdm is installed, and else writes a line to it
     every ten seconds and one at the end.
 
     Args:
-        progress: What the caller's options say.
-        label: What is being done, of an operation with several steps.
+        progress: The caller's option.
+        label: Name of the step, of an operation with several.
     """
     if callable(progress):
         yield progress
@@ -72,9 +72,9 @@ class ProgressLines:
     """Lines at intervals, for logs.
 
     Args:
-        stream: Where to.
-        clock: Seconds that go by.
-        label: What is being done; "" for what needs no word.
+        stream: The lines' target.
+        clock: Returns seconds.
+        label: Prefix of the lines.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ProgressLines:
         self._state: Progress | None = None
 
     def __call__(self, state: Progress) -> None:
-        """Takes a report; writes a line if the last one is long ago."""
+        """Takes a report; writes a line if the last one was ten seconds ago."""
         if self._state is not None and state.total_bytes != self._state.total_bytes:
             self.close()  # a next phase
             self._begun = self._written = self._clock()
@@ -140,11 +140,9 @@ class ProgressReport:
 def consecutive(
     progress: Callable[[Progress], None] | None, total_bytes: Sequence[int]
 ) -> Iterator[Callable[[Progress], None] | None]:
-    """For steps that come one after the other, what each tells its progress to.
+    """Yields a callback for each of several steps, with their `total_bytes`.
 
-    Args:
-        progress: What is told the progress of all together.
-        total_bytes: The bytes of each.
+    Each reports the progress of all together to `progress`.
     """
 
     def report(before: int, state: Progress) -> None:

@@ -1,4 +1,4 @@
-"""Sizes, counts and times for people, and back."""
+"""Sizes, counts and times as text, and parsed from text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_SECOND = {None: 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6}
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes, as hard disks and Hugging Face count them.
+    """Return a number of bytes in decimal units, as Hugging Face does.
 
     Example:
         >>> size_text(999), size_text(15_200_000), size_text(688_586_727_753)
@@ -61,14 +61,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `5GB`, `2GiB` or a plain number.
+    """Return bytes from `5GB`, `2GiB` or a plain number.
 
     Example:
         >>> parse_size("5GB"), parse_size("2 GiB"), parse_size("100")
         (5000000000, 2147483648, 100)
 
     Raises:
-        ValueError: It is no size.
+        ValueError: It is not a size.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -79,14 +79,14 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from `20ms`, `10us` or `0.02`.
+    """Return seconds from `20ms`, `10us` or `0.02`.
 
     Example:
         >>> parse_seconds("20ms"), parse_seconds("1e-5")
         (0.02, 1e-05)
 
     Raises:
-        ValueError: It is no time.
+        ValueError: It is not a time.
     """
     found = _SECONDS.fullmatch(text)
     if found is None:
