@@ -12,6 +12,7 @@ import pytest
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could configure it")
 
+collect_ignore = ["programs"]
 _SECONDS_TO_END = 5.0
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:

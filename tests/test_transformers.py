@@ -358,28 +358,12 @@ def test_items_that_orbax_saved(tmp_path, publish, family, save, check):
     check(folder, original)
 
 
-SOURCE = """
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import orbax_safetensors_layout as osl
-
-def main(folder, target, max_file_bytes):
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "tensor"))
-    state = osl.load(folder, {
-        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=NamedSharding(
-            mesh, P("fsdp", "tensor") if len(tensor.shape) > 1 else P(("fsdp", "tensor"))
-        ))
-        for name, tensor in osl.metadata(folder).items()
-    })
-    osl.save(target, state, options=osl.WriteOptions(max_file_bytes=max_file_bytes))
-    return [array.is_fully_addressable for array in state.values()]
-"""
-
-
 def test_saved_by_two_processes(tmp_path, publish, check):
     original = publish("mixtral")
     arguments = {"folder": str(original.folder), "target": str(tmp_path / "saved")}
-    results = run_processes(SOURCE, processes=2, devices=2, max_file_bytes=FILE_BYTES, **arguments)
+    results = run_processes(
+        "transformers_save.py", processes=2, devices=2, max_file_bytes=FILE_BYTES, **arguments
+    )
     assert not any(map(any, results))
     check(tmp_path / "saved", original)
 

@@ -299,33 +299,16 @@ def test_an_overwrite_replaces_the_checksums(tmp_path):
     assert osl.verify(tmp_path).ok
 
 
-SAVE = """
-def main(folder, layout):
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    import orbax_safetensors_layout as osl
-
-    mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("x", "y"))
-    values = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
-    tree = {}
-    for number in range(5):
-        sharding = NamedSharding(mesh, P(None, "x") if number % 2 else P("x"))
-        made = jax.make_array_from_callback(
-            values.shape, sharding, lambda index: values[index] + number
-        )
-        tree[f"w{number}"] = made
-    options = osl.WriteOptions(layout=layout, digests=True, max_file_bytes=11000)
-    osl.save(folder, tree, options=options)
-    return True
-"""
-
-
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_several_processes_leave_the_same_checksums(tmp_path, layout):
     for processes in (1, 4):
         folder = tmp_path / str(processes)
         run_processes(
-            SAVE, processes=processes, devices=4 // processes, folder=str(folder), layout=layout
+            "verify_save.py",
+            processes=processes,
+            devices=4 // processes,
+            folder=str(folder),
+            layout=layout,
         )
         report = osl.verify(folder)
         assert report.ok, str(report)

@@ -289,18 +289,6 @@ def test_a_cast_that_narrows_is_saved_where_that_is_accepted(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-DTYPED = """
-from jax.sharding import Mesh
-import numpy as np
-import orbax_safetensors_layout as osl
-from mapped_llama import abstract, saved_mapping as mapping
-
-def main(path, target):
-    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
-    osl.save(target, tree, mapping=mapping(), options=osl.WriteOptions(dtype="bfloat16"))
-"""
-
-
 def test_in_another_dtype(tmp_path, path, tensors):
     """Leaves that were computed in float32 go back to the dtype of their checkpoint."""
     tree = osl.load(path, abstract(path, "both"), mapping=mapping())
@@ -308,7 +296,13 @@ def test_in_another_dtype(tmp_path, path, tensors):
     plan = osl.plan_save(tree, mapping=mapping(), options=options)
     assert {tensor.dtype.code for *_, some in plan.files for tensor in some} == {"BF16"}
     osl.save(tmp_path / "one", tree, mapping=mapping(), options=options)
-    run_processes(DTYPED, processes=2, devices=2, path=str(path), target=str(tmp_path / "two"))
+    run_processes(
+        "save_mapped_dtyped.py",
+        processes=2,
+        devices=2,
+        path=str(path),
+        target=str(tmp_path / "two"),
+    )
     for name in ("one", "two"):
         found = read_all(tmp_path / name)
         assert set(found) == set(tensors)
@@ -354,27 +348,13 @@ def test_a_peer_that_fails_ends_the_save(tmp_path, path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
 
 
-SOURCE = """
-import numpy as np
-from jax.sharding import Mesh
-import orbax_safetensors_layout as osl
-from mapped_llama import abstract, saved_mapping as mapping
-
-def main(path, target, split):
-    tree = osl.load(path, abstract(path, split), mapping=mapping())
-    options = osl.WriteOptions(max_file_bytes=40_000)
-    osl.save(target, tree, mapping=mapping(), options=options)
-    return osl.plan_save(tree, mapping=mapping(), options=options).cost().written_bytes
-"""
-
-
 @pytest.mark.parametrize("split", SPECS)
 def test_two_processes_write_the_bytes_of_one(tmp_path, path, split):
     tree = osl.load(path, abstract(path, split), mapping=mapping())
     options = osl.WriteOptions(max_file_bytes=40_000)
     osl.save(tmp_path / "one", tree, mapping=mapping(), options=options)
     run_processes(
-        SOURCE,
+        "save_mapped.py",
         processes=2,
         devices=2,
         path=str(path),

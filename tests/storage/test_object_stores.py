@@ -210,43 +210,16 @@ def test_what_stands_there_is_not_replaced_unasked(place):
     assert files_of(place) == before
 
 
-SAVE = """
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import orbax_safetensors_layout as osl
-from checkpoints import llama_like
-
-def main(cloud, local):
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    tree = {"step": 7, "host": np.arange(5.0)}
-    for number, (name, value) in enumerate(llama_like(layers=1, hidden=512).items()):
-        spec = [P("x"), P(), P(None, "x")][number % 3] if value.ndim > 1 else P()
-        sharding = NamedSharding(mesh, spec)
-        tree[name] = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
-    arrays = [name for name, value in tree.items() if isinstance(value, jax.Array)]
-    done = []
-    for layout in ("hf", "sharded"):
-        options = osl.WriteOptions(layout=layout, max_file_bytes=1_000_000)
-        for parent in (cloud, local):
-            osl.save(f"{parent}/{layout}", tree, options=options)
-            osl.save(f"{parent}/{layout}-again", {"old": np.arange(3)}, options=options)
-            osl.save(f"{parent}/{layout}-again", tree, options=options, overwrite=True)
-        loaded = osl.load(f"{cloud}/{layout}", dict(tree))
-        done += [
-            np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
-            for name in arrays
-            for a, b in zip(tree[name].addressable_shards, loaded[name].addressable_shards)
-        ]
-    return all(done)
-"""
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_processes_save_the_bytes_of_local_saves(place, tmp_path, processes):
     local = tmp_path / "local"
     local.mkdir()
     done = run_processes(
-        SAVE, processes=processes, devices=4 // processes, cloud=place.url, local=str(local)
+        "object_stores_save.py",
+        processes=processes,
+        devices=4 // processes,
+        cloud=place.url,
+        local=str(local),
     )
     assert done == [True] * processes
     found = files_of(place)

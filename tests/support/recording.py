@@ -54,5 +54,6 @@ def serving(storage: S, prefix: str = "") -> Iterator[S]:
 @contextlib.contextmanager
 def recording() -> Iterator[RecordingStorage]:
     """Inside the block every load of a local path goes through the storage."""
-    with serving(RecordingStorage()) as storage:
+    storage = RecordingStorage()
+    with contextlib.closing(storage), mock.patch.object(storage, "close"), serving(storage):
         yield storage

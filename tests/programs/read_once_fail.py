@@ -1,0 +1,75 @@
+import jax
+
+
+def main(path, guilty, where):
+    import os
+    import signal
+    import threading
+    import time
+
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+    from recording import recording
+
+    import orbax_safetensors_layout as osl
+    from orbax_safetensors_layout.reading.all_gather import SendBuffer
+    from orbax_safetensors_layout.runtime import heartbeat
+    from orbax_safetensors_layout.storage.local import LocalStorage
+
+    heartbeat.SILENCE_SECONDS = 5.0
+    mine = jax.process_index() == guilty
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    tree = {
+        name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(mesh, P()))
+        for name, t in osl.metadata(path).items()
+    }
+    if where == "tree" and mine:
+        del tree["model.norm.weight"]
+    wanted = None if where == "no tree" and mine else tree
+    seen = []
+
+    def before_read(file, start, stop):
+        if start and mine and where in ("error", "killed"):
+            seen.append(start)
+            if len(seen) == 3:
+                if where == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(5, "the disk is gone")
+
+    gather = SendBuffer.gather
+
+    def gather_or_die(slots, process):
+        seen.append(slots)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(slots, process)
+
+    if where == "slow" and not mine:  # a read that waits for a server, until it is broken off
+        broken_off = threading.Event()
+        LocalStorage.interrupt = lambda storage: broken_off.set()
+
+        def before_read(file, start, stop):
+            assert not start or broken_off.wait(120)
+
+    if where == "slow" and mine:
+
+        def before_read(file, start, stop):
+            if start:
+                raise OSError(5, "the disk is gone")
+
+    if where == "gather" and mine:
+        SendBuffer.gather = gather_or_die
+    options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16)
+    started = time.monotonic()
+    try:
+        with recording() as storage:
+            storage.before_read = before_read
+            osl.load(path, wanted, options=options)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - started
+    if where in ("error", "tree"):  # and the next load is none the wiser
+        tree.pop("model.norm.weight", None)
+        osl.load(path, tree, options=options)
+    return text, seconds

@@ -1,0 +1,53 @@
+import jax
+
+
+def main(path, sizes, out, every_pair):
+    import json
+    from pathlib import Path
+
+    import numpy as np
+    import safetensors
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import orbax_safetensors_layout as osl
+
+    expected = {}
+    with safetensors.safe_open(Path(path, "model.safetensors"), "numpy") as opened:
+        expected |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    expected["head"] = expected["cube"]
+    mapping = osl.Mapping(
+        [osl.rule(name, osl.tensor(name)) for name in expected if name != "head"]
+        + [osl.rule("head", None, tied_to="cube")]
+    )
+    devices = np.array(jax.devices())
+    shuffled = np.random.default_rng(0).permutation(devices)
+    read = []
+    jax.monitoring.register_scalar_listener(
+        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
+    )
+    results = {}
+    for label, some in {"in order": devices, "shuffled": shuffled}.items():
+        mesh = Mesh(some.reshape(sizes), ("a", "b"))
+        two = [P(None, "a", "b"), P("a", None, "b"), P(None, None, ("a", "b"))]
+        for number, spec in enumerate([P(), P("b"), P(None, "b"), *two]):
+            dtypes = [None, np.float32]
+            for dtype in dtypes if every_pair else [dtypes[(number + (label == "shuffled")) % 2]]:
+                sharding = NamedSharding(mesh, spec)
+                tree = {
+                    name: jax.ShapeDtypeStruct(value.shape, dtype or value.dtype, sharding=sharding)
+                    for name, value in expected.items()
+                }
+                options = osl.ReadOptions(replicated="read_once")
+                plan = osl.plan_load(path, tree, mapping=mapping, options=options)
+                read.clear()
+                loaded = osl.load(path, tree, mapping=mapping, options=options)
+                for name, array in loaded.items():
+                    assert array.sharding == sharding, (label, spec, name)
+                    for shard in array.addressable_shards:
+                        part = expected[name][shard.index].astype(array.dtype)
+                        found = np.asarray(shard.data)
+                        assert found.tobytes() == part.tobytes(), (label, spec, name)
+                results[f"{label} {spec} {dtype}"] = read[0]
+                assert plan.cost().read_bytes == read[0]
+    Path(out, f"{jax.process_index()}.json").write_text(json.dumps(results))

@@ -1,0 +1,32 @@
+import time
+
+import jax
+import numpy as np
+from cluster_trees import make_tree
+
+import orbax_safetensors_layout as osl
+
+
+def main(path, target, doing, process):
+    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
+
+    tree = make_tree(path, "dim0")
+    osl.save(target, {"old": np.arange(3)})
+    if jax.process_index() == process:
+
+        def broken(self, *args):
+            raise OSError(5, f"the disk broke while {doing}")
+
+        if doing == "planning":
+            tree["bad"] = object()
+        else:
+            setattr(LocalFileWriter, doing, broken)
+    begin = time.monotonic()
+    try:
+        osl.save(target, tree, overwrite=True, options=osl.WriteOptions(max_file_bytes=200_000))
+    except Exception as error:
+        found = [type(error).__name__, str(error)]
+    else:
+        found = None
+    seconds = time.monotonic() - begin
+    return {"error": found, "seconds": seconds, "old": osl.load(target)["old"].tolist()}

@@ -1,0 +1,47 @@
+import os
+import time
+
+import jax
+from cluster_trees import make_tree
+
+import orbax_safetensors_layout as osl
+
+
+def main(path, target, kind, process):
+    import signal
+
+    from orbax_safetensors_layout.runtime import heartbeat
+    from orbax_safetensors_layout.save import PreparedSave
+    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
+    from orbax_safetensors_layout.storage.resumable import ResumableFile
+
+    heartbeat.SILENCE_SECONDS = 5.0
+    tree = make_tree(path, "replicated")
+    osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))
+    if jax.process_index() == process:
+        owner, name = {
+            "plan": (PreparedSave, "of"),
+            "capture": (PreparedSave, "capture"),
+            "convert": (ResumableFile, "write_at"),
+        }.get(kind, (LocalFileWriter, "write_at"))
+        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    begin = time.monotonic()
+    try:
+        if kind == "consolidate":
+            osl.consolidate(target, options=osl.WriteOptions(max_file_bytes=200_000))
+        elif kind == "convert":
+            options = osl.ConvertOptions(memory_budget_bytes=1 << 20)
+            osl.convert(path, target, format="hf", overwrite=True, options=options)
+        elif kind == "capture":
+            import orbax.checkpoint as ocp
+
+            handler = osl.SafetensorsCheckpointHandler()
+            handler.save(target, ocp.args.StandardSave(tree))
+        else:
+            options = osl.WriteOptions(layout="sharded")
+            osl.save(target, tree, overwrite=True, options=options)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = "no error"
+    return found, time.monotonic() - begin, sorted(osl.load(target)) == sorted(tree)

@@ -1,0 +1,22 @@
+import jax
+
+
+def main(folder, layout):
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import orbax_safetensors_layout as osl
+
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("x", "y"))
+    values = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
+    tree = {}
+    for number in range(5):
+        sharding = NamedSharding(mesh, P(None, "x") if number % 2 else P("x"))
+        made = jax.make_array_from_callback(
+            values.shape, sharding, lambda index, number=number: values[index] + number
+        )
+        tree[f"w{number}"] = made
+    options = osl.WriteOptions(layout=layout, digests=True, max_file_bytes=11000)
+    osl.save(folder, tree, options=options)
+    return True
