@@ -24,10 +24,9 @@ from .expr.expression import Expr, fill, tensor
 from .expr.opaque_ops import Whole, opaque
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, assign, in_chunks, is_number, rounded, undone
-from .fingerprint import fingerprint
 from .integers import is_whole, to_whole
 from .lookup import find_mapping
-from .rules import Mapping, check_mapping, rule
+from .rules import Mapping, check_mapping, fingerprint, rule
 from .shapes import TensorSpec, TensorSpecs
 
 if TYPE_CHECKING:

@@ -3,9 +3,8 @@
 from .array_source import ArraySource, ComposedBlock, LeafPlan, MappedSource, StoredSource, bind
 from .axes import Axis
 from .bands import Bands, bands_of
-from .cluster import ClusterPlan, plan_cluster
+from .cluster import ClusterPlan, plan_cluster, plan_cluster_writes
 from .cluster_costs import ClusterTensor, TensorClass
-from .cluster_writes import plan_cluster_writes
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost
 from .coverage import Coverage, coverage

@@ -1,4 +1,8 @@
-"""Groups: which regions of a file are fetched together."""
+"""Coalesces regions of a file into requests.
+
+1. `requests_of` joins equal regions whose bytes interlace: each request serves all of them.
+2. `coalesced` joins small neighbours whose gap is cheaper to read than to skip.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,16 @@ SMALL_REGION_BYTES = 4 << 20
 have a buffer of their own, so that freeing one array frees its memory."""
 
 MAX_GROUP_BUFFERS = 1000
-"""Most buffers that one request fills; below IOV_MAX, 1024 on Linux, with the gaps between them."""
+"""Buffers that one request may fill; with the gaps between them below IOV_MAX, 1024 on Linux."""
 
 _MAX_UNPADDED_BYTES = 256 << 10
 """A larger region whose staging rows are padded is read by itself: in a group they are not."""
 
 
 class Request(NamedTuple):
-    """Regions that the same requests serve: one, or equal ones whose bytes interlace.
+    """Regions, by offset, that the same requests serve: one, or equal ones whose bytes interlace.
 
     Leaves that take every other column of one tensor are such: each would read all of it.
-
-    Attributes:
-        regions: The regions, by offset.
     """
 
     regions: tuple[ByteRegion, ...]
@@ -43,7 +44,7 @@ class Request(NamedTuple):
 
     @property
     def spread_bytes(self) -> int:
-        """Bytes from the first region to the last: what each request is longer."""
+        """Bytes from the first region to the last, by which each request is longer."""
         return self.regions[-1].start - self.regions[0].start
 
     @property
@@ -57,18 +58,13 @@ class Request(NamedTuple):
         return len({region.start for region in self.regions}) * self.read.runs.total_bytes
 
     def cost(self, profile: StorageProfile) -> tuple[int, int]:
-        """Bytes read and requests, where it is read by itself."""
+        """Return bytes read and requests, where it is read by itself."""
         count = self.read.storage_requests(profile)
         return self.read.storage_bytes() + count * self.spread_bytes, count
 
 
 class RequestGroup(NamedTuple):
-    """What is fetched of one file together.
-
-    Attributes:
-        file: The file.
-        fetches: One of any kind, or several small ones whose span is one request.
-    """
+    """Fetches of one file: one of any kind, or several small ones whose span is one request."""
 
     file: str
     fetches: tuple[Request, ...]
@@ -79,7 +75,7 @@ class RequestGroup(NamedTuple):
         return tuple(region for fetch in self.fetches for region in fetch.regions)
 
     def cost(self, profile: StorageProfile) -> tuple[int, int]:
-        """Bytes read and requests."""
+        """Return bytes read and requests."""
         if len(self.fetches) > 1:
             return self.fetches[-1].stop - self.fetches[0].start, 1
         return self.fetches[0].cost(profile)
@@ -97,30 +93,20 @@ class RequestGroup(NamedTuple):
 
 
 class HeldBound(NamedTuple):
-    """A bound on what is held together.
-
-    Attributes:
-        held_bytes: From a region to the host bytes that its tile holds.
-        most_bytes: Most of them, where more than one region is held.
-    """
+    """A bound on the host bytes that the tiles of several regions hold together."""
 
     held_bytes: Callable[[ByteRegion], int]
     most_bytes: int
 
 
 def requests_of(regions: Sequence[ByteRegion], bound: HeldBound) -> Iterator[Request]:
-    """Joins regions that the same requests can serve.
-
-    Args:
-        regions: Regions of a file, by offset.
-        bound: Bounds what a fetch holds.
-    """
+    """Joins regions of a file, by offset, that the same requests can serve."""
     pending: list[ByteRegion] = []
     for region in regions:
         if pending:
             first = pending[0]
-            alike = region.read is first.read and region.layout.shared == first.layout.shared
-            if alike and first.read.interlaces(region.start - first.start):
+            equal = region.read is first.read and region.layout.shared == first.layout.shared
+            if equal and first.read.interlaces(region.start - first.start):
                 held = sum(map(bound.held_bytes, (*pending, region)))
                 if held <= bound.most_bytes:
                     pending.append(region)
@@ -134,17 +120,10 @@ def requests_of(regions: Sequence[ByteRegion], bound: HeldBound) -> Iterator[Req
 def coalesced(
     file: str, regions: Sequence[ByteRegion], profile: StorageProfile, bound: HeldBound
 ) -> Iterator[RequestGroup]:
-    """Joins neighbouring small fetches whose gap is cheaper to read than to skip.
-
-    Args:
-        file: The file.
-        regions: Regions of it, by offset.
-        profile: The cost model.
-        bound: Bounds what regions that are fetched at once hold.
-    """
+    """Joins neighbouring small fetches, by offset, whose gap is cheaper to read than to skip."""
     pending: list[Request] = []
     first = end = limit = buffers = 0
-    # By the RegionRead, which tensors of one shape share.
+    # By the RegionPlan, which tensors of one shape share.
     known: dict[tuple[int, int], SmallRequest | None] = {}
     for fetch in requests_of(regions, bound):
         key = id(fetch.read), fetch.spread_bytes
@@ -178,7 +157,7 @@ def coalesced(
 
 
 class SmallRequest(NamedTuple):
-    """What a small fetch brings to a group.
+    """A small fetch that may be in a group.
 
     Attributes:
         length: Its bytes in the file.
@@ -192,7 +171,7 @@ class SmallRequest(NamedTuple):
 
     @classmethod
     def of(cls, fetch: Request, profile: StorageProfile) -> SmallRequest | None:
-        """None where it is read by itself."""
+        """Return None for a fetch that is read by itself."""
         read = fetch.read
         length = read.requests.run_bytes + fetch.spread_bytes
         padded = length > _MAX_UNPADDED_BYTES and not read.direct and read.blocking.pad_bytes

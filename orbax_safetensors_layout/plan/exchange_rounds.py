@@ -76,13 +76,7 @@ class SharedLeaf(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A leaf in a lane.
-
-    Attributes:
-        leaf: The leaf's number.
-        boxes: Its boxes, one a row of the grid.
-        offset: In a packed lane its first byte.
-    """
+    """A leaf in a lane, by number: its box for each row, and its first byte in a packed lane."""
 
     leaf: int
     boxes: tuple[Box, ...]
@@ -90,15 +84,7 @@ class Item(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """The contribution of a device to one leaf: a box that its process reads.
-
-    Attributes:
-        leaf: The leaf's number.
-        box: The box.
-        row: The device's row.
-        column: Its column.
-        offset: In a packed lane the first byte.
-    """
+    """A box of a leaf that the device at `row` and `column` contributes; `offset` as in `Item`."""
 
     leaf: int
     box: Box

@@ -1,7 +1,7 @@
-"""Leaves: what is wanted of an array, and the pieces of file tensors that it is made of.
+"""Reads of leaves: the boxes that a process needs of one, and the tensors' pieces that fill them.
 
-A leaf is a piecewise-affine view of the file: boxes that cover it, each with the tensor whose
-elements fill it and where in that tensor they are. See ARCHITECTURE.md, The correspondence.
+A leaf is a piecewise-affine view of the files: boxes that cover it, each with the tensor whose
+elements fill it and their places in that tensor.
 """
 
 from __future__ import annotations
@@ -44,18 +44,13 @@ class TensorPiece(NamedTuple):
 
 
 class FillRegion(NamedTuple):
-    """A region of a leaf that holds one value; nothing is read for it.
-
-    Attributes:
-        box: The region.
-        value: The value, a 0-d array of the leaf's dtype.
-    """
+    """A region of a leaf that holds one value, a 0-d array of its dtype; nothing is read for it."""
 
     box: Box
     value: np.ndarray
 
     def put(self, box: Box, values: np.ndarray, value: object) -> None:
-        """Puts a value where the region meets a box, of which `values` are the values."""
+        """Put a value into the part of a box's `values` that lies in the region."""
         common = self.box.intersect(box)
         if common is not None:
             sides = zip(common.start, common.stop, box.start, strict=True)
@@ -63,7 +58,7 @@ class FillRegion(NamedTuple):
 
 
 class LeafRead(NamedTuple):
-    """One leaf of the wanted tree and the tensors it comes from.
+    """One leaf and the tensors it is read from.
 
     Attributes:
         name: The leaf's name: the tensor's, where it is one.
@@ -73,9 +68,9 @@ class LeafRead(NamedTuple):
         local: The boxes this process needs of it.
         dtype: The dtype that the leaf will have.
         is_computed: Whether its values are computed from the stored ones, beyond a cast.
-        fills: What of it is not read; with `sources` they cover each of `local`.
-        unit: Number of what it is computed into, with all other reads of that number. Their
-            memory is held until the last of them is there.
+        fills: The regions that are not read; with `sources` they cover each of `local`.
+        unit: Reads of one number are computed into one leaf. Their memory is held until the last
+            of them is complete.
     """
 
     name: str
@@ -113,13 +108,13 @@ class LeafRead(NamedTuple):
     def plain(
         cls, name: str, entry: TensorEntry, local: AddressableShards, dtype: np.dtype
     ) -> LeafRead:
-        """A leaf that is one tensor as it stands in the file."""
+        """Return the read of a leaf that is one tensor as it is stored."""
         source = TensorPiece(entry, *_whole(entry.shape))
         return cls(name, entry.shape, entry.dtype, (source,), local, dtype)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the leaf is one tensor as it stands in the file."""
+        """Whether the leaf is one tensor as it is stored."""
         if len(self.sources) != 1:
             return False
         entry, box, view, gather = self.sources[0]
@@ -136,7 +131,7 @@ class LeafRead(NamedTuple):
         Raises:
             DtypeMismatchError: They have several dtypes.
             MismatchError: They do not cover the leaf, each index once, or leave their tensor.
-            UnsupportedDtypeError: Elements that share bytes are not taken as they stand.
+            UnsupportedDtypeError: Elements that share bytes are rearranged.
         """
         if self.is_plain:
             return

@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
+from orbax_safetensors_layout.runtime import text_table
 
-from ..explanation import table
 from ..expr.expression import Expr, given
+from ..expr.opaque_ops import Whole
 from ..matching import (
     LeafShapes,
     Rule,
@@ -22,6 +23,9 @@ from ..names import WILDCARD, Captures, substitute
 from ..problems import Problem, mapping_error, problems_of
 from ..shapes import TensorSpec, TensorSpecs
 from .bound import BoundExpr
+from .decoded import Computed
+
+_HEAD = ("name", "shape", "dtype", "made of", "takes")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +50,20 @@ class BoundMapping:
 
     def explain(self) -> str:
         """Return a table of names, shapes, expressions and their tensors."""
-        return table(self.expressions, self.ties, self.notes)
+        rows = [_HEAD]
+        remarks = []
+        for name, bound in self.expressions.items():
+            note = self.notes[name] + (
+                f" (tied to {self.ties[name]!r})" if name in self.ties else ""
+            )
+            sources = bound.sources()
+            taken = ", ".join(sources) or "nothing"
+            if len(sources) > 2:
+                taken = f"{sources[0]} … {sources[-1]} ({len(sources)} tensors)"
+            rows.append((name, str([*bound.shape]), bound.dtype.name, note, taken))
+            if any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in bound.nodes()):
+                remarks.append(f"{name}: every shard reads all that its opaque function takes.")
+        return "\n".join([text_table(rows, len(_HEAD)), *remarks])
 
 
 class Binder:

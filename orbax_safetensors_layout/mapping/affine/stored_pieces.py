@@ -18,14 +18,10 @@ Pieces = Sequence[tuple[Box, str]]
 
 
 def divided(pieces: Pieces, dtype: np.dtype[Any]) -> BoundExpr:
-    """A tensor as concatenations of its pieces.
-
-    Args:
-        pieces: Its pieces.
-        dtype: Their dtype.
+    """Return a tensor as concatenations of its pieces.
 
     Raises:
-        MappingError: No cut through the tensor parts them.
+        MappingError: No straight cut through the tensor separates them.
 
     Example:
         >>> halves = [(Box((0, 3), (2, 6)), "right"), (Box((0, 0), (2, 3)), "left")]
@@ -40,14 +36,14 @@ def divided(pieces: Pieces, dtype: np.dtype[Any]) -> BoundExpr:
         if len(groups) > 1:
             return concatenated([divided(group, dtype) for group in groups], axis)
     raise MappingError(
-        "a tensor is stored in pieces that no straight cut parts",
+        "a tensor is stored in pieces that no straight cut separates",
         tensor=pieces[0][1],
         hint="Put the checkpoint together with `osl.consolidate` first.",
     )
 
 
 def _cut(pieces: Pieces, axis: int) -> list[list[tuple[Box, str]]]:
-    """The pieces between all cuts across an axis that hit none of them."""
+    """Group the pieces between all cuts across an axis that hit none of them."""
     groups: list[list[tuple[Box, str]]] = []
     stop = 0
     for piece in sorted(pieces, key=lambda piece: piece[0].start[axis]):
