@@ -1,6 +1,6 @@
-"""Regions: what one tensor gives to one tile, in the file and in memory.
+"""Regions: the elements of one tensor that are in one tile, in the file and in memory.
 
-The geometry is in bytes from the region's first one, made once for all regions that are alike.
+The geometry is in bytes from the region's first one, and shared by all regions that have it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RegionPlan:
         phases: Sequence[int],
         profile: StorageProfile,
     ) -> RegionPlan:
-        """The read of a region.
+        """Return the read of a region.
 
         Args:
             layout: The tile in memory.
@@ -176,14 +176,14 @@ class RegionPlan:
         return True
 
     def storage_requests(self, profile: StorageProfile) -> int:
-        """Ranged reads that fetch the region by itself."""
+        """Return the number of ranged reads that fetch the region by itself."""
         requests = self.requests
         if self.direct:
             return requests.count * -(-requests.run_bytes // profile.request_bytes)
         return self.blocking.requests(self.axes)
 
     def storage_bytes(self) -> int:
-        """Bytes of those reads."""
+        """Return the bytes of those reads."""
         if self.direct:
             return self.requests.total_bytes
         return self.blocking.read_bytes(self.axes, self.itemsize)
@@ -217,5 +217,5 @@ class ByteRegion(NamedTuple):
 
     @property
     def tile(self) -> TileKey:
-        """What tells its tile from all others of the plan."""
+        """The key of its tile in the plan."""
         return self.leaf, self.layout.regions[0]

@@ -1,9 +1,8 @@
-"""The write plan: which process writes which files, and from which shards their bytes come.
+"""Plans writes: the files of each process, and the shards that their bytes come from.
 
 In layout `hf` a file has one owner. Tensors that the owner holds completely go straight into the
 file; the shards of the others are first written as pieces, each by one of its holders, and the
-owner puts them together after all have been written. In layout `sharded` the pieces are all there
-is. See ARCHITECTURE.md, Writing.
+owner assembles them after all have been written. In layout `sharded` the pieces are the files.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from .cost import Cost
 from .ownership import PieceWriters, StoredTile, file_owners
 
 PIECES_FOLDER = "orbax_safetensors_layout.pieces"
-"""Where processes leave what the owners of files fetch; it is gone when a save is complete.
+"""The folder of pieces for the owners of files; it is removed when a save is complete.
 
-Its name is nobody else's: a save into a bucket removes what a crash has left there."""
+No other program has a folder of this name: a save into a bucket removes the rest of a crash."""
 
 
 class LeafWrite(NamedTuple):
@@ -49,8 +48,8 @@ class LeafWrite(NamedTuple):
 
     Attributes:
         tensor: Its name, shape, and dtype in the file.
-        values: Dtype of the values in memory; another than the file's is cast.
-        held: Which processes hold what of it.
+        values: Dtype of the values in memory, which are cast to the file's.
+        held: Its boxes and the processes that hold them.
     """
 
     tensor: NewTensor
@@ -82,7 +81,7 @@ class FileWrite(NamedTuple):
     Attributes:
         name: Its name, relative to the checkpoint's folder.
         layout: Header, tensors and size.
-        parts: What comes from this process's own shards, by offset.
+        parts: The ranges that come from this process's own shards, by offset.
         gathered: Numbers of the leaves that come from pieces, in the order of the file.
     """
 
@@ -103,16 +102,16 @@ class FileWrite(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What one process writes.
+    """The writes of process `process_index`.
 
     Attributes:
         leaves: All tensors of the tree.
         files: Names of the checkpoint's files, each with its owner and its tensors.
         own: The files that this process owns.
-        pieces: What this process leaves in pieces, if anything.
-        stored: Where all pieces of all processes are; None where there are none.
+        pieces: This process's file of pieces, if it has one.
+        stored: The places of all processes' pieces; None where there are none.
         process_index: The process.
-        process_count: How many there are.
+        process_count: Number of processes.
     """
 
     leaves: tuple[LeafWrite, ...]
@@ -125,7 +124,7 @@ class WritePlan:
 
     @property
     def exchanges(self) -> bool:
-        """Whether files are put together from pieces, by some process."""
+        """Whether some process assembles files from pieces."""
         return self.stored is not None and bool(self.files)
 
     @property
@@ -152,13 +151,13 @@ class WritePlan:
         return {MAIN_INDEX: index_bytes([(name, tensors) for name, _, tensors in self.files])}
 
     def writes(self) -> Iterator[FileWrite]:
-        """Every file that this process writes."""
+        """Yields every file that this process writes."""
         yield from self.own
         if self.pieces is not None:
             yield self.pieces
 
     def cost(self) -> Cost:
-        """What the plan costs this process."""
+        """Return the cost of the plan for this process."""
         written = files = needed = read = 0
         touched: set[int] = set()
         for file in self.writes():
@@ -192,14 +191,7 @@ def plan_writes(
     process_index: int = 0,
     process_count: int = 1,
 ) -> WritePlan:
-    """Plans the writes of one process.
-
-    Args:
-        leaves: The tensors, the same in the same order on every process.
-        options: How to write.
-        process_index: The process.
-        process_count: How many there are.
-    """
+    """Plan the writes of one process; `leaves` are equal on every process, in order, too."""
     planner = _Planner(leaves, options, process_index, process_count)
     return planner.hf() if options.layout == "hf" else planner.sharded()
 
@@ -229,14 +221,14 @@ def plan_consolidation(
     process_index: int = 0,
     process_count: int = 1,
 ) -> WritePlan:
-    """Plans how tensors that are stored in pieces are put together into files of layout `hf`.
+    """Plan the assembly of tensors that are stored in pieces into files of layout `hf`.
 
     Args:
         tensors: The tensors.
         stored: Their pieces.
-        options: How to write.
+        options: The options.
         process_index: The process.
-        process_count: How many there are; the files are shared out among them.
+        process_count: Number of processes, each of which owns some files.
     """
     nobody = GlobalShards((), ())
     leaves = [LeafWrite(tensor, tensor.dtype.numpy, nobody) for tensor in tensors]
@@ -251,16 +243,9 @@ def plan_mapped_writes(
     process_index: int = 0,
     process_count: int = 1,
 ) -> WritePlan:
-    """Plans the writes of tensors that a mapping makes of leaves.
+    """Plan the writes of `tensors` that a mapping makes of `leaves`.
 
     Several processes leave the leaves in pieces, of which the files' owners make the tensors.
-
-    Args:
-        leaves: The leaves.
-        tensors: The tensors.
-        options: How to write.
-        process_index: The process.
-        process_count: How many there are.
     """
     pieces: FileWrite | None = None
     stored: StoredPieces | None = None
@@ -295,14 +280,10 @@ class _Planner:
 
     def sharded(self) -> WritePlan:
         stored, pieces = self.own_pieces(range(len(self._leaves)), "")
-        return self._plan((), (), pieces, stored)
+        return WritePlan(self._leaves, (), (), pieces, stored, self._index, self._count)
 
     def hf(self, stored: StoredPieces | None = None) -> WritePlan:
-        """Whole tensors in files.
-
-        Args:
-            stored: The pieces of all tensors, if they are written already.
-        """
+        """Plans files of whole tensors; `stored` are their pieces, if they are written already."""
         numbers = {leaf.tensor.name: number for number, leaf in enumerate(self._leaves)}
         files = split((leaf.tensor for leaf in self._leaves), self._max_file_bytes)
         members = [[numbers[tensor.name] for tensor in tensors] for _, tensors in files]
@@ -313,21 +294,21 @@ class _Planner:
         for (name, tensors), leaves, owner in zip(files, members, owners, strict=True):
             pieced = [leaf for leaf in leaves if self._is_pieced(leaf, owner, whole, stored)]
             exchanged += pieced
-            direct = sum(self._leaves[n].tensor.nbytes for n in leaves) - sum(
-                self._leaves[n].tensor.nbytes for n in pieced
-            )
-            self._writers.load[owner] += direct
+            apart = set(pieced)
+            direct = (self._leaves[n].tensor.nbytes for n in leaves if n not in apart)
+            self._writers.load[owner] += sum(direct)
             if owner == self._index:
                 layout = lay_out(name, tensors, self._metadata)
-                own.append(self._file(name, layout, numbers, set(pieced), whole))
+                own.append(self._file(name, layout, numbers, apart, whole))
         described = tuple(
             (name, owner, tuple(tensors))
             for (name, tensors), owner in zip(files, owners, strict=True)
         )
-        if stored is not None or not exchanged:
-            return self._plan(described, tuple(own), None, stored)
-        stored, pieces = self.own_pieces(sorted(exchanged), PIECES_FOLDER)
-        return self._plan(described, tuple(own), pieces, stored)
+        pieces = None
+        if stored is None and exchanged:
+            stored, pieces = self.own_pieces(sorted(exchanged), PIECES_FOLDER)
+        place = self._index, self._count
+        return WritePlan(self._leaves, described, tuple(own), pieces, stored, *place)
 
     def _is_pieced(
         self, leaf: int, owner: int, whole: _WholeTiles, stored: StoredPieces | None
@@ -335,20 +316,11 @@ class _Planner:
         tensor, _, held = self._leaves[leaf]
         return bool(tensor.nbytes) and (stored is not None or not whole.at(held, owner))
 
-    def _plan(
-        self,
-        files: tuple[tuple[str, int, tuple[NewTensor, ...]], ...],
-        own: tuple[FileWrite, ...],
-        pieces: FileWrite | None,
-        stored: StoredPieces | None,
-    ) -> WritePlan:
-        return WritePlan(self._leaves, files, own, pieces, stored, self._index, self._count)
-
     def _file_owners(self, members: Sequence[Sequence[int]]) -> tuple[int, ...]:
         if self._count == 1:
             return (0,) * len(members)
         held = np.zeros((len(members), self._count), np.int64)
-        share: dict[int, np.ndarray] = {}  # elements that each process holds, by array kind
+        share: dict[int, np.ndarray] = {}  # elements that each process holds, by sharding
         for file, leaves in enumerate(members):
             for number in leaves:
                 leaf = self._leaves[number]
@@ -431,11 +403,8 @@ class _Planner:
             tensors=tensors,
         )
         metadata = {} if folder else {**self._metadata, SAVE_ID: NO_SAVE_ID}
-        files = []
-        for process in used:
-            if process in members:
-                files.append(_piece_file(names[process], members[process], metadata))
-        return stored, files
+        owned = [process for process in used if process in members]
+        return stored, [_piece_file(names[p], members[p], metadata) for p in owned]
 
 
 def _piece_file(
@@ -451,7 +420,7 @@ def _piece_file(
 
 
 class _WholeTiles:
-    """Arrays that a process holds completely, as one tile; computed once for each kind."""
+    """Arrays that a process holds completely, as one tile; computed once for each sharding."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], tuple[GlobalShards, Tile | None]] = {}
