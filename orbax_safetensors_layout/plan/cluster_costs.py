@@ -85,7 +85,7 @@ class CostVectors:
             self._tensors[rows] += kind.tensors
             for number, (fetch, held) in enumerate(zip(shape.fetches, shape.held, strict=True)):
                 read = fetch.read
-                self._needed[rows] += kind.tensors * len(fetch.regions) * read.runs.total_bytes
+                self._needed[rows] += kind.tensors * fetch.needed_bytes
                 self._held[rows] += kind.tensors * held
                 self._staged[rows] |= not read.direct
                 self._padded[rows] |= not read.direct and bool(read.blocking.pad_bytes)

@@ -66,9 +66,8 @@ def coverage(
                     start = at + fetch.start + shape.shift[own_rows]
                     span = fetch.spread_bytes + fetch.read.requests.stop
                     nbytes, _ = fetch.cost(cluster.profile)
-                    needed_bytes = sum(region.read.runs.total_bytes for region in fetch.regions)
                     _spread(read, row[own_rows], start, span, nbytes, width)
-                    _spread(needed, row[own_rows], start, span, needed_bytes, width)
+                    _spread(needed, row[own_rows], start, span, fetch.needed_bytes, width)
             places.append((entry.name, at, entry.nbytes))
             at += entry.nbytes
     rows = rows.reshape(-1)
