@@ -4,88 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-import time
+import signal
 
 import numpy as np
 import pytest
+from programs import run_programs
 from saved_files import assert_saved
 
 import orbax_safetensors_layout as osl
 
-SAVER = """
-import os, signal, sys, time
-import numpy as np
-import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import local_commit
 
-folder, what = sys.argv[1:3]
-
-
-def save(value, **options):
-    tree = {f"t{n}": np.full(300_000, value, np.float32) for n in range(4)}
-    options = osl.WriteOptions(fsync=False, concurrency=1, max_file_bytes=1_300_000, **options)
-    osl.save(folder, tree, options=options, overwrite=True)
-
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-if what == "die while writing":
-    save(1.0)
-    save(2.0, progress=die)
-elif what.startswith("die at rename"):
-    local_commit._renameat2 = lambda: None
-    save(1.0)
-    open(folder + "/config.json", "w").close()
-    rename, calls = os.rename, []
-
-    def one_is_fatal(*arguments, **keywords):
-        calls.append(arguments)
-        if len(calls) == int(what.split()[-1]):
-            die()
-        rename(*arguments, **keywords)
-
-    os.rename = one_is_fatal
-    save(2.0)
-elif what == "save":
-    local_commit._renameat2 = lambda: None
-    try:
-        save(3.0)
-        print("saved")
-    except osl.SafetensorsLayoutError as error:
-        print(f"{type(error).__name__}: {error}")
-elif what == "meet":
-    value, gate = float(sys.argv[3]), sys.argv[4]
-
-    def wait(_):
-        open(f"{gate}.reached", "w").close()
-        while not os.path.exists(f"{gate}.opened"):
-            time.sleep(0.01)
-
-    try:
-        save(value, progress=wait)
-        print("saved")
-    except osl.SafetensorsLayoutError:
-        print("failed")
-"""
-
-
-def begin(*arguments) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-    }
-    command = [sys.executable, "-c", SAVER, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def run(*arguments) -> str:
-    process = begin(*arguments)
-    return process.communicate(timeout=60)[0].strip()
+def run(folder, what) -> str:
+    """Return what a process says that saves, or dies while it does; "" of one that died."""
+    (ended,) = run_programs("save_leftovers.py", [{"folder": str(folder), "what": what}])
+    assert ended.said or ended.status == -signal.SIGKILL, ended.errors
+    return ended.said[-1] if ended.said else ""
 
 
 def tensors(value):
@@ -170,18 +103,13 @@ def test_a_checkpoint_that_the_user_removed_is_not_found(tmp_path, makes):
 
 def test_two_processes_that_do_not_know_of_each_other(tmp_path):
     """As when `jax.distributed.initialize` is forgotten. One may fail; what stands is complete."""
-    running = []
-    for number in (1, 2):
-        gate = tmp_path / f"gate{number}"
-        running.append(begin(tmp_path / "to" / "x", "meet", number, gate))
-        deadline = time.monotonic() + 30
-        while not os.path.exists(f"{gate}.reached") and running[-1].poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    outcomes = []
-    for number, process in zip((1, 2), running, strict=True):
-        (tmp_path / f"gate{number}.opened").touch()
-        outcomes.append(process.communicate(timeout=60)[0].strip())
+    gates = [str(tmp_path / "gate1"), str(tmp_path / "gate2")]
+    folder = str(tmp_path / "to" / "x")
+    saves = [
+        {"folder": folder, "what": "meet", "value": 1.0, "gate": gates[0]},
+        {"folder": folder, "what": "meet", "value": 2.0, "gate": gates[1], "after": gates[0]},
+    ]
+    outcomes = [ended.said[-1] for ended in run_programs("save_leftovers.py", saves)]
     assert "saved" in outcomes
     last = max(
         number for number, outcome in zip((1, 2), outcomes, strict=True) if outcome == "saved"

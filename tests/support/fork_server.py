@@ -72,7 +72,8 @@ def _run(main, arguments, setup):
     os.environ.clear()
     os.environ.update(setup["environment"])
     say("begin")
-    jax.distributed.initialize(*setup["cluster"], initialization_timeout=60)
+    if setup["cluster"]:
+        jax.distributed.initialize(*setup["cluster"], initialization_timeout=60)
     say(load(setup["program"])(**arguments))
     if not setup["abrupt"]:
         threading._shutdown()

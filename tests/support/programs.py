@@ -137,6 +137,43 @@ def _shared_server() -> ForkServer:
     return server
 
 
+def run_programs(
+    program: str,
+    children: Sequence[Mapping[str, Any]],
+    *,
+    devices: int = 1,
+    timeout: float = 240,
+    clusters: Sequence[Any] | None = None,
+    abrupt: bool = False,
+) -> list[Ended]:
+    """Run `main` of a program in children at once; the last thing that one said is its result.
+
+    Args:
+        program: A file of `tests/programs`, or source text.
+        children: The arguments of each: JSON values.
+        devices: Devices of each.
+        timeout: Seconds.
+        clusters: The arguments of `jax.distributed.initialize` of each, if any.
+        abrupt: Whether children end without the farewells of Python and JAX.
+    """
+    setups = [
+        {
+            "program": _path(program),
+            "environment": _environment(devices),
+            "cluster": clusters and clusters[index],
+            "abrupt": abrupt,
+        }
+        for index in range(len(children))
+    ]
+    server = _shared_server()
+    try:
+        return server.run(children, setups=setups, timeout=timeout)
+    except BaseException:
+        _shared_server.cache_clear()
+        server.kill()
+        raise
+
+
 def run_processes(
     program: str,
     *,
@@ -158,22 +195,14 @@ def run_processes(
         arguments: JSON values.
     """
     address = f"127.0.0.1:{free_port()}"
-    setups = [
-        {
-            "program": _path(program),
-            "environment": _environment(devices),
-            "cluster": [address, processes, index],
-            "abrupt": lost is not None,
-        }
-        for index in range(processes)
-    ]
-    server = _shared_server()
-    try:
-        ended = server.run([arguments] * processes, setups=setups, timeout=timeout)
-    except BaseException:
-        _shared_server.cache_clear()
-        server.kill()
-        raise
+    ended = run_programs(
+        program,
+        [arguments] * processes,
+        devices=devices,
+        timeout=timeout,
+        clusters=[[address, processes, index] for index in range(processes)],
+        abrupt=lost is not None,
+    )
     results = []
     for index, one in enumerate(ended):
         if index == lost:
