@@ -164,7 +164,7 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
         writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
         return estimate_save(loading, writing)
     if parsed.save is not None:
-        raise UsageError("--save plans tensors as they stand, not with a mapping or in pieces")
+        raise UsageError("--save plans tensors as they are stored, not with a mapping or in pieces")
     from orbax_safetensors_layout.analysis import estimate_tree, mesh_of
 
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()

@@ -1,4 +1,4 @@
-"""All that is wrong with a mapping, gathered and told in one error."""
+"""Collects the problems of a mapping and lists them in one error."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _NEAREST = {
     "file": "The nearest tensors are",
     "leaf": "The nearest leaves are",
     "rule": "The nearest targets of rules are",
-    "wanted": "Rules take, and the checkpoint lacks,",
+    "lacking": "Rules take, and the checkpoint lacks,",
 }
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
-        text: What, as a sentence without a final period.
-        kind: Problems of one kind are told together, and only the first few of many.
-        seek: A name to which the nearest existing ones are told.
+        text: A sentence without a final period.
+        kind: Of many problems of one kind only the first are listed.
+        seek: A name whose nearest existing names are listed.
         among: Where to seek: names of tensors (`"file"`) or leaves (`"leaf"`), targets of rules
-            (`"rule"`), or names that rules take and the checkpoint lacks (`"wanted"`).
-        hint: What the user can do.
+            (`"rule"`), or names that rules take and the checkpoint lacks (`"lacking"`).
+        hint: The remedy.
     """
 
     text: str
@@ -40,11 +40,7 @@ class Problem(NamedTuple):
 
 
 class Problems(MappingError):
-    """Several problems on their way to the one error that tells them.
-
-    Args:
-        problems: At least one.
-    """
+    """At least one problem, for the one error that lists all."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -53,18 +49,14 @@ class Problems(MappingError):
 
 
 def problems_of(error: MappingError) -> tuple[Problem, ...]:
-    """What an error tells."""
+    """Return the problems of an error."""
     if isinstance(error, Problems):
         return error.problems
     return (Problem(error.message, hint=error.hint),)
 
 
 def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """The results of all calls.
-
-    Raises:
-        Problems: Some failed; tells of all.
-    """
+    """Return the results of all calls; the problems of all that fail are one `Problems`."""
     results: list[T] = []
     problems: list[Problem] = []
     for call in calls:
@@ -78,19 +70,19 @@ def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
 
 
 def within(error: MappingError, where: str) -> Problems:
-    """The problems of an error, each with the place where it was found."""
+    """Return the problems of an error, each with the place where it was found."""
     return Problems(p._replace(text=f"{where}: {p.text}") for p in problems_of(error))
 
 
 def mapping_error(
     what: str, problems: Collection[Problem], names: Mapping[str, Collection[str]]
 ) -> MappingError:
-    """One error that tells all problems.
+    """Return one error for all problems.
 
     Args:
-        what: What was being done.
+        what: The begin of its text.
         problems: At least one.
-        names: For each `Problem.among`, the names that exist.
+        names: For each `Problem.among` the names that exist.
     """
     unique = list(dict.fromkeys(problems))
     count = f"{len(unique)} problems" if len(unique) > 1 else "1 problem"

@@ -143,11 +143,11 @@ def _shapes(
     entry = leaf.entry
     if 0 in entry.shape:
         return
-    alike = partition.alike[chosen]
+    classes = partition.alike[chosen]
     parts = np.array(partition.cells.parts, np.int64)
     strides = np.array(row_major_strides(entry.shape), np.int64)
-    for number in np.unique(alike):
-        processes = np.flatnonzero(alike == number)
+    for number in np.unique(classes):
+        processes = np.flatnonzero(classes == number)
         first = int(chosen[processes[0]])
         local = partition.local(first)
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)

@@ -178,7 +178,7 @@ def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[
     """Plan the reads and exchanges of leaves (of tied ones the first); equal on all processes."""
     tied: dict[int, tuple[int, ...]] = {}
     small: dict[int, list[SharedLeaf]] = {}
-    alike: dict[tuple[object, ...], list[SharedLeaf]] = {}
+    large: dict[tuple[object, ...], list[SharedLeaf]] = {}
     numbers: dict[int, int] = {}  # a grid of many devices is hashed once
     grids: dict[ReplicaGrid, int] = {}
     for leaf in leaves:
@@ -194,9 +194,9 @@ def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[
         else:
             rank = rank_of(leaf.strides)
             key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, rank, leaf.cut_axes)
-            alike.setdefault(key, []).append(leaf)
+            large.setdefault(key, []).append(leaf)
     rounds = [
-        *itertools.chain.from_iterable(_whole(group, limits) for group in alike.values()),
+        *itertools.chain.from_iterable(_whole(group, limits) for group in large.values()),
         *itertools.chain.from_iterable(_packed(group, limits) for group in small.values()),
     ]
     return list(_stages([_repeated(step, tied) for step in rounds], limits.stage_bytes))

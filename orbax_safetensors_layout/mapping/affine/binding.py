@@ -133,7 +133,7 @@ class Binder:
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."
         for first, others in group_by_pattern(unused):
             problem = f"no rule uses tensor {first!r}{others}"
-            self._problems.append(Problem(problem, "", first, "wanted", hint))
+            self._problems.append(Problem(problem, "", first, "lacking", hint))
             hint = None
 
     def raise_problems(self, what: str) -> None:
@@ -143,7 +143,7 @@ class Binder:
                 "file": tuple(self._specs),
                 "leaf": tuple(self._leaves or ()),
                 "rule": [rule.target for rule in self._rules],
-                "wanted": self._lacking(),
+                "lacking": self._lacking(),
             }
             raise mapping_error(what, self._problems, names)
 

@@ -60,7 +60,7 @@ class Same(_Choice):
     Attributes:
         first: The expression.
         other: The one that is compared with it.
-        hint: What the user can do where they differ.
+        hint: The remedy where they differ.
     """
 
     hint: str

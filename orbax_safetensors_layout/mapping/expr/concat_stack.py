@@ -105,7 +105,7 @@ class Stack(Expr):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Concat(Expr):
-    """Expressions one after the other; see `concat`."""
+    """A concatenation; see `concat`."""
 
     operands: tuple[Expr, ...]
     axis: int

@@ -23,8 +23,8 @@ class TensorStep:
         projection: Whether FP8 checkpoints store the tensor quantised.
         packed: Whether MXFP4 checkpoints store the tensor as blocks and scales.
         every: First index and step along the last axis of the tensor; None takes all.
-        factor: What values are multiplied with, in float32.
-        term: What is added to values, in float32.
+        factor: Values are multiplied with it, in float32.
+        term: It is added to values, in float32.
     """
 
     pattern: str
@@ -70,7 +70,7 @@ class FamilyLeaf:
     Attributes:
         target: The leaf's name; in a group, after the layer's.
         source: The tensor's name; in a group, after the layer's. `{e}` stands for an expert.
-            Several are put one after the other along the first axis.
+            Several are concatenated along the first axis.
         step: How it is made.
         variable: The Flax collection that holds a leaf which is no parameter. Such leaves are
             stacked along axis 0, whatever the scan axis is.
