@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.format import short_repr
 from orbax_safetensors_layout.storage import storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
@@ -75,21 +76,31 @@ class Journal:
             lines = [line for line in f.read().split("\n")[:-1] if line]
         if not lines:
             return {}
-        head, *groups = map(json.loads, lines)
+        try:
+            head, *groups = map(json.loads, lines)
+            done: dict[int, list[str]] = {line["group"]: line["digests"] for line in groups}
+            versions = {key: head.get(key) for key in self._head}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SafetensorsLayoutError(
+                "a line of the conversion's journal is damaged",
+                file=file,
+                found=short_repr(repr(error)),
+                hint="Pass restart=True (--restart) to begin the conversion again.",
+            ) from error
         for key, what in (
             ("version", "by another version of this package"),
             ("source", "of another checkpoint, or of one that has changed since"),
             ("arguments", "with other arguments"),
             ("groups", "in other parts"),
         ):
-            if head.get(key) != self._head[key]:
+            if versions[key] != self._head[key]:
                 raise SafetensorsLayoutError(
                     f"an unfinished conversion {what} stands beside the target",
                     file=self._folder,
                     hint="Repeat the call that was interrupted to continue it, or pass"
                     " restart=True (--restart) to drop it.",
                 )
-        return {line["group"]: line["digests"] for line in groups}
+        return done
 
     def open(self, process: int) -> JournalWriter:
         """This process's file, to add to.

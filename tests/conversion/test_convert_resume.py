@@ -17,6 +17,7 @@ import pytest
 from checkpoints import random_tensor, save
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.conversion.journal import Journal
 from orbax_safetensors_layout.storage import local_commit
 
 SERVER = """
@@ -319,6 +320,20 @@ def test_a_line_that_a_crash_cut_off_is_no_line(server, tmp_path):
     done = osl.convert(source, tmp_path / "target", **CONTINUED)
     assert 0 < done.resumed_bytes < done.nbytes
     np.testing.assert_array_equal(osl.load(tmp_path / "target")["big"], WEIGHTS["big"])
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "1", '{"group": 1}', "null", '"text"'])
+def test_a_damaged_journal_is_named(tmp_path, line):
+    journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
+    writer = journal.open(0)
+    writer.add(0, ["a"])
+    writer.close()
+    file = tmp_path / "journal-0.jsonl"
+    head, *groups = file.read_text().splitlines()
+    for lines in ([line, *groups], [head, line, *groups]):
+        file.write_text("\n".join([*lines, ""]))
+        with pytest.raises(osl.SafetensorsLayoutError, match="restart=True"):
+            journal.read()
 
 
 def test_an_interrupt_leaves_what_is_done(tmp_path):
