@@ -40,12 +40,21 @@ class RegionPlanner:
         profile: The cost model.
         most_bytes: Tiles of more bytes are taken apart into their members.
         slab_bytes: Tiles of more bytes whose values are computed are cut into slabs.
+        gather_bytes: The same where a slab takes indices in no regular order: any is all over the
+            file, so that each costs a read of most of it.
     """
 
-    def __init__(self, profile: StorageProfile, most_bytes: int | None, slab_bytes: int) -> None:
+    def __init__(
+        self,
+        profile: StorageProfile,
+        most_bytes: int | None,
+        slab_bytes: int,
+        gather_bytes: int = 0,
+    ) -> None:
         self._profile = profile
         self._most_bytes = most_bytes
         self._slab_bytes = slab_bytes
+        self._gather_bytes = max(slab_bytes, gather_bytes)
         self._reads: dict[tuple[object, ...], RegionPlan] = {}
         # The values hold the `AddressableShards`, so that an id stays its own.
         self._layouts: dict[tuple[object, ...], tuple[AddressableShards, list[TileLayout]]] = {}
@@ -173,25 +182,18 @@ class RegionPlanner:
     def _layouts_of(self, leaf: LeafRead) -> list[TileLayout]:
         itemsize = leaf.stored.bits // 8
         axes = _file_order(leaf) if leaf.is_converted else None
-        key = (itemsize, leaf.is_staged, axes, id(leaf.local))
+        gathers = any(source.gather is not None for source in leaf.sources)
+        most_bytes = self._gather_bytes if gathers else self._slab_bytes
+        key = (itemsize, leaf.is_staged, axes, most_bytes, id(leaf.local))
         found = self._layouts.get(key)
         if found is None:
             layouts = [
                 TileLayout.of(slab, itemsize, shared=shared, staged=leaf.is_staged)
                 for tile, shared in self._tiled(leaf.local, itemsize)
-                for slab in self._slabs(tile, itemsize, axes)
+                for slab in _slabs(tile, axes, max(1, most_bytes // itemsize))
             ]
             found = self._layouts[key] = (leaf.local, layouts)
         return found[1]
-
-    def _slabs(self, tile: Tile, itemsize: int, axes: Sequence[int] | None) -> Iterator[Tile]:
-        """The tile, or parts of it that are near together in the file, outermost axis first."""
-        if not axes:
-            yield tile
-            return
-        back = sorted(range(len(axes)), key=axes.__getitem__)
-        for slab in tile.permuted(axes).slabs(max(1, self._slab_bytes // itemsize)):
-            yield slab.permuted(back)
 
     def _tiled(self, local: AddressableShards, itemsize: int) -> Iterator[tuple[Tile, bool]]:
         # Shared and private boxes are tiled apart: they are read differently.
@@ -232,6 +234,16 @@ class RegionPlanner:
             most = self._slab_bytes * 8 // bits
             for slab in whole.slabs(max(1, most), 8):
                 yield index, slab.box, shared
+
+
+def _slabs(tile: Tile, axes: Sequence[int] | None, most: int) -> Iterator[Tile]:
+    """The tile, or parts of it that are near together in the file, outermost axis first."""
+    if not axes:
+        yield tile
+        return
+    back = sorted(range(len(axes)), key=axes.__getitem__)
+    for slab in tile.permuted(axes).slabs(most):
+        yield slab.permuted(back)
 
 
 def _file_order(leaf: LeafRead) -> tuple[int, ...]:

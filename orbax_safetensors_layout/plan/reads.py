@@ -166,7 +166,10 @@ def plan_reads(
         SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
     """
     planner = RegionPlanner(
-        profile, None if adopt else memory_budget_bytes, slab_bytes(profile, memory_budget_bytes)
+        profile,
+        None if adopt else memory_budget_bytes,
+        slab_bytes(profile, memory_budget_bytes),
+        memory_budget_bytes // _BUNDLES_IN_BUDGET,
     )
     units = collections.Counter(leaf.unit for leaf in leaves)
     whole: list[ByteRegion] = []

@@ -144,29 +144,31 @@ class Taken(_Unary):
         if len(moving) != 1:
             return False
         ((axis, extent, steps),) = moving
-        alone = [dim.axis for dim in window.dims].count(axis) == 1
-        if not alone or any(steps[: self.axis] + steps[self.axis + 1 :]):
+        number = window.dims.index(moving[0])
+        outermost = all(dim.axis != axis for dim in window.dims[:number])
+        if not outermost or any(steps[: self.axis] + steps[self.axis + 1 :]):
             return False
+        inner = math.prod(dim.extent for dim in window.dims[number + 1 :] if dim.axis == axis)
         low, high = window.bounds.start[self.axis], window.bounds.stop[self.axis] - 1
         runs = self.part_of(high).number - self.part_of(low).number + 1
         if runs == 1:
             return False
-        number = window.start[self.axis] + steps[self.axis] * np.arange(extent)
-        indices = self._indices()[number]
+        indices = self._indices()[window.start[self.axis] + steps[self.axis] * np.arange(extent)]
         row_bytes = math.prod(self.operand.shape[self.axis + 1 :]) * self.dtype.itemsize
         many = runs >= _MANY_RUNS and extent // runs * row_bytes < _LONG_RUN_BYTES
         if not many and np.unique(indices).size == extent:
             return False
         # All of the operand between the first and the last index, as if it were in the leaf.
         first = int(indices.min())
-        whole = window.span(moving[0], self.axis, first, int(indices.max()) - first + 1)
+        whole = window.span(number, self.axis, first, int(indices.max()) - first + 1)
         below = Sink([], sink.refined, saving=False, gathers=False)
         self.operand.pull(whole, ops, below)
         pieces = merged(below.pieces)
-        if len(pieces) > extent or not all(map(_is_regular, pieces)):
+        indices = ((indices[:, None] - first) * inner + np.arange(inner)).reshape(-1)
+        if len(pieces) > indices.size or not all(map(_is_regular, pieces)):
             return False
         order = np.argsort(indices, kind="stable")
-        indices = indices[order] - first
+        indices = indices[order]
         for piece in pieces:
             start, stop = np.searchsorted(indices, (piece.box.start[axis], piece.box.stop[axis]))
             if start < stop:

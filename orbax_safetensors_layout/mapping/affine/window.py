@@ -123,20 +123,20 @@ class Window(NamedTuple):
         dims = tuple([Dim(axis, n, put(s)) for axis, n, s in self.dims])
         return Window(self.origin, put(self.start), dims)
 
-    def span(self, dim: Dim, column: int, first: int, extent: int) -> Window:
-        """With another factor in place of one that only moves along a column, alone on its axis.
+    def span(self, number: int, column: int, first: int, extent: int) -> Window:
+        """With another factor in place of one that only moves along a column.
 
         Args:
-            dim: The factor.
+            number: Number of the factor, the outermost of its axis.
             column: The column.
             first: The column's first index, that of index 0 of the leaf's axis.
             extent: Number of indices, one after the other.
         """
-        steps = tuple([int(number == column) for number in range(len(self.start))])
-        other = (Dim(dim.axis, extent, steps),) if extent > 1 else ()
-        number = self.dims.index(dim)
+        axis = self.dims[number].axis
+        steps = tuple([int(other == column) for other in range(len(self.start))])
+        other = (Dim(axis, extent, steps),) if extent > 1 else ()
         return Window(
-            (*self.origin[: dim.axis], 0, *self.origin[dim.axis + 1 :]),
+            (*self.origin[:axis], 0, *self.origin[axis + 1 :]),
             (*self.start[:column], first, *self.start[column + 1 :]),
             (*self.dims[:number], *other, *self.dims[number + 1 :]),
         )
