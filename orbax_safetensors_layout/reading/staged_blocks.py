@@ -106,26 +106,28 @@ class Copy(NamedTuple):
             target: np.ndarray = np.ndarray(shape, dtype, memory, first, targets)
             target[...] = source
             return
-        n, (taken, step), (put, stride) = moves.axis, moves.source, moves.target
-        before = (slice(None),) * n
+        n, parts, (taken, step), (put, stride) = moves
         source = np.ndarray(
-            (*shape[:n], int(taken.max()) + 1, *shape[n:]),
+            (*shape[:n], taken, *shape[n:]),
             dtype,
             staging,
             begin,
             (*sources[:n], step, *sources[n:]),
         )
         target = np.ndarray(
-            (*shape[:n], int(put.max()) + 1, *shape[n:]),
+            (*shape[:n], put, *shape[n:]),
             dtype,
             memory,
             first,
             (*targets[:n], stride, *targets[n:]),
         )
-        most = max(1, _MOVED_BYTES // (math.prod(shape) * dtype.itemsize))
-        for low in range(0, len(taken), most):
-            values = _take(source, n, taken[low : low + most])
-            target[(*before, _slice(put[low : low + most]))] = values
+        before = (slice(None),) * n
+        for some, places in parts:
+            values = source[(*before, some)] if isinstance(some, slice) else source.take(some, n)
+            target[(*before, places)] = values
+
+
+Indices = slice | npt.NDArray[np.int64]
 
 
 class Moves(NamedTuple):
@@ -133,28 +135,33 @@ class Moves(NamedTuple):
 
     Attributes:
         axis: Its number in the grid.
-        source: Indices in the staging buffer, and bytes from one to the next.
+        parts: Indices in the staging buffer, and those in memory that they go to.
+        source: Extent in the staging buffer, and bytes from one index to the next.
         target: The same in memory.
     """
 
     axis: int
-    source: tuple[npt.NDArray[np.int64], int]
-    target: tuple[npt.NDArray[np.int64], int]
+    parts: tuple[tuple[Indices, Indices], ...]
+    source: tuple[int, int]
+    target: tuple[int, int]
 
 
-def _slice(indices: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
+def _parts(
+    taken: npt.NDArray[np.int64], places: npt.NDArray[np.int64], most: int
+) -> Iterator[tuple[Indices, Indices]]:
+    """Indices and where they go: as slices if runs of them are long, else `most` at once."""
+    edges = np.flatnonzero((np.diff(taken) != 1) | (np.diff(places) != 1)) + 1
+    if len(edges) * _LONG_LOOP > len(taken):
+        edges = np.arange(most, len(taken), most)
+    for low, high in itertools.pairwise([0, *edges.tolist(), len(taken)]):
+        yield _as_slice(taken[low:high]), _as_slice(places[low:high])
+
+
+def _as_slice(indices: npt.NDArray[np.int64]) -> Indices:
     """Indices as a slice, if each is one more than that before it."""
-    first, last = int(indices[0]), int(indices[-1])
-    rising = last - first == len(indices) - 1 and bool((np.diff(indices) == 1).all())
-    return slice(first, last + 1) if rising else indices
-
-
-def _take(values: np.ndarray, axis: int, indices: npt.NDArray[np.int64]) -> np.ndarray:
-    """`numpy.take`, without a copy where the indices are a slice."""
-    some = _slice(indices)
-    if isinstance(some, slice):
-        return values[(*(slice(None),) * axis, some)]
-    return values.take(indices, axis)
+    first = int(indices[0])
+    rising = bool((np.diff(indices) == 1).all())
+    return slice(first, first + len(indices)) if rising else indices
 
 
 class Cut(NamedTuple):
@@ -349,11 +356,14 @@ def _moved(copy: Copy, gather: GatherAxis, between: tuple[int, int], stride: int
         return
     taken, places = gather.indices[low:high] - between[0], gather.places[low:high]
     axis = sum(abs(other) > stride for other in copy.source_strides)
-    if axis == len(copy.shape) or isinstance(_slice(taken), np.ndarray):
+    if axis == len(copy.shape) or not isinstance(_as_slice(taken), slice):
         order = np.argsort(places)  # memory is written in its order
         taken, places = taken[order], places[order]
     step = int(np.gcd.reduce(places)) or 1
-    yield copy._replace(moves=Moves(axis, (taken, stride), (places // step, step)))
+    places = places // step
+    most = max(1, _MOVED_BYTES // (math.prod(copy.shape) * copy.dtype.itemsize))
+    extents = (int(taken.max()) + 1, stride), (int(places.max()) + 1, step)
+    yield copy._replace(moves=Moves(axis, tuple(_parts(taken, places, most)), *extents))
 
 
 def _copy(segments: Sequence[Segment], itemsize: int, begin: int, at: int) -> Iterator[Copy]:

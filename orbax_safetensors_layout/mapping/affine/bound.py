@@ -25,6 +25,7 @@ from .leaf_pieces import (
     FillPiece,
     Piece,
     merged,
+    shared,
 )
 from .window import Window
 
@@ -87,7 +88,8 @@ class BoundExpr(abc.ABC):
             return ()
         sink = Sink([], refined, saving, gathers)
         self.pull(Window.of(box), (), sink)
-        return merged(sink.pieces)
+        pieces = merged(sink.pieces)
+        return shared(pieces) if gathers else pieces
 
     @abc.abstractmethod
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:

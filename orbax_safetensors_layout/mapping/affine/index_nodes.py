@@ -174,8 +174,8 @@ class Taken(_Unary):
             if start < stop:
                 assert isinstance(piece, AffinePiece)
                 places = window.origin[axis] + order[start:stop]
-                among = indices[start:stop] - piece.box.start[axis]
-                sink.pieces.append(gathered(piece, axis, places, among))
+                among = (indices[start:stop] - piece.box.start[axis]) * piece.view.strides[axis]
+                sink.pieces.append(gathered(piece, axis, places, piece.view.offset + among))
         return True
 
     def _indices(self) -> npt.NDArray[np.int64]:

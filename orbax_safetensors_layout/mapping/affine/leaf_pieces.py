@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,8 @@ from orbax_safetensors_layout.geometry import AffineView, Box, Gather
 from ..expr.values import ValueOp, apply_ops
 
 _MANY_PIECES = 16
+
+_LEAST_SLAB = 64  # elements; where each takes several vectors of its own, they are more than it is
 
 
 class AffinePiece(NamedTuple):
@@ -263,23 +266,69 @@ def _is_chance(both: Piece, made: Sequence[Piece]) -> bool:
 
 
 def gathered(
-    piece: AffinePiece, axis: int, places: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
+    piece: AffinePiece, axis: int, places: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
 ) -> AffinePiece:
-    """Some indices of an axis of a piece, at other places.
+    """Indices of an axis of a piece, at other places.
 
     Args:
         piece: The piece.
         axis: The axis.
         places: Index in the leaf of each.
-        indices: Index in the piece of each.
+        offsets: Element offset in the tensor of each.
     """
     _, source, view, ops, _ = piece
-    offsets = indices * view.strides[axis]
     first = int(offsets.min())
     shape = (*view.shape[:axis], 1, *view.shape[axis + 1 :])
-    slab = AffineView(view.offset + first, shape, view.strides)
+    slab = AffineView(first, shape, view.strides)
     box = piece.box.along(axis, int(places.min()), int(places.max()) + 1)
     return AffinePiece(box, source, slab, ops, Gather(axis, places, offsets - first))
+
+
+def shared(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Pieces with those of one tensor that have some indices of an axis in common as gathers."""
+    found = list(pieces)
+    sources = [piece.source for piece in found if isinstance(piece, AffinePiece)]
+    if len(set(sources)) == len(sources):
+        return tuple(found)
+    for axis in range(len(pieces[0].box.start)):
+        alike: dict[object, list[Piece]] = {}
+        for number, piece in enumerate(found):
+            alike.setdefault(_slab_key(piece, axis, number), []).append(piece)
+        found = [piece for some in alike.values() for piece in _shared_along(some, axis)]
+    return tuple(found)
+
+
+def _slab_key(piece: Piece, axis: int, number: int) -> object:
+    """What pieces have in common whose indices of an axis are equal slabs of one tensor."""
+    if not isinstance(piece, AffinePiece) or len(piece.view.shape) != len(piece.box.start):
+        return number
+    _, source, (offset, shape, strides), ops, gather = piece
+    others = (*shape[:axis], 1, *shape[axis + 1 :])
+    is_other = gather is not None and gather.axis != axis
+    if is_other or not strides[axis] or math.prod(others) < _LEAST_SLAB:
+        return number
+    return source, ops, strides, offset % abs(strides[axis]), piece.box.along(axis, 0, 1)
+
+
+def _shared_along(pieces: Sequence[Piece], axis: int) -> Sequence[Piece]:
+    if len(pieces) == 1:
+        return pieces
+    places, offsets = [], []
+    for piece in pieces:
+        assert isinstance(piece, AffinePiece)
+        if piece.gather is not None:
+            places.append(piece.gather.places)
+            offsets.append(piece.view.offset + piece.gather.offsets)
+        else:
+            number = np.arange(piece.view.shape[axis])
+            places.append(piece.box.start[axis] + number)
+            offsets.append(piece.view.offset + number * piece.view.strides[axis])
+    first, at, found = pieces[0], np.concatenate(places), np.concatenate(offsets)
+    own = sum(len(np.unique(some)) for some in offsets)
+    if len(np.unique(found)) == own:
+        return pieces
+    assert isinstance(first, AffinePiece)
+    return [gathered(first, axis, at, found)]
 
 
 def _join(one: Piece, two: Piece) -> Piece | None:
