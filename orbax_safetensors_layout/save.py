@@ -67,15 +67,15 @@ def save(
         config: The folder of the model whose `config.json`, tokenizer and the like are put beside
             the files, as they are: without a `config.json`, `transformers` does not open a folder.
         options: How to write.
-        overwrite: Replace a safetensors checkpoint that stands there.
+        overwrite: Replace an existing safetensors checkpoint.
 
     Raises:
-        CheckpointExistsError: A safetensors checkpoint, or another file of a name in `config`,
-            stands there, without `overwrite`.
+        CheckpointExistsError: The folder has a safetensors checkpoint, or another file of a name
+            in `config`, and `overwrite` is not set.
         CheckpointNotFoundError: There is no such file in `config`.
-        SafetensorsLayoutError: Leaves that can not be saved; before anything is written.
+        SafetensorsLayoutError: Leaves that cannot be saved; before anything is written.
         MappingError: The mapping does not invert, or does not fit; before anything is written.
-        StorageError: A write failed. What stood at `path` is as it was.
+        StorageError: A write failed; `path` is unchanged.
         PeerError: Another process failed.
 
     Example:
@@ -102,7 +102,7 @@ def plan_save(
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> WritePlan:
-    """What `save` would write.
+    """Returns the plan of what `save` would write.
 
     Args:
         abstract: The tree, of arrays or of `jax.ShapeDtypeStruct`s with shardings; these may be
@@ -113,7 +113,7 @@ def plan_save(
         process_count: For an `AbstractMesh`: the number of processes.
 
     Raises:
-        SafetensorsLayoutError: Leaves that can not be saved.
+        SafetensorsLayoutError: Leaves that cannot be saved.
     """
     options = given_or_default(options, WriteOptions)
     shards = ProcessShards(process_index, process_count)
@@ -124,15 +124,15 @@ def plan_save(
 def save_group(
     path: PathLike, options: WriteOptions | ConvertOptions, purpose: str = "save"
 ) -> ProcessGroup:
-    """The processes of this program, that save together.
+    """Returns the group of this program's processes, which save together.
 
-    For a `with` block, which all enter in the same order, before anything can fail on one of them
-    alone: an error in it reaches the others.
+    All enter it as a `with` block in the same order, before anything can fail on one of them alone:
+    an error in the block reaches the others.
 
     Args:
         path: The folder that they save to.
         options: How long they wait for each other.
-        purpose: What they do.
+        purpose: The operation, `save` or `convert`.
     """
     count = jax.process_count()
     store = DistributedStore.connect() if count > 1 else None
@@ -196,7 +196,7 @@ class PreparedSave:
 
         Raises:
             ValueError: The tree is an empty container.
-            SafetensorsLayoutError: Leaves that can not be saved.
+            SafetensorsLayoutError: Leaves that cannot be saved.
         """
         shards = ProcessShards()
         prepared = PreparedTree.parse(
@@ -251,12 +251,12 @@ class PreparedSave:
         Args:
             path: A folder, or the URL of one.
             group: The processes.
-            overwrite: Replace a checkpoint that stands there.
+            overwrite: Replace an existing checkpoint.
             sidecar_files: More small files, by name; those of the leader count.
 
         Raises:
-            CheckpointExistsError: One stands there, or another file of such a name, without
-                `overwrite`.
+            CheckpointExistsError: The folder has one, or another file of such a name, and
+                `overwrite` is not set.
             StorageError: A write failed.
             PeerError: Another process failed.
         """

@@ -1,4 +1,4 @@
-"""A checkpoint of layout `sharded` made into one of layout `hf`, streaming, in bounded memory."""
+"""Assembles a checkpoint of layout `sharded` into layout `hf`, streaming, in bounded memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def consolidate(
         target: The folder to write, which gets the `config.json`, tokenizer and the like of `path`,
             too; by default `path` itself, whose pieces are then replaced when all is complete.
         options: How to write; `layout` and `dtype` do not count, and `metadata` is the saved one.
-        overwrite: Replace a checkpoint that stands at `target`.
+        overwrite: Replace an existing checkpoint at `target`.
 
     Raises:
         SafetensorsLayoutError: `path` is not stored in pieces.
-        CheckpointExistsError: A checkpoint, or another file of these names, stands at `target`,
-            without `overwrite`.
-        CheckpointNotFoundError: Nothing stands at `path`.
+        CheckpointExistsError: `target` has a checkpoint, or another file of these names, and
+            `overwrite` is not set.
+        CheckpointNotFoundError: `path` has no checkpoint.
         FormatError: A file is malformed.
         StorageError: A read or write failed.
 
@@ -96,7 +96,7 @@ def consolidate(
         whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
         pieces = catalog.storage, catalog.path
         prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces=pieces)
-        if target is None:  # what stands beside the pieces stays there
+        if target is None:  # the files beside the pieces stay
             prepared.commit(path, group=group, overwrite=True, sidecar_files={})
         else:
             sidecar_files = read_sidecar_files(path) if group.is_leader else {}
@@ -104,7 +104,7 @@ def consolidate(
 
 
 def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:
-    """Whether an earlier call was killed after it had replaced the pieces; removes what it left."""
+    """Whether an earlier call was killed after it replaced the pieces; removes its remains."""
     found = ""
     with group.together("removing what an interrupted call has left"):
         if group.is_leader and isinstance(catalog.storage, LocalStorage):
@@ -115,7 +115,7 @@ def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, str]:
-    """Tensors whose sub-byte elements stand one a byte and can be packed, with their dtype."""
+    """Return the tensors whose sub-byte elements are stored one a byte and can be packed."""
     assert manifest.pieces is not None
     found = {}
     for leaf in () if manifest.tree is None else leaves(manifest.tree):
@@ -134,7 +134,7 @@ def _tensors(pieces: StoredPieces, packed: dict[str, str]) -> list[NewTensor]:
 
 
 def _with_dtypes(node: Node, packed: dict[str, str]) -> Node:
-    """The tree, in which packed tensors need no note of their dtype any more."""
+    """Return the tree without the dtypes of tensors that are packed now."""
     if isinstance(node, Container):
         children = tuple(_with_dtypes(child, packed) for child in node.children)
         return dataclasses.replace(node, children=children)

@@ -34,7 +34,7 @@ from .target import FINISHED
 
 
 class _Place(NamedTuple):
-    """Where a box of a tensor stands, row-major."""
+    """File and first byte of a row-major box of a tensor."""
 
     file: str
     start: int
@@ -93,19 +93,19 @@ class FilesTarget:
         return regions
 
     def describe(self) -> object:
-        """The files, to the byte, but for the values."""
+        """Return headers and small files to the byte."""
         headers = [(name, layout.header) for name, layout in self._layouts.items()]
         return self._layout, headers, self._small_files
 
     def open(self, folder: str, process: int) -> FilesWriter:
-        """Begins, or continues, to write; the files have their full size at once."""
+        """Begins, or continues, to write; files have their full size at once."""
         finished = os.path.join(folder, FINISHED)
-        with storage_errors("can not make the folder", finished):
+        with storage_errors("cannot make the folder", finished):
             os.makedirs(finished, exist_ok=True)
         return FilesWriter(finished, self)
 
     def places(self, region: LeafRegion) -> list[_Place]:
-        """Where the first byte of a region, one of `regions`, goes."""
+        """Return where the first byte of a region, one of `regions`, is written."""
         leaf, box = region
         outer = self._outer[leaf.name, box]
         first = sum(
@@ -128,7 +128,7 @@ class FilesTarget:
         return pack_bits(flat, dtype.bits) if dtype.packed else flat
 
     def commit(self, folder: str) -> None:
-        """Writes headers and what stands beside the files."""
+        """Writes headers and small files."""
         finished = os.path.join(folder, FINISHED)
         for name, layout in self._layouts.items():
             file = ResumableFile(os.path.join(finished, name), layout.size)
@@ -187,7 +187,7 @@ class FilesWriter:
 
 
 def values_dtype(leaf: LeafWrite) -> np.dtype:
-    """Dtype of the values that are encoded for a file."""
+    """Return the dtype of the values that are encoded for a file."""
     one_a_byte = ONE_A_BYTE.get(leaf.values.name)
     if one_a_byte is not None and one_a_byte.code == leaf.tensor.dtype.code:
         return leaf.values

@@ -161,29 +161,31 @@ class Conversion:
             )
             group.barrier("agreeing on what is converted", agree=agreed)
             is_published = False
-
-            def prepare() -> None:
-                nonlocal is_published
-                self._claim = stack.enter_context(claimed(self._folder))
-                is_published = not self._restart and self._claim.was_published(
-                    self._journal.identity
-                )
-                if not is_published:
-                    self._prepare(self._claim, check)
-
-            _together(group, "preparing the folder", prepare, leader_only=True)
+            with group.together("preparing the folder"):
+                if group.is_leader:
+                    claim = self._claim = stack.enter_context(claimed(self._folder))
+                    if not self._restart:
+                        is_published = claim.was_published(self._journal.identity)
+                    if not is_published:
+                        self._prepare(claim, check)
             state = _PUBLISHED if is_published else _UNFINISHED
             if group.barrier("looking at what an earlier call has done", tell=state) == _PUBLISHED:
                 return self.nbytes
             done = self._journal.read()
             group.barrier("reading the journal")  # before anyone adds to it
             left = [one for one in self.groups if one.number not in done]
-            _together(group, "converting", lambda: self._convert(left, group))
-            _together(group, "completing the checkpoint", self._commit, leader_only=True)
+            with group.together("converting"):
+                self._convert(left, group)
+            with group.together("completing the checkpoint"):
+                if group.is_leader:
+                    self._target.commit(self._workspace)
             if self._options.verify:
-                _together(group, "verifying what was written", lambda: self._verify(group))
-            _together(group, "publishing the checkpoint", self._publish, leader_only=True)
-        return self.nbytes - sum(group.nbytes for group in left)
+                with group.together("verifying what was written"):
+                    self._verify(group)
+            with group.together("publishing the checkpoint"):
+                if group.is_leader:
+                    self._publish()
+        return self.nbytes - sum(one.nbytes for one in left)
 
     def _prepare(self, claim: Claim, check: Callable[[], None]) -> None:
         claim.forget()
@@ -217,9 +219,6 @@ class Conversion:
         with progress_callback(self._options.progress, label) as tell:
             yield ProgressReport(tell, sum(one.nbytes for one in mine))
 
-    def _commit(self) -> None:
-        self._target.commit(self._workspace)
-
     def _verify(self, processes: Processes) -> None:
         with (
             contextlib.closing(self._reopen(self._finished)) as written,
@@ -238,16 +237,3 @@ class Conversion:
         )
         with LocalStorage() as storage:
             storage.remove(self._workspace)
-
-
-def _together(
-    processes: Processes, doing: str, work: Callable[[], None], *, leader_only: bool = False
-) -> None:
-    """Does a step, and waits until all have; all fail with what the first to fail raised."""
-    error: BaseException | None = None
-    if processes.is_leader or not leader_only:
-        try:
-            work()
-        except BaseException as problem:
-            error = problem
-    processes.barrier(doing, error)

@@ -14,11 +14,11 @@ from orbax_safetensors_layout.storage import Storage, join, read_range
 
 
 def appearance_rank(name: str) -> int | None:
-    """When a file of a checkpoint appears; None for a file that belongs to none.
+    """Return when a file of a checkpoint appears; None for a file that belongs to none.
 
-    The manifest comes first, the index last. So every part of a save that a crash leaves is refused
-    as incomplete: pieces by the manifest that names them all, numbered files by each other. With
-    the index missing alone, nothing of the checkpoint is.
+    The manifest comes first, the index last. So every part of a save that a crash leaves is
+    rejected as incomplete: pieces by the manifest that names them all, numbered files by each
+    other. Where the index alone is missing, the checkpoint is complete.
 
     Example:
         >>> names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
@@ -49,12 +49,12 @@ def commit_when_complete(
         storage: Where the folder is.
         target: The folder of the checkpoint.
         group: The processes.
-        overwrite: Whether a checkpoint that stands there is replaced.
+        overwrite: Whether an existing checkpoint is replaced.
         sidecar_files: Small files that come with it, by name; those of the leader count.
 
     Raises:
-        CheckpointExistsError: A checkpoint stands there, or another file of such a name, without
-            `overwrite`.
+        CheckpointExistsError: The folder has a checkpoint, or another file of such a name, and
+            `overwrite` is not set.
         StorageError: A step failed.
         PeerError: Another process failed.
     """
@@ -109,7 +109,7 @@ def check_sidecar_files(storage: Storage, folder: str, files: Mapping[str, bytes
         files: The side files by name.
 
     Raises:
-        CheckpointExistsError: Others stand there.
+        CheckpointExistsError: The folder has others.
         StorageError: They cannot be read.
     """
     present = set(storage.list(folder)) if files else set()
@@ -132,7 +132,7 @@ def check_is_folder(target: str, *, is_file: bool) -> None:
 
     Args:
         target: Its path.
-        is_file: Whether a file stands there.
+        is_file: Whether the path is a file.
 
     Raises:
         SafetensorsLayoutError: It is called like a file.

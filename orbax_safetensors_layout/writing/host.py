@@ -1,4 +1,4 @@
-"""Shards on their way to files: from device memory to numpy arrays on the host."""
+"""Copies shards from device memory to numpy arrays on the host."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class HostValues:
         return lambda: [np.asarray(shard) for shard in shards]
 
     def shard(self, leaf: int, held: int) -> np.ndarray:
-        """One of the boxes of a leaf, by its number among those of all processes."""
+        """Return the values of a box of a leaf, by its number among those of all processes."""
         captured = self._captured.get((leaf, (held,)))
         if captured is None:
             part = self.box_part(leaf, held)
@@ -129,7 +129,7 @@ class HostValues:
         return found
 
     def box_part(self, leaf: int, held: int) -> FilePart:
-        """A box of a leaf by itself, which is no part of any file."""
+        """Return a box of a leaf as a part that belongs to no file."""
         box = self._leaves[leaf].held.boxes[held]
         alone = Tile(box, (1,) * len(box.start), (held,))
         return FilePart(leaf, alone, self._leaves[leaf].tensor.dtype, 0, 0)
@@ -159,11 +159,11 @@ class HostValues:
             self.release()
 
     def wait_captured(self, timeout_seconds: float | None = None) -> bool:
-        """Waits until all that was left out by `capture` has been asked for and brought over."""
+        """Waits until all that `capture` left out is on the host."""
         return self._all_captured.wait(timeout_seconds)
 
     def release(self) -> None:
-        """Lets go of the arrays, and of whoever waits for them to be captured."""
+        """Drops the arrays, and ends `wait_captured`."""
         self._values = [_Nothing(value) for value in self._values]
         self._all_captured.set()
 
@@ -173,7 +173,7 @@ def _same(members: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
 
 
 class _Nothing:
-    """Stands for a value that was captured: not kept alive, and known to cost no more memory."""
+    """Replaces a captured value, which is no longer kept alive and costs no more memory."""
 
     def __init__(self, value: Any) -> None:
         self.dtype = value.dtype
@@ -187,7 +187,7 @@ def _on_host(array: jax.Array) -> bool:
 
 
 def _region(shard: jax.Array, box: Box, wanted: Box) -> jax.Array:
-    """What is wanted of a shard, copied on its device."""
+    """Return the wanted part of a shard, copied on its device."""
     common = box.intersect(wanted)
     assert common is not None
     start = np.subtract(common.start, box.start).astype(np.int32)

@@ -1,8 +1,8 @@
-"""Parts of new files as bytes: shards in memory, put into the order of the file.
+"""Turns shards in memory into the bytes of a part of a file.
 
-Where the shards' bytes already stand in that order they are written from where they are; otherwise
-rows of the tensor are put together in a staging buffer, a block at a time, whatever the tensor's
-size. Values are cast, and sub-byte elements packed, on the way.
+Shards whose bytes already are in the order of the file are written from where they are. Otherwise
+rows of the tensor are assembled in a staging buffer, a block at a time, whatever the tensor's size;
+values are cast, and sub-byte elements packed, on the way.
 """
 
 from __future__ import annotations

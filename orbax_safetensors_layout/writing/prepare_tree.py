@@ -1,4 +1,4 @@
-"""What the caller saves: the tree, parsed once into tensors, values and structure."""
+"""Parses the tree that is saved, once, into tensors, values and structure."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PreparedTree(NamedTuple):
 
         Raises:
             ValueError: The tree is an empty container.
-            SafetensorsLayoutError: Leaves that can not be saved, or two of one name; names all.
+            SafetensorsLayoutError: Leaves that cannot be saved, or two of one name; names all.
         """
         if mapping is not None:
             check_mapping(mapping)
@@ -108,7 +108,7 @@ class PreparedTree(NamedTuple):
     def plan(
         self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
     ) -> tuple[WritePlan, ScatterPlan | None]:
-        """What one process writes, and with a mapping what the files' tensors are made of.
+        """Plans what one process writes, and with a mapping what the files' tensors are made of.
 
         Args:
             mapping: What the leaves are made of; the files get the tensors that it takes.
@@ -146,7 +146,7 @@ class PreparedTree(NamedTuple):
         return plan, scattered
 
     def check_concrete(self) -> None:
-        """Refuses abstract and deleted arrays: a plan can be made of them, but nothing written.
+        """Raises for abstract and deleted arrays, which can be planned but not written.
 
         Raises:
             UnsupportedDtypeError: Leaves are abstract; names all.
@@ -208,7 +208,7 @@ class _Parser:
             return TensorLeaf(name)
 
     def _flaw(self, name: str, is_value: bool) -> str | None:
-        """Why a leaf can not have a name; that of a value stands in the manifest alone."""
+        """Return why a leaf cannot have a name; the name of a value is in the manifest alone."""
         if name in self._names:
             return "two leaves have one name"
         if is_value:
@@ -242,7 +242,7 @@ class _Parser:
         return TensorLeaf(name, kind, logical, number, impl)
 
     def _stored_as(self, value: Any, asked: Any) -> tuple[DType, str | None]:
-        """The dtype in the file, and the value's own if the file's does not say it."""
+        """Return the dtype in the file, and the value's own if the file does not record it."""
         dtype = np.dtype(value.dtype if asked is None else asked)
         if asked is None and self._dtype is not None and is_floating(dtype):
             dtype = self._dtype
@@ -259,7 +259,7 @@ def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
 
 
 def _check_kind(value: Any) -> None:
-    """Refuses what is no array, or has more to it than an array's values."""
+    """Raises for a value that is not an array, or is more than an array."""
     if isinstance(value, jax.core.Tracer):
         hint = "Save outside of functions that JAX transforms: jit, grad, vmap."
     elif isinstance(value, np.ma.MaskedArray):

@@ -1,4 +1,4 @@
-"""Runs a write plan: threads put shards into files, which appear under their names when complete.
+"""Executes a write plan: threads write shards into files, each visible when it is complete.
 
 The first failure stops everything: no further write starts, those in flight are waited for, the
 files that were begun are dropped, and the one error names file, tensor and cause.
@@ -51,7 +51,7 @@ class Values(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteStats:
-    """What a save did on this process.
+    """Statistics of a save on this process.
 
     Attributes:
         bytes_written: Bytes written to files, headers and pieces included.
@@ -143,7 +143,7 @@ class _PartWriter:
         return WriteStats(bytes_written=headers + self._total_bytes, files=len(self._plans))
 
     def _write_file(self, plan: FileWrite) -> Iterator[bool]:
-        """Submits a job of a file in each turn; False while the budget has no room for one."""
+        """Submits a job of a file in each turn; yields False while the budget has no room."""
         file = self._files.begin(plan)
         jobs = []
         for segments in self._segments(plan):
@@ -160,9 +160,9 @@ class _PartWriter:
             self._files.finish(name)
 
     def _segments(self, plan: FileWrite) -> Iterator[list[_Segment]]:
-        """What one job writes: a piece of a large part, or several small neighbours.
+        """Yields the segments of each job: a piece of a large part, or several small neighbours.
 
-        Nothing while the budget has no room; what has been given before is to be submitted then.
+        Yields an empty list while the budget has no room, for the caller to wait.
         """
         pending: list[_Segment] = []
         first = 0
@@ -226,7 +226,7 @@ class _PartWriter:
     def _batches(
         self, segments: Sequence[_Segment], durable: bool
     ) -> Iterator[tuple[int, list[ByteBuffer]]]:
-        """Offsets in the file, and what goes there; staged parts are put together here."""
+        """Yields offsets in the file and the bytes there; staged parts are assembled here."""
         if len(segments) == 1 and segments[0].source.staged:
             source, start, stop = segments[0]
             # What a core's cache holds, unless large writes go straight to the disk.
