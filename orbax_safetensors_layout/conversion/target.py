@@ -1,4 +1,4 @@
-"""The protocol of a conversion's target: leaves, regions that are written at once, a commit."""
+"""What a conversion makes: leaves, the regions that are written at once, and where they go."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Target(Protocol):
     leaves: Sequence[TargetLeaf]
 
     def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
-        """Return the regions of a leaf that are written at once; together all of it."""
+        """What is written of a leaf at once; together all of it."""
         ...
 
     def describe(self) -> object:
-        """Return what distinguishes targets of the same leaves, to be compared by `repr`."""
+        """All that tells this target from another of the same leaves, to be compared by `repr`."""
         ...
 
     def open(self, folder: str, process: int) -> TargetWriter:

@@ -55,6 +55,7 @@ class HostValues:
         ]
 
     def cut(self, part: FilePart, budget_bytes: int) -> Iterable[FilePart]:
+        """Return a part, or slabs of one that would hold more than a budget."""
         nbytes = self.held_bytes(part)
         captured = (part.leaf, part.tile.members) in self._captured
         if nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
@@ -70,6 +71,7 @@ class HostValues:
             start = stop
 
     def held_bytes(self, part: FilePart) -> int:
+        """Return the host memory of a part's members, beyond what arrays have on the host."""
         value = self._values[part.leaf]
         if isinstance(value, np.ndarray) and self._copies:
             return part.tile.box.size * int(value.dtype.itemsize)
@@ -79,6 +81,7 @@ class HostValues:
         return part.tile.box.size * (2 if value.dtype in SUB_BYTE else value.dtype.itemsize)
 
     def in_order(self, part: FilePart) -> bool:
+        """Whether each of a part's members is contiguous, as far as known beforehand."""
         value = self._values[part.leaf]
         if not isinstance(value, np.ndarray) or self._copies:
             return True
@@ -86,6 +89,7 @@ class HostValues:
         return all(value[boxes[n].slices].flags.c_contiguous for n in part.tile.members)
 
     def begin(self, part: FilePart) -> FetchShards:
+        """Begins to copy a part's members to the host; the result waits for them."""
         captured = self._captured.pop((part.leaf, part.tile.members), None)
         if captured is not None:
             return captured

@@ -11,9 +11,9 @@ import functools
 import itertools
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import MIB, Progress
@@ -22,31 +22,12 @@ from orbax_safetensors_layout.runtime import Bytes, ProgressReport, align, alloc
 from orbax_safetensors_layout.storage import ByteBuffer
 
 from .folder import CheckpointFolder
+from .host import HostValues
 from .open_files import OpenFile
-from .parts import FetchShards, PartBytes
+from .parts import PartBytes
 
 _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
-
-
-class Values(Protocol):
-    """The shards of this process, as numpy arrays on the host."""
-
-    def cut(self, part: FilePart, budget_bytes: int) -> Iterable[FilePart]:
-        """Return a part, or slabs of one that would hold more than a budget."""
-        ...
-
-    def held_bytes(self, part: FilePart) -> int:
-        """Host memory that a part's members take, beyond what the arrays have on the host."""
-        ...
-
-    def in_order(self, part: FilePart) -> bool:
-        """Whether each of a part's members is contiguous, as far as that is known beforehand."""
-        ...
-
-    def begin(self, part: FilePart) -> FetchShards:
-        """Begins to bring a part's members to the host; the result waits for them."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +55,7 @@ class WriteStats:
 def write_parts(
     folder: CheckpointFolder,
     plan: WritePlan,
-    values: Values,
+    values: HostValues,
     progress: Callable[[Progress], None] | None,
 ) -> WriteStats:
     """Writes what comes from this process's shards; files that need no more are completed.
@@ -105,7 +86,7 @@ class _PartWriter:
         self,
         folder: CheckpointFolder,
         plan: WritePlan,
-        values: Values,
+        values: HostValues,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._check = folder.check
