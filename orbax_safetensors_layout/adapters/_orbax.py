@@ -6,17 +6,26 @@ orbax whose name begins with an underscore.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.metadata
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import orbax.checkpoint.experimental.v1 as ocp
 from orbax.checkpoint import checkpoint_args
+from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.futures.future import CommitFuture
-from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+from orbax.checkpoint._src.futures.synchronization import (
+    HandlerAwaitableSignal,
+    OperationIdGenerator,
+)
 from orbax.checkpoint._src.handlers import composite_checkpoint_handler
 from orbax.checkpoint._src.metadata.tree import build_default_tree_metadata
-from orbax.checkpoint._src.path import atomicity
+from orbax.checkpoint._src.path import async_path, atomicity
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 from orbax.checkpoint.experimental.v1._src.handlers import registration, resolution
 from orbax.checkpoint.experimental.v1._src.handlers.registration import NoEntryError
@@ -42,6 +51,7 @@ from orbax.checkpoint.experimental.v1._src.layout.orbax_layout import (
     PYTREE_METADATA_FILE as ITEM_METADATA,
 )
 from orbax.checkpoint.experimental.v1._src.partial.saving import _PartialSavePyTree as PartialSave
+from orbax.checkpoint.experimental.v1._src.path import async_utils as path_async_utils
 from orbax.checkpoint.experimental.v1._src.saving import saving
 
 __all__ = [
@@ -51,9 +61,11 @@ __all__ = [
     "STEP_INDICATOR",
     "STEP_METADATA",
     "CommitFuture",
+    "FoldersBeingMade",
     "Hooks",
     "NoEntryError",
     "PartialSave",
+    "abandon_folders",
     "add_args",
     "count_as_data",
     "folders_being_made",
@@ -62,6 +74,7 @@ __all__ = [
     "get_safetensors_layout",
     "handlers_used",
     "layout_used",
+    "make_folder",
     "orbaxs_layout",
     "read_step_metadata",
     "register_args",
@@ -70,6 +83,7 @@ __all__ = [
     "tree_metadata",
     "typestr",
     "version",
+    "watch_folder_creation",
 ]
 
 read_step_metadata = orbax_layout.read_checkpoint_metadata
@@ -216,11 +230,87 @@ def _create_and_remember(*args: Any, **kwargs: Any) -> Any:
 atomicity.create_all_async = _create_and_remember
 
 
-def folders_being_made() -> Sequence[Any]:
-    """Futures of the folders that Orbax v0 is making in the background for the current operation.
+class FoldersBeingMade(NamedTuple):
+    """Futures of the folders that Orbax v0 is making in the background: a step's, its items'.
 
-    Handlers are told only when the folders are there: if one can not be made, they wait until
-    `coordination_timeout`, five minutes. Where Orbax makes none in the background it is empty, on
-    all processes; those that make none have futures that are done.
+    Orbax tells handlers only that the folders are there: if one cannot be made, they wait until
+    `coordination_timeout`, five minutes. On processes that make none, the futures are done.
     """
-    return tuple(_making.get(OperationIdGenerator.get_current_operation_id(), ()))
+
+    operation: str
+    futures: Sequence[Any]
+
+    def wait(self) -> None:
+        """Waits for them; if one cannot be made, lets threads end that wait for it.
+
+        Raises:
+            OSError: One cannot be made.
+        """
+        for number, made in enumerate(self.futures, 1):
+            try:
+                made.result()
+            except BaseException:
+                for waiting in self.futures[number:]:
+                    waiting.cancel()
+                future.set_signals(tuple(HandlerAwaitableSignal), operation_id=self.operation)
+                raise
+
+
+def folders_being_made() -> FoldersBeingMade | None:
+    """Those of the current operation; None, on all processes, where handlers need not wait."""
+    operation = OperationIdGenerator.get_current_operation_id()
+    futures = tuple(_making.get(operation, ()))
+    return FoldersBeingMade(operation, futures) if futures else None
+
+
+async def abandon_folders(directory: Any) -> None:
+    """Ends the making of folders for an item of Orbax v1 that cannot be saved.
+
+    If the program ends, or closes the checkpointer, while Orbax v0 makes them for
+    `training.Checkpointer`, a thread of Orbax waits for them for five minutes.
+
+    Args:
+        directory: The `PathAwaitingCreation` of the item.
+    """
+    making = folders_being_made()
+    if making is not None:
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(making.wait)
+    creation = getattr(getattr(directory, "_base_path", directory), "_awaitable", None)
+    if (
+        inspect.iscoroutine(creation)
+        and inspect.getcoroutinestate(creation) == inspect.CORO_CREATED
+    ):
+        creation.close()
+
+
+async def make_folder(path: Any) -> None:
+    """Makes a folder whose parent exists."""
+    await async_path.mkdir(path, parents=False, exist_ok=False)
+
+
+def watch_folder_creation(watch: Callable[[str, Sequence[Any], Sequence[str]], Any]) -> None:
+    """Has `folder_creation` watch the functions that make folders while processes wait.
+
+    Args:
+        watch: `WatchedFolders`, which are made of an operation, paths and subdirectories.
+    """
+    create_all, create_paths = atomicity.create_all, path_async_utils._create_paths
+
+    def create_all_watched(paths: Sequence[Any], **options: Any) -> Awaitable[None]:
+        if jax.process_count() == 1:
+            return create_all(paths, **options)
+        watched = watch(OperationIdGenerator.get_current_operation_id(), paths, ())
+        return watched.make(partial(create_all, watched.paths, **options))
+
+    def create_paths_watched(
+        path: Any, *, subdirectories: Any, operation_id: str, **options: Any
+    ) -> Awaitable[None]:
+        create = partial(create_paths, operation_id=operation_id, **options)
+        if jax.process_count() == 1:
+            return create(path, subdirectories=subdirectories)
+        watched = watch(operation_id, [path], subdirectories)
+        return watched.make(partial(create, watched.paths[0], subdirectories=()))
+
+    atomicity.create_all = create_all_watched
+    path_async_utils._create_paths = create_paths_watched

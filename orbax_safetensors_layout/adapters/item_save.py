@@ -19,6 +19,7 @@ from orbax_safetensors_layout.storage import open_storage
 
 from . import _orbax
 from .background import in_callers_context
+from .folder_creation import WatchedFolders
 
 _PathLike = str | os.PathLike[str]
 HINT = (
@@ -32,6 +33,8 @@ _ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type"
 # A part of what was saved is gone if the manifest is; see `remains`.
 _WITH_MANIFEST = _ITEM_METADATA | {MANIFEST: True}
 _POLL_SECONDS = 0.05
+
+_orbax.watch_folder_creation(WatchedFolders)
 
 
 class _Turn:
@@ -63,7 +66,7 @@ class ItemSave:
         mapping: What its leaves are made of, as for `osl.save`.
         custom: A JSON value to keep with it.
         dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
-        making: What `write` waits for until the folder is there, if it is not.
+        making: What `write` waits for; None if the folder is there when it is called.
 
     Raises:
         ValueError: The tree is an empty container.
@@ -80,7 +83,7 @@ class ItemSave:
         mapping: LeafMapping | None = None,
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
-        making: Sequence[Any] = (),
+        making: _orbax.FoldersBeingMade | None = None,
     ) -> None:
         self._retries = options.retries
         has_manifest = mapping is None or options.layout == "sharded"
@@ -135,12 +138,11 @@ class ItemSave:
 
     def _await_folder(self, folder: _PathLike) -> None:
         """Waits until Orbax has made the folder; where it cannot, all processes fail."""
-        if not self._making:
+        if self._making is None:
             return
         with self._group.together("making the folder"):
             try:
-                for made in self._making:
-                    made.result()
+                self._making.wait()
             except OSError as error:
                 raise StorageError(
                     "the folder cannot be made", file=os.fspath(folder), found=error

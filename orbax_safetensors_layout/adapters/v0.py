@@ -33,11 +33,9 @@ arguments and `item_metadata` work for that item, too.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -54,8 +52,6 @@ from .restore_args import abstract_tree_of
 from .save_args import leaf_dtypes
 from .strictness import load_item
 from .v1 import SafetensorsHandler, item_name
-
-_SETTLE_SECONDS = 10.0
 
 
 class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -122,9 +118,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         try:
             save = self._begin(directory, args, making)
         except BaseException:
-            await asyncio.to_thread(settle)
+            await _orbax.abandon_folders(directory)
             raise
-        commit = _commit(save, directory, at_once=bool(making))
+        commit = _commit(save, directory, at_once=making is not None)
         if not save.is_captured:
             await asyncio.to_thread(_wait_captured, save, commit)
         return [commit]
@@ -139,7 +135,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         _commit(self._begin(directory, args), directory).result()
 
     def _begin(
-        self, directory: os.PathLike[str], args: Any, making: Sequence[Any] = ()
+        self, directory: os.PathLike[str], args: Any, making: _orbax.FoldersBeingMade | None = None
     ) -> ItemSave:
         return ItemSave(
             directory,
@@ -219,22 +215,6 @@ def _commit(save: ItemSave, directory: os.PathLike[str], *, at_once: bool = Fals
     kind: Any = _orbax.CommitFuture if at_once else future.CommitFutureAwaitingContractedSignals
     found: future.Future = kind(write(), name="safetensors_save")
     return found
-
-
-def settle() -> None:
-    """Waits for the folders that Orbax is making for a save that has failed already.
-
-    If the program ends, or closes the checkpointer, in between, a thread of Orbax waits for them
-    until `coordination_timeout`, five minutes, and keeps the program from ending (orbax-checkpoint
-    0.12.6 and 0.12.8, with any handler).
-    """
-
-    async def nothing() -> None:
-        pass
-
-    made = future.CommitFutureAwaitingContractedSignals(nothing(), name="safetensors_settle")
-    with contextlib.suppress(Exception):
-        made.result(timeout=_SETTLE_SECONDS)
 
 
 def _wait_captured(save: ItemSave, commit: future.Future) -> None:

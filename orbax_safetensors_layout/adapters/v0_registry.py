@@ -12,11 +12,11 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
+from . import _orbax
 from .v0 import (
     SAVE_AND_RESTORE,
     SafetensorsCheckpointHandler,
     item_of,
-    settle,
 )
 
 _DEFAULT = "default"  # what Orbax calls the item of a manager without named items
@@ -86,7 +86,7 @@ def _watched(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[str,
         try:
             _report_unused(directory, names, ours.used_items)
         except BaseException:
-            await asyncio.to_thread(settle)
+            await _orbax.abandon_folders(directory)
             raise
         return await async_save(directory, *args, **kwargs)
 

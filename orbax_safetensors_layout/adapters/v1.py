@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import os
 from collections.abc import Awaitable
 from typing import Any, cast
@@ -81,19 +80,25 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             SafetensorsLayoutError: Leaves that can not be saved, or Orbax's context leaves out
                 some of the processes.
         """
-        _check_processes()
-        _note_use(directory.path)
-        save = ItemSave(
-            directory.path,
-            checkpointable,
-            settings.write_options_v1(self._own),
-            mapping=settings.current(self._own).mapping,
-            dtypes=storage_dtypes(checkpointable),
-        )
+        making = _orbax.folders_being_made()
+        try:
+            _check_processes()
+            _note_use(directory.path)
+            save = ItemSave(
+                directory.path,
+                checkpointable,
+                settings.write_options_v1(self._own),
+                mapping=settings.current(self._own).mapping,
+                dtypes=storage_dtypes(checkpointable),
+                making=making,
+            )
+        except BaseException:
+            await _orbax.abandon_folders(directory)
+            raise
         if save.is_captured:
-            return _write(save, directory)
+            return _write(save, directory, making)
         # More than the memory budget: the caller waits until files have taken up the rest.
-        return _finish(save.start(await directory.await_creation()))
+        return _finish(save.start(await _folder(directory, making)))
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
@@ -151,16 +156,6 @@ def _note_use(directory: str | os.PathLike[str]) -> None:
         used.add(item_name(directory))
 
 
-async def settle(directory: ocp.path.PathAwaitingCreation) -> None:
-    """Lets Orbax make the folders of a save that has failed before its background phase.
-
-    Nobody makes them otherwise, and a thread of Orbax that waits for them keeps the program from
-    ending for five minutes.
-    """
-    with contextlib.suppress(Exception):
-        await directory.await_creation()
-
-
 async def _holds_data(directory: ocp.path.Path) -> bool:
     return await in_background(is_safetensors_checkpoint, directory)
 
@@ -186,8 +181,19 @@ def _check_processes() -> None:
         )
 
 
-async def _write(save: ItemSave, directory: ocp.path.PathAwaitingCreation) -> None:
-    await in_background(save.write, await directory.await_creation())
+async def _folder(
+    directory: ocp.path.PathAwaitingCreation, making: _orbax.FoldersBeingMade | None
+) -> ocp.path.Path:
+    """The item's folder, which `ItemSave` waits for if it is being made."""
+    return await directory.await_creation() if making is None else directory.path
+
+
+async def _write(
+    save: ItemSave,
+    directory: ocp.path.PathAwaitingCreation,
+    making: _orbax.FoldersBeingMade | None,
+) -> None:
+    await in_background(save.write, await _folder(directory, making))
 
 
 async def _finish(writing: concurrent.futures.Future[None]) -> None:

@@ -12,7 +12,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 from . import _orbax
-from .v1 import SafetensorsHandler, item_name, settle
+from .v1 import SafetensorsHandler, item_name
 
 _ONCE_STATE = "pytree"
 
@@ -62,7 +62,7 @@ def _watched(handler: Any, names: tuple[str, ...]) -> Any:
         try:
             _report_unused(item_name(directory.path), names, used)
         except BaseException:
-            await settle(directory)
+            await _orbax.abandon_folders(directory)
             raise
         writing: Awaitable[None] = await handler.save(self, directory, checkpointable)
         return writing

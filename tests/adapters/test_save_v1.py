@@ -602,6 +602,36 @@ def test_a_program_whose_save_was_refused_ends(tmp_path):
     assert "never awaited" not in done.stderr
 
 
+@pytest.mark.parametrize("is_layout", [False, True], ids=["handler", "layout"])
+def test_a_program_whose_training_step_failed_ends(tmp_path, is_layout):
+    """Also where it is at its end before Orbax has made the folders of the step."""
+    program = """if True:
+        import logging, os, sys, time, numpy as np, orbax.checkpoint.experimental.v1 as ocp
+        import orbax_safetensors_layout as osl
+        mkdir = os.mkdir
+        def slow(path, *args, **kwargs):
+            time.sleep(1 if "orbax-checkpoint-tmp" in os.fspath(path) else 0)
+            mkdir(path, *args, **kwargs)
+        os.mkdir = slow
+        context = osl.context("state")
+        if sys.argv[2] == "True":
+            context = ocp.Context(checkpoint_layout=osl.SafetensorsLayout)
+        training = ocp.training.Checkpointer(sys.argv[1], context=context)
+        try:
+            training.save(0, {"w": np.arange(4), "bad": b"bytes"})
+        except osl.UnsupportedDtypeError:
+            print("refused", flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), str(is_layout)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.stdout == "refused\n"
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("names", [("state", "opt"), ("opt", "state")])
 def test_other_items_stay_orbaxs_beside_a_registered_one(tmp_path, names):
     trees = {name: state() for name in names} | {"data": Counter(3), "config": {"lr": "x"}}
