@@ -297,7 +297,7 @@ def watch_folder_creation(watch: Callable[[str, Sequence[Any], Sequence[str]], A
     """
     create_all, create_paths = atomicity.create_all, path_async_utils._create_paths
 
-    def create_all_watched(paths: Sequence[Any], **options: Any) -> Awaitable[None]:
+    def create_all_watched(paths: Sequence[Any], **options: Any) -> Any:
         if jax.process_count() == 1:
             return create_all(paths, **options)
         watched = watch(OperationIdGenerator.get_current_operation_id(), paths, ())
@@ -305,7 +305,7 @@ def watch_folder_creation(watch: Callable[[str, Sequence[Any], Sequence[str]], A
 
     def create_paths_watched(
         path: Any, *, subdirectories: Any, operation_id: str, **options: Any
-    ) -> Awaitable[None]:
+    ) -> Any:
         create = partial(create_paths, operation_id=operation_id, **options)
         if jax.process_count() == 1:
             return create(path, subdirectories=subdirectories)

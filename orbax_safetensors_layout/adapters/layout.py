@@ -16,19 +16,14 @@ It is a handler of Orbax v0, too: `ocp.Checkpointer(osl.SafetensorsLayout())`.
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
-import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.load import load, load_catalog
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.pytree import dotted_name
 
 from . import _orbax, settings, v1
 from .background import in_background
@@ -36,6 +31,7 @@ from .metadata import CheckpointMetadata
 from .remains import check_remains
 from .routing import LayoutOption, connect, handler_for_save
 from .settings import Settings
+from .strictness import open_item
 from .v0 import (
     SafetensorsCheckpointHandler,
     SafetensorsRestore,
@@ -177,7 +173,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         """
         found = await in_background(_locate, path, checkpointable_name)
         options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
-        opening = await in_background(_opening, found, abstract_state, mapping, options)
+        opening = await in_background(open_item, found, abstract_state, mapping, options)
         return in_background(
             load_catalog, opening, found, abstract_state, mapping=mapping, options=options
         )
@@ -337,27 +333,6 @@ def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
     raise ocp.errors.InvalidLayoutError(
         f"'{path}' does not hold {wanted}; it holds: {', '.join(names)}."
     )
-
-
-def _opening(
-    path: ocp.path.Path, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
-) -> Callable[[], Catalog]:
-    """How to get the catalog of a checkpoint whose headers are checked, those of what is wanted."""
-    check_remains(path)
-    opening = functools.partial(Catalog.open, path, retries=options.retries)
-    if options.replicated == "read_once" and jax.process_count() > 1:
-        return opening  # all processes have to learn together that one has failed
-    catalog = opening()
-    try:
-        names: Iterable[str] = catalog.names
-        if abstract is not None and mapping is None:
-            paths = jax.tree_util.tree_flatten_with_path(abstract)[0]
-            names = {dotted_name(path) for path, _ in paths}.intersection(names)
-        catalog.entries(names)
-    except BaseException:
-        catalog.close()
-        raise
-    return lambda: catalog
 
 
 def _why_not(path: ocp.path.Path) -> str:

@@ -23,6 +23,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from . import _orbax, settings
 from .background import in_background
 from .orbax_item import is_orbax_item
+from .remains import check_step
 from .settings import Settings
 from .v1 import SafetensorsHandler
 
@@ -168,12 +169,21 @@ def _own() -> Settings | None:
 
 
 async def _resolve_layout(original: Any, layout: Any, path: Any = None) -> Any:
-    if not isinstance(layout, LayoutOption):
+    is_ours = isinstance(layout, LayoutOption)
+    if path is not None and (is_ours or _has_handler()):
+        await in_background(check_step, path)
+    if not is_ours:
         return await original(layout, path)
     if path is not None and await in_background(_is_orbaxs, ocp.path.Path(path)):
         return await original(_Layouts.ORBAX, path)
     await original(_Layouts.SAFETENSORS, path)  # its checks of the path
     return lambda: layout.layout
+
+
+def _has_handler() -> bool:
+    """Whether an item of Orbax's context is registered for our handler."""
+    entries = _orbax.get_context().checkpointables.registry.get_all_entries()
+    return any(handler is SafetensorsHandler for handler, _ in entries)
 
 
 def _is_orbaxs(path: ocp.path.Path) -> bool:

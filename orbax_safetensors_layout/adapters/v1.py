@@ -31,11 +31,10 @@ from .background import in_background
 from .item_save import ItemSave
 from .metadata import CheckpointMetadata, StoredArrayMetadata
 from .orbax_item import is_orbax_item
-from .remains import check_remains
 from .restore_args import HostArray
 from .save_args import storage_dtypes
 from .settings import Settings
-from .strictness import load_item
+from .strictness import load_item, open_item
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _VALUES = (bool, int, float, str)
@@ -103,7 +102,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
     ) -> Awaitable[Any]:
-        """Loads the item; settings are taken here, reading is done when awaited.
+        """Loads the item; here settings are taken and headers checked, the rest when awaited.
 
         Args:
             directory: The item's folder; or an item in Orbax's own format, as a run's earlier steps
@@ -115,13 +114,18 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         if await in_background(is_orbax_item, directory):
             orbaxs: Any = ocp.handlers.PyTreeHandler()
             return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
-        await in_background(check_remains, directory)
+        options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
+        # Of what is raised later Orbax says that the handler is incompatible.
+        opening = await in_background(
+            open_item, directory, abstract_checkpointable, mapping, options
+        )
         return in_background(
             load_item,
             directory,
             abstract_checkpointable,
-            mapping=settings.current(self._own).mapping,
-            options=settings.read_options_v1(self._own),
+            opening=opening,
+            mapping=mapping,
+            options=options,
             partial=_orbax.get_context().pytree.loading.partial_load,
             switch="`context.pytree.loading.partial_load = True`",
         )

@@ -10,6 +10,7 @@ import gc
 import logging
 import operator
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -768,3 +769,76 @@ def test_what_a_partly_deleted_step_says(tmp_path):
         ):
             training.load(1)
         same(training.load(0), state())
+
+
+MANIFESTS = ("orbax_safetensors_layout.json", "manifest.ocdbt")  # ours, Orbax's
+DATA = ("*.safetensors", "d", "ocdbt.process_0")
+LEFT = {  # of a step by an interrupted deletion: what is gone, in any order
+    "no record of the step": ["_CHECKPOINT_METADATA"],
+    "no mark of success": ["commit_success.txt", "state/commit_success.txt"],
+    "no files of the step": ["*.txt", "_CHECKPOINT_METADATA"],
+    "no item": ["state"],
+    "an empty item": ["state/*"],
+    "the record of the step": ["state", "*.txt"],
+    "an empty step": ["*"],
+    "no metadata of the item": ["state/_METADATA"],
+    "no manifest": [f"state/{name}" for name in MANIFESTS],
+    "no data": [f"state/{name}" for name in DATA],
+    "the metadata of the item": [f"state/{name}" for name in (*MANIFESTS, *DATA, "*.txt")],
+    "the manifest": [f"state/{name}" for name in ("_METADATA", *DATA)],
+}
+
+
+def remove(step, patterns):
+    for path in [path for pattern in patterns for path in step.glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's own load
+@pytest.mark.parametrize("left", LEFT)
+def test_what_is_left_of_a_step_is_read_where_orbax_reads_its_own(tmp_path, left):
+    layout = functools.partial(layout_context, osl.SafetensorsLayout)
+    read = {}
+    for kind, make in {"orbax": ocp.Context, "handler": handler_context, "layout": layout}.items():
+        root = tmp_path / kind
+        with ocp.training.Checkpointer(root, context=make()) as training:
+            training.save(0, state())
+            training.save(1, state(1))
+        remove(root / "1", LEFT[left])
+        with ocp.training.Checkpointer(root, context=make()) as training:
+            assert training.latest.step == 1
+            for abstract in (None, state()):
+                error = None
+                try:
+                    same(training.load(None, abstract), state(1))
+                except Exception as problem:
+                    error = problem
+                read[kind] = error is None
+                if error is not None and kind != "orbax":
+                    assert isinstance(error, osl.SafetensorsLayoutError)
+                    assert re.search(f"{root / '1'}.*restore another step", str(error))
+            same(training.load(0), state())
+            training.save(2, state(2))
+            same(training.load(), state(2))
+    assert read["handler"] >= read["orbax"]
+    assert read["layout"] >= read["orbax"]
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_a_file_that_is_gone_is_no_incompatible_handler(tmp_path, has_manifest):
+    """Orbax names the handler only, where an error comes after a load has begun."""
+    mapping = None if has_manifest else osl.Mapping([osl.rule("{x}", osl.tensor("{x}"))])
+    tree = {"a": VALUES, "b": VALUES, "c": VALUES}
+    write = osl.WriteOptions(max_file_bytes=300)
+    with (
+        osl.using(write=write, mapping=mapping),
+        ocp.training.Checkpointer(tmp_path, context=handler_context()) as training,
+    ):
+        training.save(0, tree)
+        files = sorted((tmp_path / "0" / "state").glob("*.safetensors"))
+        assert len(files) == 3
+        for file in files:
+            file.unlink()
+            with pytest.raises(osl.SafetensorsLayoutError, match="0/state"):
+                training.load(0, tree)
