@@ -59,8 +59,12 @@ def check_remains(folder: str | os.PathLike[str]) -> None:
         )
 
 
-def check_step(folder: str | os.PathLike[str]) -> None:
-    """Refuses a step that Orbax lists and that holds no item of which a part is left.
+def check_step(folder: str | os.PathLike[str], *, has_layout: bool) -> None:
+    """Refuses a step that Orbax lists, and of which nothing is left that can be read.
+
+    Args:
+        folder: The step.
+        has_layout: Whether to check items, which otherwise a handler does.
 
     Raises:
         CheckpointNotFoundError: There is no item.
@@ -71,11 +75,11 @@ def check_step(folder: str | os.PathLike[str]) -> None:
         return
     children = list(path.iterdir())
     items = [child for child in children if child.is_dir() and child.name not in _orbax.RESERVED]
-    if any(is_safetensors_checkpoint(item) for item in items):
-        return
-    for item in items:
-        check_remains(item)
-    if not items and {child.name for child in children} <= _STEP_FILES:
+    if has_layout and not any(map(is_safetensors_checkpoint, items)):
+        for item in items:
+            check_remains(item)
+    is_step = bool(children) or path.name[-1:].isdigit()
+    if is_step and not items and {child.name for child in children} <= _STEP_FILES:
         raise CheckpointNotFoundError(
             "the step holds no item", file=path, found=_names(path), hint=_HINT
         )

@@ -171,7 +171,7 @@ def _own() -> Settings | None:
 async def _resolve_layout(original: Any, layout: Any, path: Any = None) -> Any:
     is_ours = isinstance(layout, LayoutOption)
     if path is not None and (is_ours or _has_handler()):
-        await in_background(check_step, path)
+        await in_background(check_step, path, has_layout=is_ours)
     if not is_ours:
         return await original(layout, path)
     if path is not None and await in_background(_is_orbaxs, ocp.path.Path(path)):
