@@ -39,7 +39,12 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.mapping import fingerprint
-from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
+from orbax_safetensors_layout.options import (
+    ConvertOptions,
+    ReadOptions,
+    WriteOptions,
+    given_or_default,
+)
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
@@ -150,7 +155,8 @@ def convert(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
         location = locate(_local_or_url(source), step=step, item=item)
-        opened = open_reader(location, options.memory_budget_bytes)
+        reading = ReadOptions(memory_budget_bytes=options.memory_budget_bytes)
+        opened = open_reader(location, reading)
         stack.callback(opened.close)
         kind = format or ("orbax" if opened.kind == "hf" else "hf")
         kept = _step_of(location) if step is not None and kind == "orbax" else None
@@ -207,7 +213,7 @@ def convert(
                 limits,
                 restart=restart,
                 arguments=(way, backwards, subtree),
-                reopen=lambda path: open_reader(locate(path), options.memory_budget_bytes),
+                reopen=lambda path: open_reader(locate(path), reading),
                 is_replaced=_is_replaced(folder),
             )
             resumed = conversion.run(

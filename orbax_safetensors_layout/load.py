@@ -1,14 +1,13 @@
-"""The load pipeline, top to bottom: catalog, wants, plan, read, assemble. Start here."""
+"""The load pipeline, top to bottom: catalog, abstract tree, plan, read, build. Start here."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,24 +15,22 @@ from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.mapping import Mapping
-from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
-from orbax_safetensors_layout.plan import LeafRead, MappedSource, ReadPlan, bind, plan_reads
+from orbax_safetensors_layout.options import ReadOptions, given_or_default
+from orbax_safetensors_layout.plan import ReadPlan, array_sources
 from orbax_safetensors_layout.pytree import AbstractTree, HostLeaf
 from orbax_safetensors_layout.reading import (
     LOADING,
     PLANNING,
+    ArrayReader,
+    ExchangeStep,
     LeafBuilder,
-    Materializer,
     ReadStats,
     ReplicaExchange,
     SavedMetadata,
     VerifyingReader,
     adopts,
-    check_booleans,
     fingerprint_of,
-    host_leaves,
     load_group,
-    read_leaves,
     resolve_leaves,
     steps_of,
 )
@@ -147,19 +144,15 @@ def load_catalog(
         frozen_heap(len(catalog.names)),
         _explicit_transfer(),
     ):
-        recorded = SavedMetadata(catalog)
-        tree = _wanted_tree(catalog, recorded, abstract, only, mapping, devices=True)
-        reader: RangeReader = catalog.storage
+        tree = _abstract_tree(catalog, abstract, only, mapping, devices=True)
+        storage: RangeReader = catalog.storage
         if options.verify:
-            reader = VerifyingReader.of(catalog.storage, catalog.path)
-        if tree is None:
-            group.barrier(PLANNING, agree=fingerprint_of((), ()))
-            values, stats = _read_host(catalog, reader, only, options)
-        else:
-            values, stats = _read_tree(catalog, reader, tree, mapping, options, group)
-        if isinstance(reader, VerifyingReader):
+            storage = VerifyingReader.of(catalog.storage, catalog.path)
+        options = _for_selection(options, only)
+        values, stats = _read_tree(catalog, storage, tree, mapping, options, group)
+        if isinstance(storage, VerifyingReader):
             with group.together(_VERIFYING):
-                reader.check()
+                storage.check()
         if isinstance(catalog.storage, LocalStorage):
             catalog.storage.check_current()
     _record(stats)
@@ -179,21 +172,10 @@ def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, Ten
         MappingError: The mapping does not fit the checkpoint.
     """
     with Catalog.open(path) as catalog:
-        if mapping is not None:
-            bound, entries = bind(catalog, mapping, None)
-            return {
-                name: _mapped_metadata(MappedSource(made, entries))
-                for name, made in bound.expressions.items()
-            }
         return {
-            name: TensorMetadata(entry.shape, entry.dtype.numpy, entry.file, entry.nbytes)
-            for name, entry in catalog.all_entries().items()
+            name: TensorMetadata(source.shape, source.dtype, source.file or "", source.nbytes)
+            for name, source in array_sources(catalog, mapping).items()
         }
-
-
-def _mapped_metadata(leaf: MappedSource) -> TensorMetadata:
-    nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
-    return TensorMetadata(leaf.shape, leaf.dtype, leaf.file or "", nbytes)
 
 
 def plan_load(
@@ -225,11 +207,9 @@ def plan_load(
     """
     options = given_or_default(options, ReadOptions)
     with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
-        recorded = SavedMetadata(catalog)
-        tree = _wanted_tree(catalog, recorded, abstract, only, mapping, devices=False)
-        if tree is None:
-            return _plans(catalog, [host_leaves(catalog, only)], options, adopt=True)[0]
+        tree = _abstract_tree(catalog, abstract, only, mapping, devices=False)
         shards = ProcessShards(process_index, process_count)
+        options = _for_selection(options, only)
         leaves = resolve_leaves(
             catalog,
             tree,
@@ -238,53 +218,33 @@ def plan_load(
             strict=options.strict,
             devices=False,
         )
-        nowhere = LeafBuilder(leaves).take
         steps = steps_of(catalog, leaves, shards, options)
-        reads = [Materializer(step.leaves, nowhere).reads for step in steps]
-        return ReadPlan.joined(_plans(catalog, reads, options, adopt=adopts(tree.wants)))
+        reader = _reader(catalog.storage, steps, options, adopt=adopts(tree.wants))
+        return ReadPlan.joined([reader.plan(step.reads) for step in steps])
 
 
-def _read_host(
-    catalog: Catalog, reader: RangeReader, only: str | Sequence[str] | None, options: ReadOptions
-) -> tuple[dict[str, np.ndarray], ReadStats]:
-    """Whole tensors as a flat dict of numpy arrays."""
-    leaves = host_leaves(catalog, only)
-    taker = _HostArrays(leaves)
-    (plan,) = _plans(catalog, [leaves], options, adopt=True)
-    with progress_callback(options.progress) as progress:
-        stats = _read(plan, reader, options, taker, progress)
-    return {leaf.name: taker.values[number] for number, leaf in enumerate(leaves)}, stats
+def _for_selection(options: ReadOptions, only: str | Sequence[str] | None) -> ReadOptions:
+    """The tensors that `only` leaves out are not unexpected."""
+    return options if only is None else dataclasses.replace(options, strict=False)
 
 
-class _HostArrays:
-    def __init__(self, leaves: Sequence[LeafRead]) -> None:
-        self._leaves = leaves
-        self.values: dict[int, np.ndarray] = {}
-
-    def deliver(self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-        leaf = self._leaves[number]
-        check_booleans(parts, file=leaf.file, name=leaf.name)
-        (self.values[number],) = parts
-
-    def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
-        out[...] = values
-
-
-def _wanted_tree(
+def _abstract_tree(
     catalog: Catalog,
-    recorded: SavedMetadata,
     abstract: Any,
     only: str | Sequence[str] | None,
     mapping: Mapping | None,
     *,
     devices: bool,
-) -> AbstractTree | None:
-    """What is wanted; None for a flat dict of tensors on the host."""
+) -> AbstractTree:
+    """The tree that is asked for, filled with what the checkpoint has recorded."""
+    recorded = SavedMetadata(catalog)
     if abstract is None and mapping is not None and only is None:
-        specs = bind(catalog, mapping, None)[0].specs()
-        return AbstractTree.parse({name: HostLeaf(*spec) for name, spec in specs.items()})
+        made = array_sources(catalog, mapping).items()
+        return AbstractTree.parse({name: HostLeaf(one.shape, one.dtype) for name, one in made})
     if abstract is None and mapping is None:
-        return recorded.tree() if only is None else None
+        saved = recorded.tree() if only is None else None
+        names = catalog.names if only is None else catalog.select(only)
+        return AbstractTree.of_tensors(names) if saved is None else saved
     if only is not None:
         raise ValueError(
             "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
@@ -296,13 +256,13 @@ def _wanted_tree(
 
 def _read_tree(
     catalog: Catalog,
-    reader: RangeReader,
+    storage: RangeReader,
     tree: AbstractTree,
     mapping: Mapping | None,
     options: ReadOptions,
     group: ProcessGroup,
 ) -> tuple[Any, ReadStats]:
-    """The wanted tree with its leaves filled."""
+    """The tree with values in place of its leaves."""
     shards = ProcessShards()
     leaves = resolve_leaves(
         catalog,
@@ -315,77 +275,40 @@ def _read_tree(
     values = LeafBuilder(leaves)
     exchange = ReplicaExchange(leaves, values, group)
     steps = steps_of(catalog, leaves, shards, options)
-    fillings = [Materializer(step.leaves, exchange.taker(step)) for step in steps]
-    reads = [filling.reads for filling in fillings]
-    plans = _plans(catalog, reads, options, adopt=adopts(tree.wants))
+    takers = [exchange.taker(step) for step in steps]
+    reader = _reader(storage, steps, options, adopt=adopts(tree.wants))
+    plans = [reader.plan(step.reads) for step in steps]
     group.barrier(PLANNING, agree=fingerprint_of(steps, leaves))
     stats = ReadStats()
     with progress_callback(options.progress) as progress:
         reports = consecutive(progress, [plan.needed_bytes for plan in plans])
-        for plan, filling, report in zip(plans, fillings, reports, strict=True):
+        for step, plan, take, report in zip(steps, plans, takers, reports, strict=True):
             with group.together(LOADING):
                 exchange.launch()  # what all have read in the step before
-                filling.begin()
                 check = functools.partial(group.check, LOADING)
-                stats += _read(plan, reader, options, filling, report, check)
+                stats += reader.run(step.reads, plan, take, progress=report, check=check)
         with group.together(LOADING):
             exchange.finish()
-    filled = values.values()
+    built = values.values()
     return tree.build(
         [
-            leaf if want is None else next(filled)
+            leaf if want is None else next(built)
             for leaf, want in zip(tree.leaves, tree.wants, strict=True)
         ]
     ), stats
 
 
-def _plans(
-    catalog: Catalog, steps: Sequence[Sequence[LeafRead]], options: ReadOptions, *, adopt: bool
-) -> list[ReadPlan]:
-    """Plans of reads that are made one step after the other."""
-    total_bytes = sum(leaf.needed_bytes for leaves in steps for leaf in leaves)
-    return [
-        plan_reads(
-            leaves,
-            profile=options.profile(catalog.storage.kind, total_bytes),
-            memory_budget_bytes=options.memory_budget_bytes,
-            adopt=adopt,
-            joins_gaps=options.replicated == "each",
-        )
-        for leaves in steps
-    ]
-
-
-class _Taker(Protocol):
-    """What takes values that are read."""
-
-    def deliver(
-        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
-    ) -> Callable[[], object] | None:
-        """Takes some boxes of a read."""
-        ...
-
-    def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
-        """Puts stored values of a read in their place, in the dtype that it wants."""
-        ...
-
-
-def _read(
-    plan: ReadPlan,
-    reader: RangeReader,
-    options: ReadOptions,
-    taker: _Taker,
-    progress: Callable[[Progress], None] | None,
-    check: Callable[[], None] = lambda: None,
-) -> ReadStats:
-    return read_leaves(
-        plan,
-        reader,
-        deliver=taker.deliver,
-        convert=taker.convert,
+def _reader(
+    storage: RangeReader, steps: Sequence[ExchangeStep], options: ReadOptions, *, adopt: bool
+) -> ArrayReader:
+    """The reader of all steps, which are run one after the other."""
+    return ArrayReader(
+        storage=storage,
+        profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
+        memory_budget_bytes=options.memory_budget_bytes,
+        adopt=adopt,
+        joins_gaps=options.replicated == "each",
         mmap=options.mmap,
-        progress=progress,
-        check=check,
     )
 
 

@@ -22,7 +22,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.mapping import TensorSpec
-from orbax_safetensors_layout.plan import bind
+from orbax_safetensors_layout.plan import array_sources
 from orbax_safetensors_layout.pytree import decode_treedef, prng
 from orbax_safetensors_layout.sharding import decode_sharding
 
@@ -97,7 +97,12 @@ class CheckpointMetadata:
                 catalog.metadata(),
                 max(written, default=None),
                 catalog.manifest(),
-                None if mapping is None else bind(catalog, mapping, None)[0].specs(),
+                None
+                if mapping is None
+                else {
+                    name: TensorSpec(source.shape, source.dtype)
+                    for name, source in array_sources(catalog, mapping).items()
+                },
             )
 
     @property

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_safetensors_layout.conversion import batches
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import TensorSpec
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
 
-from .array_reader import BLOCKS_IN_BUDGET, ArrayBox, ArrayReader
+from .checkpoint_arrays import BLOCKS_IN_BUDGET, ArrayBox, CheckpointArrays
 from .report import Finding
 
 _BLOCK_BYTES = 32 * MIB
@@ -35,8 +36,8 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    here: ArrayReader,
-    there: ArrayReader,
+    here: CheckpointArrays,
+    there: CheckpointArrays,
     *,
     options: ReadOptions,
     progress: Callable[[Progress], None] | None = None,
@@ -78,7 +79,7 @@ def compare(
 
 
 def check_readable(
-    side: ArrayReader,
+    side: CheckpointArrays,
     *,
     options: ReadOptions,
     progress: Callable[[Progress], None] | None = None,
@@ -104,7 +105,7 @@ def check_readable(
     return tuple(findings)
 
 
-def _unreadable(blocks: Sequence[ArrayBox], side: ArrayReader) -> list[Finding]:
+def _unreadable(blocks: Sequence[ArrayBox], side: CheckpointArrays) -> list[Finding]:
     """What can not be read of some blocks: together, and one by one where that fails."""
     try:
         side.read(blocks)
@@ -116,7 +117,7 @@ def _unreadable(blocks: Sequence[ArrayBox], side: ArrayReader) -> list[Finding]:
 
 
 def _batches(
-    names: Sequence[str], sides: Sequence[ArrayReader], options: ReadOptions
+    names: Sequence[str], sides: Sequence[CheckpointArrays], options: ReadOptions
 ) -> Iterator[list[ArrayBox]]:
     """Blocks of some arrays, as many at once as the memory budget allows.
 
@@ -129,8 +130,15 @@ def _batches(
         SafetensorsLayoutError: A chunk is too large for it.
     """
     most = max(1, options.memory_budget_bytes // BLOCKS_IN_BUDGET)
-    batch: list[ArrayBox] = []
-    held = 0
+    blocks = _blocks(names, sides, most)
+    return batches(
+        blocks, lambda block: _held_bytes([block], sides[0]), min(most, 8 * _BLOCK_BYTES)
+    )
+
+
+def _blocks(
+    names: Sequence[str], sides: Sequence[CheckpointArrays], most: int
+) -> Iterator[ArrayBox]:
     for name in names:
         side = max(sides, key=lambda side: side.chunk_bytes(name))
         if side.chunk_bytes(name) > most:
@@ -143,20 +151,12 @@ def _batches(
                 hint="Set memory_budget_bytes (--memory-budget-bytes) to "
                 f"{side.chunk_bytes(name) * BLOCKS_IN_BUDGET:,} or more.",
             )
-        itemsize = side.arrays[name].dtype.itemsize
         for box in side.blocks(name, min(most, _BLOCK_BYTES)):
-            size = box.size * itemsize
-            if batch and held + size > min(most, 8 * _BLOCK_BYTES):
-                yield batch
-                batch, held = [], 0
-            batch.append(ArrayBox(name, box))
-            held += size
-    if batch:
-        yield batch
+            yield ArrayBox(name, box)
 
 
 def _differing(
-    blocks: Sequence[ArrayBox], here: ArrayReader, there: ArrayReader
+    blocks: Sequence[ArrayBox], here: CheckpointArrays, there: CheckpointArrays
 ) -> Iterator[tuple[str, str]]:
     """Names of arrays of which blocks differ, and where; nothing stays in memory."""
     for block, ours, others in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
@@ -164,7 +164,7 @@ def _differing(
             yield block.name, _place(block.box, ours, others)
 
 
-def _held_bytes(blocks: Sequence[ArrayBox], side: ArrayReader) -> int:
+def _held_bytes(blocks: Sequence[ArrayBox], side: CheckpointArrays) -> int:
     return sum(block.box.size * side.arrays[block.name].dtype.itemsize for block in blocks)
 
 
@@ -176,20 +176,20 @@ def _kind(array: TensorSpec) -> str:
     return f"{array.dtype.name} {list(array.shape)}"
 
 
-def _names(here: ArrayReader, there: ArrayReader) -> Iterator[str]:
+def _names(here: CheckpointArrays, there: CheckpointArrays) -> Iterator[str]:
     for name in sorted(set(there.arrays) - set(here.arrays) - _scalars(there, here)):
         yield f"'{name}' is in the other checkpoint alone"
     for name in sorted(set(here.arrays) - set(there.arrays) - _scalars(here, there)):
         yield f"'{name}' is not in the other checkpoint"
 
 
-def _scalars(one: ArrayReader, other: ArrayReader) -> set[str]:
+def _scalars(one: CheckpointArrays, other: CheckpointArrays) -> set[str]:
     """Names of arrays without dimensions that stand in the other checkpoint as numbers."""
     numbers = other.values or {}
     return {name for name, array in one.arrays.items() if not array.shape and name in numbers}
 
 
-def _texts(one: ArrayReader, other: ArrayReader) -> Mapping[str, str] | None:
+def _texts(one: CheckpointArrays, other: CheckpointArrays) -> Mapping[str, str] | None:
     """What stands beside the arrays, and arrays that do so in the other checkpoint."""
     if one.values is None:
         return None

@@ -76,17 +76,17 @@ def verify(
                 return report
         else:
             report = Report(location.path, ())
-        from . import array_reader, compare
+        from . import checkpoint_arrays, compare
 
         if against is None:
             broken: list[StorageError] = []
-            with array_reader.opened(location, options, broken.append) as side:
+            with checkpoint_arrays.opened(location, options, broken.append) as side:
                 findings = (
                     *(Finding("array", str(error)) for error in broken),
                     *compare.check_readable(side, options=options, progress=progress),
                 )
                 return Report(location.path, findings, tensors=len(side.arrays))
-        with array_reader.both_opened(
+        with checkpoint_arrays.both_opened(
             location, resolve_checkpoint(against), options, mapping=mapping, subtree=subtree
         ) as (here, there):
             compared = compare.compare(here, there, options=options, progress=progress)

@@ -2,6 +2,7 @@
 
 from .checkpoint_reader import (
     CheckpointReader,
+    ReadableArrays,
     SafetensorsReader,
     SourceArray,
     arrays_of,
@@ -10,6 +11,5 @@ from .checkpoint_reader import (
 )
 from .consolidate import consolidate
 from .pipeline import Conversion, conversion_limits
-from .readable_arrays import LeafRegion, ReadableArrays, TargetLeaf
-from .target import FINISHED, Target
+from .target import FINISHED, LeafRegion, Target, TargetLeaf, batches
 from .target_tree import TargetArray, Topology, arrays_in, files_target, mapped_tree, plain_tree

@@ -1,27 +1,41 @@
-"""What is converted: a tree of arrays, of which regions can be read."""
+"""Checkpoints that are converted or compared: trees of arrays, of which regions can be read."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MissingTensorError
-from orbax_safetensors_layout.format import Manifest, TensorEntry, TensorKind, TensorLeaf, ValueLeaf
-from orbax_safetensors_layout.geometry import Box, row_blocks
-from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
-
-from .readable_arrays import (
-    LeafRegion,
-    ReadableArrays,
-    TargetLeaf,
-    read_regions,
+from orbax_safetensors_layout.format import (
+    PACKED,
+    Manifest,
+    TensorKind,
+    TensorLeaf,
+    ValueLeaf,
+    leaf_names,
 )
+from orbax_safetensors_layout.geometry import Box, row_blocks
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.options import PROFILES, ReadOptions
+from orbax_safetensors_layout.plan import (
+    ArrayRegion,
+    ArraySource,
+    MappedSource,
+    RegionReads,
+    StoredSource,
+    array_sources,
+)
+from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
+from orbax_safetensors_layout.reading import ArrayReader
+from orbax_safetensors_layout.storage import RangeReader
+
+from .target import LeafRegion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,11 +62,6 @@ class SourceArray:
     def nbytes(self) -> int:
         """Bytes of its values."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    @property
-    def leaf(self) -> TargetLeaf:
-        """The array as it is, as a leaf of a target."""
-        return TargetLeaf(self.name, self.shape, self.dtype, self.name)
 
 
 def rerooted(tree: Any, subtree: str | None) -> Any:
@@ -99,6 +108,55 @@ def values_of(tree: Any) -> dict[str, Any]:
     """What a source's tree holds besides arrays, by name."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {dotted_name(path): leaf for path, leaf in paths if not isinstance(leaf, SourceArray)}
+
+
+class ReadableArrays(NamedTuple):
+    """Arrays of a source of which any region can be read.
+
+    Attributes:
+        sources: The arrays by name.
+        storage: Reads their bytes.
+    """
+
+    sources: Mapping[str, StoredSource]
+    storage: RangeReader
+
+    def read(self, regions: Sequence[LeafRegion], memory_budget_bytes: int) -> list[np.ndarray]:
+        """Values of regions of leaves that are made of these arrays, in their order.
+
+        Args:
+            regions: The regions.
+            memory_budget_bytes: Host bytes that reads may hold besides the values.
+
+        Raises:
+            SafetensorsLayoutError: A read failed, or a value does not survive a cast.
+        """
+        return self._reader(memory_budget_bytes).read([*map(self._region, regions)])
+
+    def bytes_to_read(self, regions: Sequence[LeafRegion]) -> int:
+        """Bytes that it takes to read each of some regions by itself."""
+        total = 0
+        for region in regions:
+            reads = RegionReads([self._region(region)], region.nbytes)
+            total += self._reader(region.nbytes).plan(reads).cost().read_bytes
+        return total
+
+    def _reader(self, memory_budget_bytes: int) -> ArrayReader:
+        return ArrayReader(
+            storage=self.storage,
+            profile=PROFILES[self.storage.kind],
+            memory_budget_bytes=memory_budget_bytes,
+        )
+
+    def _region(self, region: LeafRegion) -> ArrayRegion:
+        leaf, box = region
+        source: ArraySource
+        if isinstance(leaf.made_of, str):
+            source = self.sources[leaf.made_of]
+        else:
+            entries = {name: source.entry for name, source in self.sources.items()}
+            source = MappedSource(leaf.made_of, entries)
+        return ArrayRegion.of_box(leaf.name, source, box, leaf.dtype)
 
 
 class CheckpointReader(Protocol):
@@ -154,71 +212,91 @@ class SafetensorsReader:
 
     Args:
         path: A folder or a file.
-        memory_budget_bytes: Host bytes that a read may hold besides its values.
+        options: How to read: memory, cost model, retries.
+        mapping: What makes the arrays of the tensors, in place of these.
+        is_flat: The tree is a flat dict by the names of the tensors, whatever was saved.
 
     Raises:
-        CheckpointNotFoundError: Nothing stands at `path`.
+        CheckpointNotFoundError: There is no checkpoint at `path`.
         FormatError: A file is malformed.
+        MappingError: The mapping does not fit.
     """
 
-    def __init__(self, path: str, memory_budget_bytes: int) -> None:
-        self._catalog = Catalog.open(path)
-        self._budget = memory_budget_bytes
+    def __init__(
+        self,
+        path: str,
+        options: ReadOptions,
+        *,
+        mapping: LeafMapping | None = None,
+        is_flat: bool = False,
+    ) -> None:
+        self._catalog = Catalog.open(path, retries=options.retries)
+        self._options = options
         self.path = self._catalog.path
-        self._entries: Mapping[str, TensorEntry] = self._catalog.all_entries()
-        manifest = self._catalog.manifest()
+        self._sources = array_sources(self._catalog, mapping)
+        manifest = None if mapping is not None else self._catalog.manifest()
         self.kind: str = self._catalog.layout
         self.is_recorded = manifest is not None and manifest.tree is not None
         self.metadata: Mapping[str, str] = self._catalog.metadata()
         self.custom = None if manifest is None else manifest.custom
-        self.tree = self._tree(manifest)
+        self.tree = self._tree(manifest, is_flat)
 
-    def _tree(self, manifest: Manifest | None) -> Any:
-        if manifest is None or manifest.tree is None:
-            return {name: self._array(TensorLeaf(name, "numpy")) for name in self._entries}
-        return decode_treedef(
-            manifest.tree,
-            lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf),
-        )
+    def _tree(self, manifest: Manifest | None, is_flat: bool) -> Any:
+        if manifest is not None and manifest.tree is not None and not is_flat:
+            return decode_treedef(
+                manifest.tree,
+                lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf),
+            )
+        saved = None if manifest is None else manifest.tree
+        named = () if saved is None else leaf_names(saved)
+        values = {name: leaf.value for name, leaf in named if isinstance(leaf, ValueLeaf)}
+        return values | {name: self._array(TensorLeaf(name, "numpy")) for name in self._sources}
 
     def _array(self, leaf: TensorLeaf) -> SourceArray:
-        entry = self._entries[leaf.tensor]
+        source = self._sources[leaf.tensor]
         return SourceArray(
-            leaf.tensor, leaf.tensor, entry.shape, entry.dtype.numpy, leaf.kind, leaf.key_impl
+            leaf.tensor, leaf.tensor, source.shape, source.dtype, leaf.kind, leaf.key_impl
         )
 
     def identity(self) -> str:
-        """Of all files their names, sizes and times, and of all headers what they say."""
         storage = self._catalog.storage
-        digest = hashlib.sha256(repr([*self._entries.values()]).encode())
+        entries = [source.entry for source in self._stored([*self._sources]).values()]
+        digest = hashlib.sha256(repr(entries).encode())
         for file in self._catalog.files:
             digest.update(repr((file, storage.size(file), storage.modified_seconds(file))).encode())
         return digest.hexdigest()
 
+    def _stored(self, names: Sequence[str]) -> dict[str, StoredSource]:
+        found = ((name, self._sources[name]) for name in names)
+        return {name: source for name, source in found if isinstance(source, StoredSource)}
+
     def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays:
-        """The files themselves."""
-        entries = {array.name: self._entries[array.stored] for array in arrays}
-        pieces = self._catalog if self._catalog.layout == "sharded" else None
-        return ReadableArrays(entries, self._catalog.storage, pieces)
+        stored = self._stored([array.stored for array in arrays])
+        sources = {array.name: stored[array.stored] for array in arrays}
+        return ReadableArrays(sources, self._catalog.storage)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
-        """Rows, which stand in the file one after the other."""
-        packed = self._entries[array.stored].dtype.packed
-        yield from row_blocks(array.shape, 8 * array.dtype.itemsize, most_bytes, 8 if packed else 1)
+        group = 8 if array.dtype in PACKED else 1  # whole bytes, where a file packs elements
+        return row_blocks(array.shape, 8 * array.dtype.itemsize, most_bytes, group)
 
     def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
-        """Some of the blocks."""
-        lease = self.lease([array for array, _ in wanted])
-        regions = [LeafRegion(array.leaf, box) for array, box in wanted]
-        return read_regions(lease, regions, memory_budget_bytes=self._budget)
+        storage, options = self._catalog.storage, self._options
+        reader = ArrayReader(
+            storage=storage,
+            profile=options.profile(storage.kind),
+            memory_budget_bytes=options.memory_budget_bytes,
+        )
+        regions = [
+            ArrayRegion.of_box(array.name, self._sources[array.stored], box, array.dtype)
+            for array, box in wanted
+        ]
+        return reader.read(regions)
 
     def chunk(self, array: SourceArray) -> None:
-        """Any elements can be read."""
+        return None
 
     def largest_chunk_bytes(self, array: SourceArray) -> int:
-        """Nothing but what is asked for."""
         return 0
 
     def close(self) -> None:
-        """Closes the files."""
         self._catalog.close()

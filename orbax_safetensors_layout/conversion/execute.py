@@ -16,23 +16,11 @@ from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.runtime import ProcessGroup as Processes
 from orbax_safetensors_layout.runtime import ProgressReport
 
-from .assembly import assembled
-from .checkpoint_reader import (
-    CheckpointReader,
-    SourceArray,
-    arrays_of,
-)
+from .checkpoint_reader import CheckpointReader, ReadableArrays, SourceArray, arrays_of
 from .groups import LeafGroup, shares
 from .journal import Journal
-from .readable_arrays import (
-    LeafRegion,
-    ReadableArrays,
-    TargetLeaf,
-    batches,
-    read_regions,
-)
-from .spool import staged
-from .target import Target, TargetWriter
+from .spool import assembled, staged
+from .target import LeafRegion, Target, TargetWriter, region_batches
 
 CONVERTING, VERIFYING = "converting", "verifying what was written"
 _IN_FLIGHT = 2  # blocks that are written while the next one is read
@@ -152,8 +140,8 @@ def _blocks(
 
 
 def _read(lease: ReadableArrays, group: LeafGroup, block_bytes: int) -> Blocks:
-    for regions in batches(group.regions, block_bytes):
-        yield regions, read_regions(lease, regions, memory_budget_bytes=block_bytes)
+    for regions in region_batches(group.regions, block_bytes):
+        yield regions, lease.read(regions, block_bytes)
 
 
 def digest(values: np.ndarray) -> str:
@@ -218,8 +206,8 @@ def verify_groups(
         processes.check(VERIFYING)
         digests: list[str] = []
         with _Pipeline(lambda _, values: [digest(value) for value in values]) as pipeline:
-            for regions in batches(group.regions, limits.block_bytes):
-                values = _read_back(finished, arrays, regions, limits)
+            for regions in region_batches(group.regions, limits.block_bytes):
+                values = finished.read([(arrays[leaf.name], box) for leaf, box in regions])
                 digests += pipeline.put(regions, values)
                 report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
             digests += pipeline.finish()
@@ -235,23 +223,3 @@ def verify_groups(
             hint="The disk or the memory of this machine may be failing; convert again with"
             " restart=True (--restart).",
         )
-
-
-def _read_back(
-    finished: CheckpointReader,
-    arrays: Mapping[str, SourceArray],
-    regions: Sequence[LeafRegion],
-    limits: ConversionLimits,
-) -> list[np.ndarray]:
-    names = dict.fromkeys(region.leaf.name for region in regions)
-    lease = finished.lease([arrays[name] for name in names])
-    if lease is None:
-        return finished.read([(arrays[leaf.name], box) for leaf, box in regions])
-    stored = [LeafRegion(_stored(arrays[leaf.name], lease), box) for leaf, box in regions]
-    return read_regions(lease, stored, memory_budget_bytes=limits.block_bytes)
-
-
-def _stored(array: SourceArray, lease: ReadableArrays) -> TargetLeaf:
-    """An array with the dtype that it has in the file."""
-    stored = lease.entries[array.name].dtype.numpy
-    return TargetLeaf(array.name, array.shape, stored, array.name)

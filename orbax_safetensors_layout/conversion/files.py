@@ -29,8 +29,7 @@ from orbax_safetensors_layout.storage import (
 )
 from orbax_safetensors_layout.writing import write_small_files
 
-from .readable_arrays import LeafRegion, TargetLeaf
-from .target import FINISHED
+from .target import FINISHED, LeafRegion, TargetLeaf
 
 
 class _Place(NamedTuple):

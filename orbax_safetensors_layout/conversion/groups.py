@@ -6,11 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .checkpoint_reader import CheckpointReader, SourceArray
-from .readable_arrays import (
-    LeafRegion,
-    TargetLeaf,
-    bytes_to_read,
-)
+from .target import LeafRegion, TargetLeaf
 
 _MOST_OVER_READ = 1.05  # bytes read for a byte needed, before arrays are rather read as a whole
 
@@ -125,7 +121,8 @@ def _is_staged(
     lease = source.lease(arrays)
     if lease is None or leaves > 1:
         return True
-    return lease.pieces is not None and not isinstance(regions[0].leaf.made_of, str)
+    is_mapped = not isinstance(regions[0].leaf.made_of, str)
+    return is_mapped and any(source.catalog is not None for source in lease.sources.values())
 
 
 def _is_over_read(
@@ -138,12 +135,12 @@ def _is_over_read(
     assert lease is not None
     leaf = regions[0].leaf
     key: object = leaf.name
-    if isinstance(leaf.made_of, str) and lease.pieces is None:
-        entry = lease.entries[leaf.made_of]
+    if isinstance(leaf.made_of, str) and lease.sources[leaf.made_of].catalog is None:
+        entry = lease.sources[leaf.made_of].entry
         key = entry.shape, entry.dtype.code, tuple(region.box for region in regions)
     if key not in known:
-        stored = sum(entry.stop - entry.start for entry in lease.entries.values())
-        known[key] = bytes_to_read(lease, regions) > _MOST_OVER_READ * stored
+        stored = sum(source.nbytes for source in lease.sources.values())
+        known[key] = lease.bytes_to_read(regions) > _MOST_OVER_READ * stored
     return known[key]
 
 

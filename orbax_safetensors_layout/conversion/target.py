@@ -1,16 +1,77 @@
-"""What a conversion makes: leaves, the regions that are written at once, and where they go."""
+"""Targets of conversions: their leaves, the regions that are written at once, and what does it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from .readable_arrays import LeafRegion, TargetLeaf
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import BoundExpr
+
+T = TypeVar("T")
 
 FINISHED = "finished"
 """The folder, in the conversion's own, that becomes the checkpoint."""
+
+
+class TargetLeaf(NamedTuple):
+    """One array of a target.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape.
+        dtype: Dtype of the values that the target takes.
+        made_of: The array of the source that it is, by name, or an expression over several.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    made_of: str | BoundExpr
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the source's arrays that it takes."""
+        return (self.made_of,) if isinstance(self.made_of, str) else self.made_of.sources()
+
+
+class LeafRegion(NamedTuple):
+    """A box of a leaf.
+
+    Attributes:
+        leaf: The leaf.
+        box: The box.
+    """
+
+    leaf: TargetLeaf
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.box.size * self.leaf.dtype.itemsize
+
+
+def batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Groups consecutive items of together up to `most_bytes`, or one that is larger."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        size = nbytes(item)
+        if batch and held + size > most_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size
+    if batch:
+        yield batch
+
+
+def region_batches(regions: Iterable[LeafRegion], most_bytes: int) -> Iterator[list[LeafRegion]]:
+    """Regions that are read together, up to so many bytes, or one."""
+    return batches(regions, lambda region: region.nbytes, most_bytes)
 
 
 class Target(Protocol):

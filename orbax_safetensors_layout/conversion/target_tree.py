@@ -37,7 +37,7 @@ from .checkpoint_reader import (
     arrays_of,
 )
 from .files import FilesTarget, values_dtype
-from .readable_arrays import TargetLeaf
+from .target import TargetLeaf
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 

@@ -1,6 +1,12 @@
 """Pure plans of reads and writes: printed and costed without touching a file or a device."""
 
-from .array_source import ArraySource, ComposedBlock, LeafPlan, MappedSource, StoredSource, bind
+from .array_source import (
+    ArraySource,
+    ComposedBlock,
+    MappedSource,
+    StoredSource,
+    array_sources,
+)
 from .axes import Axis
 from .bands import Bands, bands_of
 from .cluster import ClusterPlan, plan_cluster, plan_cluster_writes
@@ -12,8 +18,8 @@ from .exchange_rounds import ExchangeLimits, Fragment, Item, Round, SharedLeaf, 
 from .leaf_reads import LeafRead, TensorPiece
 from .mapped_writes import Contribution, ScatterPlan, plan_scatter
 from .reads import ReadPlan, plan_reads, read_bytes
+from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
-from .sources import sources_of
 from .tiles import TileLayout
 from .writes import (
     PIECES_FOLDER,

@@ -1,4 +1,7 @@
-"""Where a leaf's values come from: one tensor as it stands, or an expression of a mapping."""
+"""Where an array's values come from: a stored tensor, or an expression of a mapping over several.
+
+`array_sources` finds them in a catalog; `region_reads` plans the reads of boxes of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from orbax_safetensors_layout.geometry import Box, StridedRuns, Tile, row_major_
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     BoundExpr,
-    BoundMapping,
     Computed,
     ComputedPiece,
     FillPiece,
@@ -38,10 +40,10 @@ _MOST_SPLIT = 8  # a read straight into place is worth this many times as many p
 
 
 class ComposedBlock(NamedTuple):
-    """A part of a box that is put together from several arrays, after they have been read.
+    """A part of a box that is composed of several arrays, after they have been read.
 
     Attributes:
-        number: Number of the box among the leaf's local ones.
+        number: Number of the box among those of the region.
         whole: The box.
         box: The part of it.
         pieces: What it is made of.
@@ -56,7 +58,7 @@ class ComposedBlock(NamedTuple):
 
 
 class LeafPlan(NamedTuple):
-    """How some boxes of a leaf are read.
+    """How some boxes of an array are read.
 
     Attributes:
         read: Their read, where one is enough.
@@ -70,9 +72,15 @@ class LeafPlan(NamedTuple):
 
 
 class StoredSource(NamedTuple):
-    """A tensor as it stands."""
+    """A tensor as it is stored.
+
+    Attributes:
+        entry: The tensor.
+        catalog: What locates its pieces, if it is stored in pieces.
+    """
 
     entry: TensorEntry
+    catalog: Catalog | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,6 +93,11 @@ class StoredSource(NamedTuple):
         return self.entry.dtype.numpy
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in its file."""
+        return self.entry.nbytes
+
+    @property
     def file(self) -> str | None:
         """Its file."""
         return self.entry.file
@@ -95,13 +108,13 @@ class StoredSource(NamedTuple):
         return self.entry.file, self.entry.start
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """How many bytes lie between neighbours along each dimension of a box."""
+        """Bytes from one element to the next along each dimension of a box."""
         return _in_bytes(row_major_strides(self.shape), self.entry.dtype.bits)
 
     def plan(
-        self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int | None = None
+        self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
-        """How the leaf `name` is read from it."""
+        """Plans the read of boxes, as if the tensor were stored in one piece."""
         return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
 
@@ -127,6 +140,11 @@ class MappedSource(NamedTuple):
         return self.bound.dtype
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def file(self) -> str | None:
         """The file of the first tensor that it takes."""
         sources = self.bound.sources()
@@ -139,7 +157,7 @@ class MappedSource(NamedTuple):
         return min((self.entries[name].file, self.entries[name].start) for name in sources)
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """How many bytes lie between neighbours along each dimension of a box.
+        """Bytes from one element to the next along each dimension of a box.
 
         Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
         far away. None where nothing is read, or any part of the box takes all of the tensors.
@@ -161,18 +179,18 @@ class MappedSource(NamedTuple):
         return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
 
     def plan(
-        self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int | None = None
+        self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
-        """How the leaf `name` is read from its tensors.
+        """Plans the read of boxes.
 
-        Where all of it are elements of tensors, with the same operations on their values, or one
-        value, they are read straight into the leaf's shards.
+        Where all of them are elements of tensors, with the same operations on their values, or one
+        value, they are read straight into place.
 
         Args:
-            name: The leaf's name.
-            local: The boxes that are read.
-            dtype: The dtype that the leaf will have.
-            block_bytes: Bytes of the parts in which boxes are put together; None for whole boxes.
+            name: The array's name.
+            local: The boxes.
+            dtype: The dtype that the values will have.
+            block_bytes: Bytes of the parts in which other boxes are composed.
         """
         pieces = self._pieces([found.box for found in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
@@ -191,14 +209,14 @@ class MappedSource(NamedTuple):
         in_turn = [block for some in itertools.zip_longest(*blocks) for block in some if block]
         return LeafPlan(None, blocks=tuple(self._compose(name, *block) for block in in_turn))
 
-    def _parts(self, box: Box, most_bytes: int | None) -> Iterator[Box]:
+    def _parts(self, box: Box, most_bytes: int) -> Iterator[Box]:
         """A box in parts whose values, and what they are computed from, are of a bounded size.
 
         They are near together in the files. A function of whole arrays is called once.
         """
         nodes = self.bound.nodes()
         whole = any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in nodes)
-        if most_bytes is None or whole or box.size * self.dtype.itemsize <= most_bytes // 4:
+        if whole or box.size * self.dtype.itemsize <= most_bytes // 4:
             yield box
             return
         taken = sum(
@@ -313,25 +331,33 @@ def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
 ArraySource = StoredSource | MappedSource
 
 
-def bind(
-    catalog: Catalog, mapping: Mapping, leaves: Dict[str, tuple[int, ...] | None] | None
-) -> tuple[BoundMapping, dict[str, TensorEntry]]:
-    """A mapping bound to a checkpoint; only headers of files that it needs are fetched.
+def array_sources(
+    catalog: Catalog,
+    mapping: Mapping | None,
+    names: Dict[str, tuple[int, ...] | None] | None = None,
+) -> dict[str, ArraySource]:
+    """The arrays of a checkpoint, by name; only headers of files that are needed are fetched.
 
     Args:
         catalog: The checkpoint.
-        mapping: The mapping.
-        leaves: The wanted leaves' shapes, where they are known; None for all that there are.
+        mapping: What makes arrays of its tensors; None for the tensors themselves.
+        names: The arrays that are wanted, with their shapes where these are known; None for all.
 
     Raises:
+        MissingTensorError: There are no such tensors; names all.
         MappingError: The mapping does not fit.
         FormatError: A header is malformed.
     """
+    if mapping is None:
+        entries = catalog.entries(catalog.names if names is None else names)
+        in_pieces = catalog if catalog.layout == "sharded" else None
+        return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
-    entries = catalog.entries(mapping.needs(catalog.names, leaves))
+    entries = catalog.entries(mapping.needs(catalog.names, names))
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
     stored = _StoredEntries(entries, catalog)
-    return mapping.bind(TensorSpecs(shapes, catalog.names, stored.pieces), leaves), stored
+    bound = mapping.bind(TensorSpecs(shapes, catalog.names, stored.pieces), names)
+    return {name: MappedSource(made, stored) for name, made in bound.expressions.items()}
 
 
 class _StoredEntries(dict[str, TensorEntry]):

@@ -115,6 +115,17 @@ class AbstractTree(NamedTuple):
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)
         return cls([leaf for _, leaf in paths], wants, skipped, build)
 
+    @classmethod
+    def of_tensors(cls, names: Sequence[str]) -> AbstractTree:
+        """A flat dict of numpy arrays, as they are in the files."""
+        wants = [AbstractLeaf(name, None, None, None, None, None) for name in names]
+        build = functools.partial(_dict_of, names)
+        return cls([None] * len(names), [*wants], set(), build)
+
+
+def _dict_of(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
 
 def replicated_everywhere() -> NamedSharding:
     """Return the sharding of leaves that name none: every device holds everything."""

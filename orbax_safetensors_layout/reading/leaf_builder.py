@@ -1,8 +1,8 @@
-"""The values of wanted leaves, as they become known: arrays on devices, numpy arrays, scalars."""
+"""Builds leaves of finished boxes: arrays on devices, numpy arrays, scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,12 @@ from orbax_safetensors_layout.sharding import sharding_of
 
 from .assemble import Assembler
 from .decoding import check_booleans
-from .resolve import ResolvedLeaf, subject_of
-
-Wait = Callable[[], object]
+from .materialize import Wait
+from .resolve import ResolvedLeaf
 
 
 class LeafBuilder:
-    """What becomes of leaves whose boxes come in any order.
+    """Builds leaves whose boxes come in any order.
 
     Args:
         leaves: The leaves.
@@ -33,31 +32,44 @@ class LeafBuilder:
         self._shards: dict[int, dict[Any, jax.Array]] = {}
 
     def take(
-        self, leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
+        self, leaves: Sequence[ResolvedLeaf], boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
-        """Takes the values of some of a leaf's boxes.
+        """Takes the values of some boxes.
 
         Args:
-            leaf: The leaf.
-            boxes: Numbers of boxes among the leaf's local ones.
-            parts: Their values.
+            leaves: The leaves that have these values: one, or several that are tied.
+            boxes: Numbers of boxes among the leaves' own.
+            parts: Their values. Of tied leaves each numpy array is a copy, which may be written to.
 
         Returns:
             What waits until the values are on their devices.
         """
-        shape, placement = leaf.origin.shape, leaf.want.placement
-        check_booleans(parts, file=leaf.origin.file, name=leaf.name)
+        waits: list[Wait] = []
+        on_devices_first = sorted(leaves, key=lambda leaf: leaf.want.placement is None)
+        for number, leaf in enumerate(on_devices_first):
+            if number and leaf.want.placement is None:
+                parts = [part.copy() for part in parts]
+            wait = self._take(leaf, boxes, parts)
+            waits += [] if wait is None else [wait]
+        return (lambda: [wait() for wait in waits]) if waits else None
+
+    def _take(
+        self, leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Wait | None:
+        name, source, local, dtype, _ = leaf.region
+        shape, placement = source.shape, leaf.want.placement
+        check_booleans(parts, file=source.file, name=name)
         if placement is None:
             self._values[leaf.number] = _host_value(leaf, parts[0])
             return None
         by_box = dict(zip(boxes, parts, strict=True))
-        if len(by_box) == len(leaf.local.boxes):
+        if len(by_box) == len(local.boxes):
             in_order = [by_box[box] for box in range(len(by_box))]
-            array = self._assembler.array(shape, leaf.dtype, placement, leaf.local, in_order)
+            array = self._assembler.array(shape, dtype, placement, local, in_order)
             self._values[leaf.number] = array
             wait: Wait = array.block_until_ready
             return wait
-        some = self._assembler.shards(shape, placement, leaf.local, by_box)
+        some = self._assembler.shards(shape, placement, local, by_box)
         self.put(leaf, some)
         return lambda: [shard.block_until_ready() for shard in some.values()]
 
@@ -75,11 +87,11 @@ class LeafBuilder:
         if len(mine) == len(sharding_of(placement).addressable_devices):
             del self._shards[leaf.number]
             self._values[leaf.number] = self._assembler.join(
-                leaf.origin.shape, leaf.dtype, placement, mine
+                leaf.region.source.shape, leaf.region.dtype, placement, mine
             )
 
     def values(self) -> Iterator[Any]:
-        """The leaves' values, when all are there."""
+        """The values of the leaves, once all are complete."""
         for leaf, value in zip(self._leaves, self._values, strict=True):
             key_impl = leaf.want.key_impl
             yield value if key_impl is None else prng.wrap(value, key_impl)
@@ -90,4 +102,4 @@ def _host_value(leaf: ResolvedLeaf, value: np.ndarray) -> Any:
         return value
     if leaf.want.scalar is np.generic:
         return value[()]
-    return python_scalar(value, leaf.want.scalar, subject_of(leaf))
+    return python_scalar(value, leaf.want.scalar, leaf.region.subject)

@@ -1,4 +1,4 @@
-"""Leaves that several processes hold, read once: which process reads what, and how it is spread."""
+"""Reads once what several processes hold: who reads what, and how the others get it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from orbax_safetensors_layout.plan import (
     ExchangeLimits,
     Fragment,
     Item,
+    RegionReads,
     Round,
     SharedLeaf,
     Stage,
@@ -42,8 +43,8 @@ from orbax_safetensors_layout.sharding import (
 from ._jax import DistributedStore
 from .all_gather import Gathered, SendBuffer, stays_on_devices
 from .leaf_builder import LeafBuilder
-from .materialize import TakeBoxes, Wait, source_of
-from .resolve import PlannedLeaf, ResolvedLeaf, plan_leaves
+from .materialize import TakeBoxes, Wait
+from .resolve import ResolvedLeaf
 
 PLANNING, LOADING = "planning the load", "loading tensors"
 _ROUNDS_IN_BUDGET = 8
@@ -67,21 +68,23 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> ProcessGro
 
 
 class ExchangeStep(NamedTuple):
-    """What a process reads before something is spread.
+    """What a process reads before something is exchanged.
 
     Attributes:
-        leaves: What it reads.
-        stage: The rounds that spread it; none for what no other process needs.
+        leaves: The leaves of which it reads some boxes.
+        reads: The reads of these boxes.
+        stage: The rounds that exchange them; none for what no other process needs.
     """
 
-    leaves: list[PlannedLeaf]
+    leaves: list[ResolvedLeaf]
+    reads: RegionReads
     stage: Stage
 
 
 def steps_of(
     catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
 ) -> list[ExchangeStep]:
-    """What a process reads, in order; what no other process needs comes last.
+    """Divides what a process reads into steps; what no other process needs comes last.
 
     Args:
         catalog: The checkpoint.
@@ -100,23 +103,27 @@ def steps_of(
         sharing = _Sharing(shards, limits, has_bands=catalog.layout == "hf")
         stages = plan_exchange(filter(None, map(sharing.leaf, _tied(leaves))), limits)
     index, budget = shards.process_index, options.memory_budget_bytes
-    local_boxes = functools.lru_cache(None)(_local_boxes)
+    shared_boxes = functools.lru_cache(None)(_shared_boxes)
     steps = []
     for stage in stages:
         boxes: dict[int, list[Box]] = {}
         for one in stage:
             for fragment in one.fragments(index):
                 boxes.setdefault(fragment.leaf, []).append(fragment.box)
-        portions = [(leaves[n], local_boxes(tuple(found))) for n, found in boxes.items()]
-        steps.append(ExchangeStep(plan_leaves(catalog, portions, budget), stage))
-    spread = {item.leaf for stage in stages for item in _items(stage)}
+        regions = [
+            leaves[n].region._replace(local=shared_boxes(tuple(some))) for n, some in boxes.items()
+        ]
+        reads = RegionReads(regions, budget)
+        steps.append(ExchangeStep([leaves[n] for n in boxes], reads, stage))
+    exchanged = {item.leaf for stage in stages for item in _items(stage)}
     private = [
-        (leaf, leaf.local) for leaf in leaves if leaf.number not in spread or not leaf.local.boxes
+        leaf for leaf in leaves if leaf.number not in exchanged or not leaf.region.local.boxes
     ]
-    return [*steps, ExchangeStep(plan_leaves(catalog, private, budget), ())]
+    reads = RegionReads([leaf.region for leaf in private], budget)
+    return [*steps, ExchangeStep(private, reads, ())]
 
 
-def _local_boxes(boxes: tuple[Box, ...]) -> AddressableShards:
+def _shared_boxes(boxes: tuple[Box, ...]) -> AddressableShards:
     return AddressableShards(boxes, (False,) * len(boxes))
 
 
@@ -128,7 +135,8 @@ def _tied(leaves: Iterable[ResolvedLeaf]) -> list[list[ResolvedLeaf]]:
     """Leaves with those that have the same values in the same places."""
     found: dict[object, list[ResolvedLeaf]] = {}
     for leaf in leaves:
-        found.setdefault((source_of(leaf), leaf.want.placement), []).append(leaf)
+        values = leaf.region.values_key or leaf.number
+        found.setdefault((values, leaf.want.placement), []).append(leaf)
     return [*found.values()]
 
 
@@ -151,26 +159,27 @@ class _Sharing:
     def leaf(self, tied: Sequence[ResolvedLeaf]) -> SharedLeaf | None:
         """The first of some tied leaves; None where each process reads what it needs."""
         leaf, *others = tied
-        placement, origin = leaf.want.placement, leaf.origin
-        if placement is None or 0 in origin.shape:
+        placement, source, dtype = leaf.want.placement, leaf.region.source, leaf.region.dtype
+        if placement is None or 0 in source.shape:
             return None
-        replicas = self._shards.replicas(sharding_of(placement), origin.shape)
+        replicas = self._shards.replicas(sharding_of(placement), source.shape)
         if replicas is None:
             return None
-        strides = origin.strides(replicas.boxes[0])
+        strides = source.strides(replicas.boxes[0])
         if strides is None:
             return None
         is_plain = isinstance(placement, Sharding) and _is_default_memory(placement)
-        is_direct = is_plain and stays_on_devices(leaf.dtype)
+        is_direct = is_plain and stays_on_devices(dtype)
         axes: tuple[int, ...] = ()
-        bands = self._bands_of(replicas, origin.shape, strides, leaf.dtype.itemsize, is_direct)
+        bands = self._bands_of(replicas, source.shape, strides, dtype.itemsize, is_direct)
         if bands is not None:
             replicas, axes = bands
         elif not replicas.grid.is_shared:
             return None
         again = tuple(other.number for other in others)
-        place = origin.place
-        return SharedLeaf(leaf.number, replicas, leaf.dtype, is_direct, place, strides, axes, again)
+        return SharedLeaf(
+            leaf.number, replicas, dtype, is_direct, source.place, strides, axes, again
+        )
 
     def _bands_of(
         self,
@@ -220,7 +229,7 @@ def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]
             kind = one.shape, one.dtype.name, one.axis, one.is_packed, one.is_direct, one.cut_axes
             tell((number(one.grid), kind))
             for lane in one.lanes:
-                tell([(leaves[n].name, number(boxes), offset) for n, boxes, offset in lane])
+                tell([(leaves[n].region.name, number(boxes), offset) for n, boxes, offset in lane])
     return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
@@ -261,15 +270,16 @@ class ReplicaExchange:
                 fragments.setdefault(fragment.leaf, (slots, []))[1].append(fragment)
 
         def keep(
-            leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
+            numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]
         ) -> Wait | None:
-            return self._values.take(leaf, boxes, parts)
+            return self._values.take([step.leaves[n] for n in numbers], boxes, parts)
 
-        def give(leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-            slots, of_leaf = fragments[leaf.number]
-            for box, values in zip(boxes, parts, strict=True):
-                _, _, row, column, offset = of_leaf[box]
-                slots.put(row, column, offset, values)
+        def give(numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+            for number in numbers:
+                slots, of_leaf = fragments[step.leaves[number].number]
+                for box, values in zip(boxes, parts, strict=True):
+                    _, _, row, column, offset = of_leaf[box]
+                    slots.put(row, column, offset, values)
 
         return give if step.stage else keep
 
@@ -313,18 +323,19 @@ class ReplicaExchange:
 
     def _take(self, item: Item, lanes: dict[int, np.ndarray]) -> None:
         leaf = self._leaves[item.leaf]
+        dtype = leaf.region.dtype
         numbers, parts = [], []
         for row, data in lanes.items():
             whole = item.boxes[row]
-            nbytes = whole.size * leaf.dtype.itemsize
+            nbytes = whole.size * dtype.itemsize
             flat = data.reshape(-1)[item.offset : item.offset + nbytes]
-            values = flat.view(leaf.dtype).reshape(whole.shape)
-            for number, box in enumerate(leaf.local.boxes):
+            values = flat.view(dtype).reshape(whole.shape)
+            for number, box in enumerate(leaf.region.local.boxes):
                 if whole.contains(box):
                     numbers.append(number)
                     at: tuple[Any, ...] = (*box.within(whole).slices, ...)
                     parts.append(values[at])
-        self._values.take(leaf, numbers, parts)
+        self._values.take([leaf], numbers, parts)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""From what is wanted to what is read: the leaves of a tree and the tensors of a checkpoint."""
+"""Resolves the leaves of an abstract tree to the arrays of a checkpoint."""
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,18 +18,8 @@ from orbax_safetensors_layout.errors import (
     ShapeMismatchError,
     UnexpectedTensorError,
 )
-from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.mapping import Mapping, Subject, check_castable, check_mapping
-from orbax_safetensors_layout.options import KIB, MIB
-from orbax_safetensors_layout.plan import (
-    ArraySource,
-    LeafPlan,
-    LeafRead,
-    MappedSource,
-    StoredSource,
-    bind,
-    sources_of,
-)
+from orbax_safetensors_layout.mapping import Mapping, check_castable, check_mapping
+from orbax_safetensors_layout.plan import ArrayRegion, ArraySource, array_sources
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
@@ -42,98 +31,29 @@ from orbax_safetensors_layout.sharding import (
 
 from .assemble import jax_holds
 
-_BLOCKS_IN_BUDGET = 4  # of all boxes of a leaf: some are read while others are computed
-_MOST_BLOCK_BYTES = 8 * MIB
-_LEAST_BLOCK_BYTES = 4 * KIB
 _MAX_RANK = 64  # numpy's, which is asked itself about larger ones
 
 
-class Fidelity(enum.Enum):
-    """What a cast of a value whose dtype is not the file's has to keep."""
-
-    ROUND = "round"  # the caller asked for it
-    EXACT = "exact"  # JAX imposes it: every value must survive
-
-
 class _Fit(NamedTuple):
-    """How stored values become a wanted leaf.
+    """What leaves of one shape, dtype and placement have in common; see `ArrayRegion`."""
 
-    Attributes:
-        dtype: The dtype that the leaf will have.
-        cast: What a cast to it has to keep.
-        local: The boxes of the process.
-    """
-
-    dtype: np.dtype
-    cast: Fidelity
     local: AddressableShards
+    dtype: np.dtype
+    is_exact: bool
 
 
 class ResolvedLeaf(NamedTuple):
-    """A wanted leaf and what it is made of.
+    """A leaf of an abstract tree, and the array of the checkpoint that it is.
 
     Attributes:
         number: Its number among the wanted leaves of the tree.
-        want: What is wanted.
-        name: The tensor, or the leaf of the mapping, that it is.
-        origin: Where its values come from.
-        dtype: The dtype that it will have.
-        cast: What a cast to it has to keep.
-        local: The boxes of it that this process needs.
+        want: What the caller wants.
+        region: What is read: the boxes of this process. A cast that JAX imposes is exact.
     """
 
     number: int
     want: AbstractLeaf
-    name: str
-    origin: ArraySource
-    dtype: np.dtype
-    cast: Fidelity
-    local: AddressableShards
-
-
-class PlannedLeaf(NamedTuple):
-    """Boxes of a wanted leaf, and how this process reads them.
-
-    Attributes:
-        leaf: The leaf.
-        plan: The read of some of its boxes.
-    """
-
-    leaf: ResolvedLeaf
-    plan: LeafPlan
-
-
-def subject_of(leaf: ResolvedLeaf) -> Subject:
-    """What is cast, for errors."""
-    return Subject(leaf.name, leaf.origin.file, leaf.origin.dtype)
-
-
-def host_leaves(catalog: Catalog, only: str | Sequence[str] | None) -> list[LeafRead]:
-    """Whole tensors on the host."""
-    entries = catalog.all_entries() if only is None else catalog.entries(catalog.select(only))
-    for entry in entries.values():
-        try:
-            _check_holdable(entry.shape, entry.dtype.numpy)
-        except ShapeMismatchError as problem:
-            problem.file, problem.tensor = entry.file, entry.name
-            raise
-    leaves = [
-        LeafRead.plain(name, entry, AddressableShards.whole(entry.shape), entry.dtype.numpy)
-        for name, entry in entries.items()
-    ]
-    return _from_pieces(catalog, leaves)
-
-
-def _from_pieces(catalog: Catalog, leaves: list[LeafRead]) -> list[LeafRead]:
-    """The leaves as they are stored, where that is in pieces."""
-    if catalog.layout == "hf":  # 60,000 leaves: a second of work for nothing
-        return leaves
-    boxes: dict[str, tuple[Box, ...]] = {}
-    for leaf in leaves:
-        known = boxes.get(leaf.name, ())
-        boxes[leaf.name] = known + tuple(box for box in leaf.local.boxes if box not in known)
-    found = catalog.locate(boxes)
-    return [leaf._replace(sources=sources_of(found[leaf.name])) for leaf in leaves]
+    region: ArrayRegion
 
 
 def adopts(wants: Iterable[AbstractLeaf | None]) -> bool:
@@ -159,96 +79,70 @@ def resolve_leaves(
     strict: bool,
     devices: bool,
 ) -> list[ResolvedLeaf]:
-    """The leaves of a wanted tree, matched to what the checkpoint has.
+    """Resolves the leaves of an abstract tree to arrays of a checkpoint.
 
     Args:
         catalog: The checkpoint.
-        tree: What is wanted.
+        tree: The abstract tree.
         shards: Whose shards.
-        mapping: What leaves are made of; None: each is the tensor of its name.
+        mapping: What makes the leaves; None where each is the tensor of its name.
         strict: Refuse tensors that the tree does not name.
         devices: Refuse shardings without devices.
     """
     wants = [want for want in tree.wants if want is not None]
     catalog.prefer(shards.process_index)
     if mapping is None:
-        names, origins = _plain_origins(catalog, wants)
+        names = [_tensor_name(catalog, want) for want in wants]
+        sources = _tensors(catalog, names)
         if strict:
             _refuse_unexpected(catalog, names, tree)
     else:
-        names, origins = _mapped_origins(catalog, mapping, tree)
+        names = [want.unboxed or want.name for want in wants]
+        sources = _mapped(catalog, mapping, tree, names)
     problems: list[MismatchError] = []
     leaves: list[ResolvedLeaf] = []
-    fits: dict[tuple[object, ...], _Fit] = {}  # leaves that are alike fit alike
-    for want, name, origin in zip(wants, names, origins, strict=True):
-        shape, stored = origin.shape, origin.dtype
+    fits: dict[tuple[object, ...], _Fit] = {}
+    for want, name in zip(wants, names, strict=True):
+        source = sources[name]
+        shape, stored = source.shape, source.dtype
         wanted = want.dtype or stored
         key = (shape, stored, want.shape, wanted, want.placement)
         fit = fits.get(key)
         if fit is None:
             try:
-                _check_shape(want, origin)
+                _check_shape(want, source)
                 check_placeable(want, devices)
                 dtype = wanted if want.placement is None else jax_dtype(wanted, want.placement)
                 check_castable(stored, dtype)
-                cast = Fidelity.ROUND if dtype == wanted else Fidelity.EXACT
-                fit = fits[key] = _Fit(dtype, cast, _local_boxes(want, shape, shards))
+                local = _local_boxes(want, shape, shards)
+                fit = fits[key] = _Fit(local, dtype, is_exact=dtype != wanted)
             except MismatchError as problem:
-                problem.file, problem.tensor = origin.file, want.name
+                problem.file, problem.tensor = source.file, want.name
                 problems.append(problem)
                 continue
-        leaves.append(ResolvedLeaf(len(leaves), want, name, origin, *fit))
+        leaves.append(ResolvedLeaf(len(leaves), want, ArrayRegion(name, source, *fit)))
     if problems:
         raise MismatchError.collect(problems)
     return leaves
 
 
-def plan_leaves(
-    catalog: Catalog,
-    portions: Sequence[tuple[ResolvedLeaf, AddressableShards]],
-    memory_budget_bytes: int,
-) -> list[PlannedLeaf]:
-    """How boxes of leaves are read.
-
-    Args:
-        catalog: The checkpoint.
-        portions: Leaves, and the boxes of each that the process reads.
-        memory_budget_bytes: Bound on what is held beyond the arrays.
-    """
-    plans = []
-    for leaf, boxes in portions:
-        at_once = memory_budget_bytes // (_BLOCKS_IN_BUDGET * max(1, len(boxes.boxes)))
-        block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_once))
-        plans.append(leaf.origin.plan(leaf.name, boxes, leaf.dtype, block_bytes))
-    if all(isinstance(leaf.origin, StoredSource) for leaf, _ in portions):
-        found = _from_pieces(catalog, [plan.read for plan in plans if plan.read is not None])
-        plans = [plan._replace(read=read) for plan, read in zip(plans, found, strict=True)]
-    return [PlannedLeaf(leaf, plan) for (leaf, _), plan in zip(portions, plans, strict=True)]
-
-
-def _plain_origins(
-    catalog: Catalog, wants: Sequence[AbstractLeaf]
-) -> tuple[list[str], list[ArraySource]]:
-    names = [_tensor_name(catalog, want) for want in wants]
+def _tensors(catalog: Catalog, names: Sequence[str]) -> dict[str, ArraySource]:
     try:
-        entries = catalog.entries(names)
+        return array_sources(catalog, None, dict.fromkeys(names))
     except MissingTensorError as error:
         if names == [""]:
             error.hint = "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
         raise
-    return names, [StoredSource(entries[name]) for name in names]
 
 
-def _mapped_origins(
-    catalog: Catalog, mapping: Mapping, tree: AbstractTree
-) -> tuple[list[str], list[ArraySource]]:
-    wants = [want for want in tree.wants if want is not None]
-    names = [want.unboxed or want.name for want in wants]
+def _mapped(
+    catalog: Catalog, mapping: Mapping, tree: AbstractTree, names: Sequence[str]
+) -> dict[str, ArraySource]:
+    wants = (want for want in tree.wants if want is not None)
     shapes = {name: want.shape for name, want in zip(names, wants, strict=True)}
     check_mapping(mapping)
     skipped = _skipped_leaves(mapping.leaf_names(catalog.names), tree) if tree.skipped else ()
-    bound, entries = bind(catalog, mapping, {**dict.fromkeys(skipped), **shapes})
-    return names, [MappedSource(bound.expressions[name], entries) for name in names]
+    return array_sources(catalog, mapping, {**dict.fromkeys(skipped), **shapes})
 
 
 def _skipped_leaves(leaves: Iterable[str], tree: AbstractTree) -> Iterator[str]:
@@ -257,15 +151,15 @@ def _skipped_leaves(leaves: Iterable[str], tree: AbstractTree) -> Iterator[str]:
     return (leaf for leaf in leaves if leaf in tree.skipped or leaf.startswith(below))
 
 
-def _check_shape(want: AbstractLeaf, origin: ArraySource) -> None:
-    shape = origin.shape
+def _check_shape(want: AbstractLeaf, source: ArraySource) -> None:
+    shape = source.shape
     if want.shape is not None and want.shape != shape:
         raise ShapeMismatchError(
             "Shape mismatch",
             expected=f"{want.shape} (the abstract tree)",
             found=f"{shape} (the file)",
         )
-    _check_holdable(shape, origin.dtype)
+    _check_holdable(shape, source.dtype)
 
 
 def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:

@@ -11,10 +11,9 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan import LeafRead, WritePlan, plan_reads, sources_of
-from orbax_safetensors_layout.reading import read_leaves
+from orbax_safetensors_layout.plan import ArrayRegion, RegionReads, WritePlan, array_sources
+from orbax_safetensors_layout.reading import ArrayReader
 from orbax_safetensors_layout.runtime import ProgressReport
-from orbax_safetensors_layout.sharding import AddressableShards
 
 from .folder import CheckpointFolder
 from .open_files import FileSet, OpenFile
@@ -24,48 +23,41 @@ _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20
 _GROUP = 8  # packed elements of a block fill whole bytes
 
-Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
-
-
-def piece_region(pieces: Catalog, name: str, box: Box, dtype: np.dtype | None = None) -> LeafRead:
-    """Returns how a region of a tensor is read from its pieces.
-
-    Args:
-        pieces: The pieces that all processes have written.
-        name: The tensor.
-        box: The region.
-        dtype: Dtype that the stored bits are given; None for that of the files.
-    """
-    entry = pieces.entries([name])[name]
-    sources = sources_of(pieces.locate({name: (box,)})[name])
-    local = AddressableShards((box,), (False,))
-    values = entry.dtype.numpy if dtype is None else dtype
-    return LeafRead(name, entry.shape, entry.dtype, sources, local, values)
+TakeRegion = Callable[[int, np.ndarray], Callable[[], object] | None]
+"""Takes a region by its number, and its values; returns what waits until these are written."""
 
 
 def read_pieces(
-    pieces: Catalog, regions: Sequence[LeafRead], folder: CheckpointFolder, deliver: Deliver
+    pieces: Catalog,
+    regions: Sequence[tuple[str, Box]],
+    folder: CheckpointFolder,
+    take: TakeRegion,
 ) -> WriteStats:
     """Reads regions for files of a folder, within its memory budget.
 
     Args:
         pieces: The pieces.
-        regions: The regions, from `piece_region`.
+        regions: Boxes of tensors, by the names of these.
         folder: What is written.
-        deliver: Takes a region by its number, its one box, and the values; see `read_leaves`.
+        take: Takes each region as it is stored.
     """
-
-    def view(number: int, values: np.ndarray, out: np.ndarray) -> None:
-        np.copyto(out, values.view(regions[number].dtype))
-
-    reads = plan_reads(
-        regions,
-        profile=ReadOptions().profile(pieces.storage.kind).within(folder.memory_budget_bytes),
-        memory_budget_bytes=folder.memory_budget_bytes,
-        adopt=False,
+    sources = array_sources(pieces, None)
+    budget = folder.memory_budget_bytes
+    reader = ArrayReader(
+        storage=pieces.storage,
+        profile=ReadOptions().profile(pieces.storage.kind).within(budget),
+        memory_budget_bytes=budget,
         in_order=folder.files.appends,
     )
-    stats = read_leaves(reads, pieces.storage, deliver=deliver, convert=view, check=folder.check)
+    reads = RegionReads(
+        [ArrayRegion.of_box(n, sources[n], box, sources[n].dtype) for n, box in regions], budget
+    )
+    stats = reader.run(
+        reads,
+        reader.plan(reads),
+        lambda numbers, _, parts: take(numbers[0], parts[0]),
+        check=folder.check,
+    )
     folder.pool.join()
     return WriteStats(bytes_read=stats.bytes_read)
 
@@ -106,13 +98,12 @@ def assemble_files(
     total_bytes = sum(block.nbytes for block in blocks)
     report = ProgressReport(progress, total_bytes)
 
-    def deliver(number: int, _: Sequence[int], parts: Sequence[np.ndarray]) -> Callable[[], object]:
-        block, (values,) = blocks[number], parts
+    def take(number: int, values: np.ndarray) -> Callable[[], object]:
+        block = blocks[number]
         report.add(block.nbytes, block.entry.name)
         return folder.pool.submit(lambda: _write(folder.files, block, values)).result
 
-    regions = [piece_region(pieces, block.entry.name, block.box) for block in blocks]
-    stats = read_pieces(pieces, regions, folder, deliver)
+    stats = read_pieces(pieces, [(block.entry.name, block.box) for block in blocks], folder, take)
     return stats + WriteStats(bytes_written=total_bytes)
 
 

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan import Contribution, ScatterPlan, WritePlan
 from orbax_safetensors_layout.runtime import ProgressReport, allocate
 
-from .assemble_files import piece_region, read_pieces
+from .assemble_files import read_pieces
 from .folder import CheckpointFolder
 from .host import HostValues
 from .open_files import FileSet, OpenFile
@@ -140,17 +140,11 @@ def _write_from_pieces(
 ) -> WriteStats:
     parts = [(tensor, part) for tensor in tensors for part in tensor.parts]
 
-    def deliver(
-        number: int, _: Sequence[int], values: Sequence[np.ndarray]
-    ) -> Callable[[], object] | None:
+    def take(number: int, values: np.ndarray) -> Callable[[], object] | None:
         tensor, part = parts[number]
-        tensor.add(part, values[0])
+        tensor.add(part, values.view(plan.leaves[part.leaf].values))
         tensor.pending -= 1
         return None if tensor.pending else folder.pool.submit(tensor.write).result
 
-    leaves = [plan.leaves[part.leaf] for _, part in parts]
-    regions = [
-        piece_region(pieces, leaf.tensor.name, part.box, leaf.values)
-        for leaf, (_, part) in zip(leaves, parts, strict=True)
-    ]
-    return read_pieces(pieces, regions, folder, deliver)
+    regions = [(plan.leaves[part.leaf].tensor.name, part.box) for _, part in parts]
+    return read_pieces(pieces, regions, folder, take)

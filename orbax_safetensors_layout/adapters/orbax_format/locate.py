@@ -12,6 +12,7 @@ from orbax_safetensors_layout.conversion import (
     SafetensorsReader,
 )
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.options import ReadOptions
 
 from .._orbax import ITEM_METADATA, STEP_METADATA
 from .orbax_reader import OrbaxReader
@@ -73,14 +74,14 @@ def is_orbax_checkpoint(folder: str) -> bool:
 
 def open_reader(
     location: CheckpointRef,
-    memory_budget_bytes: int,
+    options: ReadOptions,
     tell: Callable[[StorageError], None] | None = None,
 ) -> CheckpointReader:
     """Opens a checkpoint to read it.
 
     Args:
         location: Where it is.
-        memory_budget_bytes: Host bytes that a read may hold besides its values.
+        options: How to read safetensors.
         tell: Told of arrays of Orbax that can not be opened, which are then left out.
 
     Raises:
@@ -90,7 +91,7 @@ def open_reader(
     """
     if location.is_orbax:
         return OrbaxReader(location.path, tell)
-    return SafetensorsReader(location.path, memory_budget_bytes)
+    return SafetensorsReader(location.path, options)
 
 
 def _is_tree(path: str) -> bool:
