@@ -84,12 +84,15 @@ def plan_cluster(
     Raises:
         ValueError: A spec does not fit its tensor.
     """
-    keys = [(leaf.entry.shape, leaf.entry.dtype.code, leaf.spec) for leaf in leaves]
-    counts = collections.Counter(keys)
-    numbers = {key: number for number, key in enumerate(counts)}
-    kind_of = [numbers[key] for key in keys]
-    first_of = dict(zip(reversed(keys), reversed(leaves), strict=True))
-    firsts = [first_of[key] for key in counts]
+    numbers: dict[tuple[object, ...], int] = {}
+    firsts: list[ClusterTensor] = []
+    kind_of = []
+    for leaf in leaves:
+        key = (leaf.entry.shape, leaf.entry.dtype.code, leaf.spec)
+        kind_of.append(numbers.setdefault(key, len(numbers)))
+        if len(numbers) > len(firsts):
+            firsts.append(leaf)
+    counts = collections.Counter(kind_of)  # in the order of `firsts`
     partitions = [_partition(leaf, grid) for leaf in firsts]
     chosen, distinct = _distinct(partitions, grid.processes)
     slabs = slab_bytes(profile, memory_budget_bytes)
