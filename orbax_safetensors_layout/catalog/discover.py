@@ -31,13 +31,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
-from .nearby import (
-    ORBAX_ITEM,
-    ORBAX_STEP,
-    checkpoints_below,
-    has_safetensors,
-    item_of_step,
-)
+from .nearby import ORBAX_ITEM, ORBAX_STEP, checkpoints_below, has_safetensors, item_of_step
 
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside the model's own."""

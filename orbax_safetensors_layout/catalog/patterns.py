@@ -21,9 +21,6 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     ends included, and `{00..15}` one with leading zeros. A special character stands for itself in
     a set: `[*]`.
 
-    Args:
-        pattern: The pattern.
-
     Raises:
         ValueError: It is not a string, a bracket or brace is not closed or not opened, a range is
             empty or has more than 10,000 numbers, or the pattern would take long to match.

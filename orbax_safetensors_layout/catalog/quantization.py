@@ -94,12 +94,7 @@ class Quantization(NamedTuple):
 def find_quantization(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
 ) -> Quantization | None:
-    """Return what of some tensors is quantised, by their names and dtypes; None for nothing.
-
-    Args:
-        entries: The tensors.
-        config: The model's configuration, empty where there is none.
-    """
+    """Return what of some tensors is quantised, by their names and dtypes; None for nothing."""
     said = config.get("quantization_config") or config.get("compression_config")
     settings: Mapping[str, Any] = said if isinstance(said, dict) else {}
     bits, problem = _bits(settings)

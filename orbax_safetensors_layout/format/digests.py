@@ -78,11 +78,7 @@ def _shift(length: int) -> int:
 
 
 def dump_digests(files: Mapping[str, int]) -> bytes:
-    """Return the file's bytes; the same for the same digests.
-
-    Args:
-        files: File name, relative to the checkpoint's folder, to its CRC-32.
-    """
+    """Return the file's bytes; the same for the same digests."""
     found = {name: f"{files[name]:08x}" for name in sorted(files)}
     document = {_VERSION_KEY: _VERSION, "algorithm": _ALGORITHM, "files": found}
     return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()

@@ -99,11 +99,6 @@ def _file_name(tensor: str, name: object, names: dict[str, str], file: str) -> s
 def check_file_name(name: str, tensor: str, file: str) -> None:
     """Refuses a file name of an index that leads out of its folder on any system.
 
-    Args:
-        name: The file name.
-        tensor: The tensor, for the error.
-        file: The index's path, for the error.
-
     Raises:
         InvalidIndexError: The name leads out of the folder, or is not of a `.safetensors` file.
     """

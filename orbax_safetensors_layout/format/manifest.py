@@ -15,58 +15,11 @@ from orbax_safetensors_layout.errors import InvalidManifestError
 
 from . import strict_json
 from .dtypes import ONE_A_BYTE, DType
-from .pieces import (
-    StoredBox,
-    StoredPieces,
-    StoredTensor,
-    dump_pieces,
-    parse_pieces,
-    piece_name,
-)
+from .pieces import StoredPieces, dump_pieces, parse_pieces
 from .schema import Schema, short_repr
-from .shardings import (
-    UNCONSTRAINED,
-    MeshRecord,
-    NamedRecord,
-    ShardingRecord,
-    SingleDeviceRecord,
-    dump_sharding,
-    parse_sharding,
-)
-from .tree import (
-    Container,
-    Leaf,
-    Node,
-    TensorLeaf,
-    ValueLeaf,
-    leaf_names,
-    leaves,
-)
+from .shardings import ShardingRecord, dump_sharding, parse_sharding
+from .tree import Node, TensorLeaf, leaves
 from .tree_json import dump_tree, parse_tree
-
-__all__ = [
-    "MANIFEST",
-    "UNCONSTRAINED",
-    "VERSION",
-    "Container",
-    "Layout",
-    "Leaf",
-    "Manifest",
-    "MeshRecord",
-    "NamedRecord",
-    "Node",
-    "ShardingRecord",
-    "SingleDeviceRecord",
-    "StoredBox",
-    "StoredPieces",
-    "StoredTensor",
-    "TensorLeaf",
-    "ValueLeaf",
-    "leaf_names",
-    "leaves",
-    "parse_manifest",
-    "piece_name",
-]
 
 MANIFEST = "orbax_safetensors_layout.json"
 VERSION = 1

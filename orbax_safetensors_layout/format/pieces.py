@@ -119,10 +119,6 @@ def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
 def parse_pieces(raw: object, checks: Schema) -> StoredPieces:
     """Parses and validates the pieces.
 
-    Args:
-        raw: The raw JSON value.
-        checks: For the file's path in errors.
-
     Raises:
         InvalidManifestError: The value is malformed, a file is outside of the folder, or boxes do
             not cover their tensor exactly.

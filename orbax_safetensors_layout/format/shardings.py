@@ -87,10 +87,6 @@ def dump_sharding(record: ShardingRecord) -> dict[str, object]:
 def parse_sharding(raw: object, checks: Schema) -> ShardingRecord:
     """Parses and validates a sharding.
 
-    Args:
-        raw: The raw JSON value.
-        checks: For the file's path in errors.
-
     Raises:
         InvalidManifestError: It is malformed.
     """

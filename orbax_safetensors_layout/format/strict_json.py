@@ -49,10 +49,7 @@ def errors_of(what: str, kind: type[FormatError], file: str) -> Iterator[None]:
         ) from error
     except JsonError as error:
         raise kind(
-            f"the {what} is not valid JSON",
-            file=file,
-            expected="one JSON object",
-            found=str(error),
+            f"the {what} is not valid JSON", file=file, expected="one JSON object", found=str(error)
         ) from error
     except (RecursionError, MemoryError) as error:
         raise kind(f"the {what} is too large or nested too deeply", file=file) from error

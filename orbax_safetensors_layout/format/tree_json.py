@@ -117,11 +117,6 @@ class _Open:
 def parse_tree(raw: object, checks: Schema, *, shardings: int) -> Node:
     """Parses and validates a tree.
 
-    Args:
-        raw: The raw JSON value.
-        checks: For the file's path in errors.
-        shardings: How many shardings the file records.
-
     Raises:
         InvalidManifestError: It is malformed, or nested too deeply.
     """

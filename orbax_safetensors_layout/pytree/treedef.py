@@ -178,10 +178,6 @@ def decode_treedef(node: Node, value: Callable[[Leaf], Any]) -> Any:
     own class if this process has imported it already (nothing that a file names is ever imported),
     else a class with the same name and fields. Other nodes are reduced to their children: a box
     to its value, and one with attributes or keys, such as a flax `TrainState`, to a dict of them.
-
-    Args:
-        node: The structure.
-        value: Returns the value of a leaf.
     """
     if not isinstance(node, Container):
         return value(node)

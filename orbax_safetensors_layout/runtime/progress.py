@@ -26,10 +26,6 @@ def progress_callback(
 
     True draws a bar where stderr is a terminal and tqdm is installed, and else writes a line to it
     every ten seconds and one at the end.
-
-    Args:
-        progress: The caller's option.
-        label: Name of the step, of an operation with several.
     """
     if callable(progress):
         yield progress

@@ -118,10 +118,6 @@ class Placed(NamedTuple):
 class ShardingRules:
     """Rules, of which the first that matches a name applies.
 
-    Args:
-        rules: The rules.
-        grid: The mesh.
-
     Raises:
         ValueError: A rule names an axis that the mesh does not have, or one twice.
     """

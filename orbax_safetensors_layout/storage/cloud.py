@@ -23,12 +23,7 @@ from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import Buffer, FileWriter, Publication, Rank, join
 from .buffers import fill, truncated
-from .cloud_client import (
-    NOT_FOUND,
-    Client,
-    classify,
-    open_client,
-)
+from .cloud_client import NOT_FOUND, Client, classify, open_client
 from .cloud_commit import InPlace, StagedCopy
 from .cloud_object import Seen, not_alone, replaced
 from .cloud_write import CloudFileWriter, part_bytes

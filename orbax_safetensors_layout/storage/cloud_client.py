@@ -15,11 +15,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from orbax_safetensors_layout.errors import StorageError, redact
 from orbax_safetensors_layout.options import RetryPolicy
 
-from .retry import (
-    Failure,
-    RequestFailed,
-    is_transient_status,
-)
+from .retry import Failure, RequestFailed, is_transient_status
 
 Client = S3Store | GCSStore | AzureStore
 

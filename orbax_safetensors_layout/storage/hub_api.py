@@ -15,11 +15,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageErro
 from .http import HttpHeaders, Origin
 from .hub_path import HubPath
 from .remote_file import AccessDenied, Place
-from .retry import (
-    Failure,
-    is_transient_status,
-    retry_after_seconds,
-)
+from .retry import Failure, is_transient_status, retry_after_seconds
 
 _LIBRARY = "orbax-safetensors-layout"
 _MOST_SUMMED_UP = 50_000  # of more files the summary of a repository may leave out some
@@ -125,11 +121,7 @@ class Repository:
         if constants.HF_HUB_OFFLINE:
             raise _offline(path.root)
         url = hf_hub_url(
-            path.repo_id,
-            name,
-            repo_type=path.repo_type,
-            revision=commit,
-            endpoint=self._endpoint,
+            path.repo_id, name, repo_type=path.repo_type, revision=commit, endpoint=self._endpoint
         )
         headers = build_hf_headers(library_name=_LIBRARY)
         return Place(url, headers, entry.size, entry.sha256, self.hint)

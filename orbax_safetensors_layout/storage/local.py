@@ -25,11 +25,7 @@ from orbax_safetensors_layout.runtime import DIRECT_CHUNK_BYTES, DirectScratch
 from .base import Buffer, FileWriter, Publication, Rank
 from .buffers import scatter, skip, truncated
 from .local_commit import FolderExchange
-from .local_write import (
-    LocalFileWriter,
-    flush_folder,
-    storage_errors,
-)
+from .local_write import LocalFileWriter, flush_folder, storage_errors
 from .publish_note import folder_being_replaced
 
 _PAGE = mmap.PAGESIZE
@@ -509,9 +505,7 @@ def _changed(file: str, seen: _Identity, found: _Identity) -> StorageError:
 
 def _replaced(file: str) -> StorageError:
     return StorageError(
-        "the checkpoint was replaced, or removed, while it was read",
-        file=file,
-        hint="Load again.",
+        "the checkpoint was replaced, or removed, while it was read", file=file, hint="Load again."
     )
 
 

@@ -18,12 +18,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 
 from .base import Rank, Storage
 from .local_write import flush_folder, storage_errors
-from .publish_note import (
-    Note,
-    aside_folder,
-    lock_file,
-    partial_folder,
-)
+from .publish_note import Note, aside_folder, lock_file, partial_folder
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

@@ -19,12 +19,7 @@ from orbax_safetensors_layout.options import KIB, MIB
 from .base import FIRST_READ_BYTES, Buffer
 from .buffers import scatter, skip
 from .http import Answer, Connections, HttpHeaders, Origin
-from .retry import (
-    Failure,
-    http_date,
-    is_transient_status,
-    retry_after_seconds,
-)
+from .retry import Failure, http_date, is_transient_status, retry_after_seconds
 
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
 _REDIRECTS = {301, 302, 303, 307, 308}

@@ -6,11 +6,7 @@ import os
 from collections.abc import Sequence
 
 from .base import ByteBuffer
-from .local_write import (
-    allocate_file,
-    storage_errors,
-    write_fully,
-)
+from .local_write import allocate_file, storage_errors, write_fully
 
 FULL = "Free space on the disk and repeat the call; what is written so far is kept."
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.errors import InvalidManifestError, UnsupportedDtypeError
-from orbax_safetensors_layout.format.manifest import (
+from orbax_safetensors_layout.format import (
     UNCONSTRAINED,
-    VERSION,
     Container,
     Manifest,
     MeshRecord,
@@ -31,6 +30,7 @@ from orbax_safetensors_layout.format.manifest import (
     parse_manifest,
     piece_name,
 )
+from orbax_safetensors_layout.format.manifest import VERSION
 from orbax_safetensors_layout.format.tree import MAX_DEPTH
 from orbax_safetensors_layout.geometry.box import Box
 

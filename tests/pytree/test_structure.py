@@ -23,7 +23,7 @@ from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_safetensors_layout.format.manifest import (
+from orbax_safetensors_layout.format import (
     Container,
     Leaf,
     Manifest,

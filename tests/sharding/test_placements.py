@@ -23,7 +23,7 @@ from jax.sharding import (
 )
 from meshes import mesh_of
 
-from orbax_safetensors_layout.format.manifest import (
+from orbax_safetensors_layout.format import (
     UNCONSTRAINED,
     Manifest,
     MeshRecord,
