@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
@@ -48,34 +47,34 @@ class Catalog:
 
     def __init__(
         self,
-        path: str,
-        *,
+        found: Discovery,
         storage: Storage,
-        survey: Discovery,
-        owns_storage: bool,
-        concurrency: int | None,
+        *,
+        owns_storage: bool = False,
+        concurrency: int | None = None,
     ) -> None:
+        path, manifest = found.path, found.manifest
         self.path = path
         self.storage = storage
-        self.files = tuple(sorted(survey.files))
+        self.files = tuple(sorted(found.files))
         self.layout: Layout = "hf"
         self._pieces: PieceCatalog | None = None
-        self._manifest_file = survey.manifest_file
-        self._manifest = survey.manifest
+        self._manifest_file = found.manifest_file
+        self._manifest = manifest
         self._owns_storage = owns_storage
         self._headers = HeaderCache(storage, concurrency)
         self._file_of: Mapping[str, str]
-        if survey.manifest is not None and survey.manifest.pieces is not None:
+        if manifest is not None and manifest.pieces is not None:
             self.layout = "sharded"
             self._pieces = PieceCatalog(
-                survey.manifest.pieces, survey.files, self._headers.fetch, survey.manifest.dtypes()
+                manifest.pieces, found.files, self._headers.fetch, manifest.dtypes()
             )
-            self._file_of = dict.fromkeys(survey.manifest.pieces.tensors, "")
-        elif survey.weights is None:
+            self._file_of = dict.fromkeys(manifest.pieces.tensors, "")
+        elif found.weights is None:
             self._file_of = _file_of(self._headers.fetch(self.files), path)
         else:
-            paths = {name: join(path, name) for name in survey.weights.files}
-            self._file_of = {name: paths[file] for name, file in survey.weights.weight_map.items()}
+            paths = {name: join(path, name) for name in found.weights.files}
+            self._file_of = {name: paths[file] for name, file in found.weights.weight_map.items()}
         self.names = tuple(self._file_of)
 
     @classmethod
@@ -115,13 +114,7 @@ class Catalog:
             text = os.fspath(path)
         try:
             found = discover(storage, text)
-            return cls(
-                found.path,
-                storage=storage,
-                survey=found,
-                owns_storage=owns_storage,
-                concurrency=concurrency,
-            )
+            return cls(found, storage, owns_storage=owns_storage, concurrency=concurrency)
         except BaseException:
             if owns_storage:
                 storage.close()
@@ -132,7 +125,7 @@ class Catalog:
         """Return the catalog of pieces in a folder that has no manifest yet."""
         files = [join(folder, name) for name in pieces.files]
         found = Discovery(folder, files, manifest=Manifest("sharded", pieces=pieces))
-        return cls(folder, storage=storage, survey=found, owns_storage=False, concurrency=None)
+        return cls(found, storage)
 
     def close(self) -> None:
         """Closes the storage, if `open` opened it."""
@@ -142,12 +135,7 @@ class Catalog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
