@@ -124,16 +124,16 @@ def convert(
         config: The folder whose `config.json`, tokenizer and the like are put beside safetensors
             files; by default the source, if it is of Hugging Face.
         options: Memory, dtype, format.
-        overwrite: Replace a checkpoint that stands at the target.
+        overwrite: Replace a checkpoint that is at the target.
         restart: Drop what an interrupted call has done.
 
     Raises:
         CheckpointNotFoundError: There is nothing to convert, or nothing of `config`.
-        CheckpointExistsError: A checkpoint, or another `config.json` or the like, stands at the
+        CheckpointExistsError: A checkpoint, or another `config.json` or the like, is at the
             target, without `overwrite`.
         MappingError: The mapping does not fit, or does not invert.
-        MismatchError: Arrays can not be sharded as their rules say; or what was written differs.
-        SafetensorsLayoutError: The target can not hold a leaf, a chunk of the source is too large
+        MismatchError: Arrays cannot be sharded as their rules say; or what was written differs.
+        SafetensorsLayoutError: The target cannot hold a leaf, a chunk of the source is too large
             for the memory budget, or an unfinished conversion of something else is in the way.
         StorageError: A read or write failed.
         PeerError: Another process failed.
@@ -309,6 +309,6 @@ def _check_target(
 
 
 def _is_replaced(folder: str) -> Callable[[str], bool]:
-    """Which files of what stands at the target go with it."""
+    """Which files of what is at the target go with it."""
     is_whole = is_orbax_checkpoint(folder)
     return lambda name: is_whole or appearance_rank(name) is not None

@@ -96,7 +96,7 @@ def load(
         The tree, with arrays in place of its leaves.
 
     Raises:
-        CheckpointNotFoundError: Nothing stands at `path`.
+        CheckpointNotFoundError: There is nothing at `path`.
         FormatError: A file is malformed, or with `ReadOptions(verify=True)` not what was saved.
         MappingError: The mapping does not fit the checkpoint and the tree; tells all problems.
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
@@ -167,7 +167,7 @@ def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, Ten
         mapping: Tells of the leaves that it makes, in place of the tensors.
 
     Raises:
-        CheckpointNotFoundError: Nothing stands at `path`.
+        CheckpointNotFoundError: There is nothing at `path`.
         FormatError: A header or the index is malformed.
         MappingError: The mapping does not fit the checkpoint.
     """

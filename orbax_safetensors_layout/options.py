@@ -302,7 +302,7 @@ class ConvertOptions:
         dtype: Writes floating-point arrays in this dtype, rounded as numpy does.
         max_file_bytes: In format `"hf"` the most bytes of tensors in one file.
         metadata: `__metadata__` strings of safetensors files, besides the source's.
-        use_ocdbt: In format `"orbax"` whether arrays stand in OCDBT databases.
+        use_ocdbt: In format `"orbax"` whether arrays are in OCDBT databases.
         use_zarr3: In format `"orbax"` whether arrays are of version 3 of zarr, or of 2.
         use_compression: In format `"orbax"` whether arrays are compressed with zstd.
         verify: Read back what was written, and compare every bit with what was read.

@@ -40,7 +40,7 @@ def in_background(
 ) -> Coroutine[Any, Any, _R]:
     """A coroutine that runs `function` in a thread; what it sees is captured at this call.
 
-    A thread can not be stopped: a coroutine that is cancelled ends when the thread has, so that
+    A thread cannot be stopped: a coroutine that is cancelled ends when the thread has, so that
     nothing goes on behind whoever cancelled it.
     """
     captured = in_callers_context(function)

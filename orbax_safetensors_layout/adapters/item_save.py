@@ -40,7 +40,7 @@ _orbax.watch_folder_creation(WatchedFolders)
 class _Turn:
     """Whose turn it is to write to a folder: one save's at a time, and the newest's.
 
-    Where another item of a step can not be saved, Orbax gives the step up and lets our thread run.
+    Where another item of a step cannot be saved, Orbax gives the step up and lets our thread run.
     When the step is saved again, into a folder of the same name, that must not mix in.
     """
 
@@ -70,8 +70,8 @@ class ItemSave:
 
     Raises:
         ValueError: The tree is an empty container.
-        SafetensorsLayoutError: Leaves that can not be saved.
-        PeerError: Another process can not save.
+        SafetensorsLayoutError: Leaves that cannot be saved.
+        PeerError: Another process cannot save.
     """
 
     def __init__(

@@ -232,7 +232,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
 
         Raises:
             ValueError: A tree is an empty container.
-            SafetensorsLayoutError: Leaves that can not be saved.
+            SafetensorsLayoutError: Leaves that cannot be saved.
         """
         context = _orbax.get_context()
         resolve, known = _orbax.get_hooks().for_save, context.checkpointables.registry

@@ -86,7 +86,7 @@ class CheckpointMetadata:
 
         Raises:
             MappingError: The mapping does not fit.
-            CheckpointNotFoundError: No safetensors checkpoint stands at `path`.
+            CheckpointNotFoundError: There is no safetensors checkpoint at `path`.
             FormatError: A header, the index or the manifest is malformed.
         """
         check_remains(path)

@@ -23,7 +23,7 @@ def leaf_dtypes(args: Any) -> Sequence[Any] | None:
     `dtype` counts; the others are about how Orbax's own format stores arrays.
 
     Raises:
-        MismatchError: `save_args` is no tree of the item's structure.
+        MismatchError: `save_args` is not a tree of the item's structure.
     """
     save_args = getattr(args, "save_args", None)
     if save_args is None:

@@ -97,7 +97,7 @@ def read_options_v1(own: Settings = NOTHING) -> ReadOptions:
     has no counterpart: what is read through is decided by the cost model of `StorageProfile`.
 
     Raises:
-        ValueError: An option of Orbax's context is no positive number.
+        ValueError: An option of Orbax's context is not a positive number.
     """
     read = current(own).read
     if read is not None:
@@ -115,7 +115,7 @@ def write_options_v1(own: Settings = NOTHING) -> WriteOptions:
     memory budget.
 
     Raises:
-        ValueError: An option of Orbax's context is no positive number.
+        ValueError: An option of Orbax's context is not a positive number.
     """
     write = current(own).write
     if write is not None:

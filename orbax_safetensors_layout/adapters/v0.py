@@ -8,7 +8,7 @@ An existing pipeline writes safetensors, and restores them, with one line change
 Steps that it saved before, in Orbax's own format, are restored as well. `item_handlers=` takes a
 `SafetensorsCheckpointHandler` as it takes Orbax's handlers.
 
-A folder of published weights is restored as it stands, with nothing added to it:
+A folder of published weights is restored as it is, with nothing added to it:
 
     checkpointer = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
     state = checkpointer.restore(folder, args=osl.SafetensorsRestore(abstract_state))
@@ -16,7 +16,7 @@ A folder of published weights is restored as it stands, with nothing added to it
 `ocp.Checkpointer` takes folders only: for the path of a single file Orbax says "Found incomplete
 checkpoint" before any handler is asked. Give the folder, or use `osl.load` or `ocp.load`.
 
-As a step of a `CheckpointManager`, the folder stands under the name of an item of its own, most
+As a step of a `CheckpointManager`, the folder is under the name of an item of its own, most
 easily as a symbolic link; Orbax needs no other file. The manager goes on with its usual items:
 
     (root / "0").mkdir(parents=True)
@@ -111,7 +111,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
 
         Raises:
             ValueError: The tree is an empty container.
-            SafetensorsLayoutError: Leaves that can not be saved.
+            SafetensorsLayoutError: Leaves that cannot be saved.
         """
         self.used_items.add(item_of(directory))
         making = _orbax.folders_being_made()
@@ -163,7 +163,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
                 others as a flat dict of numpy arrays.
 
         Raises:
-            CheckpointNotFoundError: No safetensors checkpoint stands there.
+            CheckpointNotFoundError: There is no safetensors checkpoint there.
             FormatError: A file is malformed.
             MismatchError: Checkpoint and tree disagree.
             StorageError: A read failed.

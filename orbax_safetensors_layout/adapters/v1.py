@@ -76,7 +76,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
 
         Raises:
             ValueError: The tree is an empty container, or an option of Orbax's context is invalid.
-            SafetensorsLayoutError: Leaves that can not be saved, or Orbax's context leaves out
+            SafetensorsLayoutError: Leaves that cannot be saved, or Orbax's context leaves out
                 some of the processes.
         """
         making = _orbax.folders_being_made()

@@ -1,4 +1,4 @@
-"""What stands at a path that a user names, without importing Orbax where it is not needed."""
+"""What is at a path that a user names, without importing Orbax where it is not needed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
     """A safetensors checkpoint as it is named, or what Orbax saved there, or in a step there.
 
     Args:
-        path: What a user names; where nothing stands, it is for the reader to say so.
+        path: What a user names; where there is nothing, it is for the reader to say so.
 
     Raises:
         CheckpointNotFoundError: It is not clear which item of a step is meant.
-        StorageError: The storage can not be asked.
+        StorageError: The storage cannot be asked.
     """
     text = os.path.expanduser(os.fsdecode(path))
     if "://" in text or is_safetensors_checkpoint(text):

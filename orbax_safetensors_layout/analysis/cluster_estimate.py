@@ -138,7 +138,7 @@ class ClusterEstimate:
         largest: The largest shard of one device: its leaf and its bytes.
         leaf_costs: The leaves.
         rules: What the rules were good for.
-        misfits: Leaves that can not be sharded as the rules say.
+        misfits: Leaves that cannot be sharded as the rules say.
         fleet: Where the costs come from, where all processes were planned at once.
         saves: The layout of the files that are written, where it is a save; None for a load.
     """
@@ -202,7 +202,7 @@ def estimate(
 
     Raises:
         ValueError: A rule does not fit the mesh.
-        CheckpointNotFoundError: Nothing stands at `path`.
+        CheckpointNotFoundError: There is nothing at `path`.
         FormatError: A file is malformed.
     """
     options = given_or_default(options, ReadOptions)
@@ -251,7 +251,7 @@ def estimate_save(found: ClusterEstimate, options: WriteOptions) -> ClusterEstim
         options: How they are written.
 
     Raises:
-        ValueError: The load is not of tensors as they stand.
+        ValueError: The load is not of tensors as stored.
     """
     if found.fleet is None:
         raise ValueError("saves are planned of tensors as they stand, without a mapping or pieces")

@@ -84,7 +84,7 @@ def check_readable(
     options: ReadOptions,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Finding, ...]:
-    """Reads every array of a checkpoint; returns what can not be read.
+    """Reads every array of a checkpoint; returns what cannot be read.
 
     Args:
         side: The checkpoint.
@@ -106,7 +106,7 @@ def check_readable(
 
 
 def _unreadable(blocks: Sequence[ArrayBox], side: CheckpointArrays) -> list[Finding]:
-    """What can not be read of some blocks: together, and one by one where that fails."""
+    """What cannot be read of some blocks: together, and one by one where that fails."""
     try:
         side.read(blocks)
     except StorageError as error:
@@ -184,13 +184,13 @@ def _names(here: CheckpointArrays, there: CheckpointArrays) -> Iterator[str]:
 
 
 def _scalars(one: CheckpointArrays, other: CheckpointArrays) -> set[str]:
-    """Names of arrays without dimensions that stand in the other checkpoint as numbers."""
+    """Names of arrays without dimensions that are in the other checkpoint as numbers."""
     numbers = other.values or {}
     return {name for name, array in one.arrays.items() if not array.shape and name in numbers}
 
 
 def _texts(one: CheckpointArrays, other: CheckpointArrays) -> Mapping[str, str] | None:
-    """What stands beside the arrays, and arrays that do so in the other checkpoint."""
+    """What is beside the arrays, and arrays that do so in the other checkpoint."""
     if one.values is None:
         return None
     scalars = [ArrayBox(name, Box((), ())) for name in sorted(_scalars(one, other))]

@@ -103,7 +103,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
         only: Patterns of the tensors to tell of, as for `load`.
 
     Raises:
-        CheckpointNotFoundError: Nothing stands at `path`.
+        CheckpointNotFoundError: There is nothing at `path`.
         FormatError: A file is malformed.
         MissingTensorError: A pattern matches nothing.
     """

@@ -181,7 +181,7 @@ class StructureCheck:
 
 
 def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -> Discovery | None:
-    """What stands at a path; where that is not known, the files by themselves, and why.
+    """What is at a path; where that is not known, the files by themselves, and why.
 
     Args:
         storage: Where the checkpoint is.
@@ -189,7 +189,7 @@ def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -
         tell: Is given the kind and the text of what is wrong.
 
     Raises:
-        CheckpointNotFoundError: Nothing stands there.
+        CheckpointNotFoundError: There is nothing there.
     """
 
     def told(error: SafetensorsLayoutError) -> None:

@@ -38,7 +38,7 @@ def verify(
     may be cut otherwise. Tensors are read in blocks, in bounded memory.
 
     Either may be what Orbax saved in its own format, or a step with it. Of such a `path` every
-    array is read: missing chunks and such that can not be decoded are found. What TensorStore
+    array is read: missing chunks and such that cannot be decoded are found. What TensorStore
     takes to decode a chunk comes on top of the memory budget.
 
     Args:
@@ -51,9 +51,9 @@ def verify(
         options: How to read: `memory_budget_bytes`, `progress` and the cost model count.
 
     Raises:
-        CheckpointNotFoundError: Nothing stands at a path.
+        CheckpointNotFoundError: There is nothing at a path.
         StorageError: A read failed.
-        MappingError: The mapping does not fit, or `against` is no safetensors checkpoint.
+        MappingError: The mapping does not fit, or `against` is not a safetensors checkpoint.
         MissingTensorError: There is no `subtree`.
         SafetensorsLayoutError: A chunk of an Orbax checkpoint is too large for the memory budget.
 

@@ -56,8 +56,8 @@ class _Alternative:
     """One of several patterns in braces, or a pattern itself.
 
     A `*` before a text of fixed width that another `*` follows is never tried again: the first
-    place where the text stands will do. It is an atomic group, so that the time that matching takes
-    is not exponential in the number of `*`s.
+    place where the text matches will do. It is an atomic group, so that the time of matching is not
+    exponential in the number of `*`s.
     """
 
     def __init__(self) -> None:

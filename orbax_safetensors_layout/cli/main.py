@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(arguments)
     verb: Command = parsed.verb
     output = Output(PROGRAM, quiet=parsed.quiet)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # bytes of paths that are no text are kept
+    if isinstance(sys.stdout, io.TextIOWrapper):  # bytes of paths that are not text are kept
         sys.stdout.reconfigure(errors="surrogateescape")
 
     def interrupted() -> str:

@@ -167,7 +167,7 @@ class CheckpointReader(Protocol):
         kind: `"hf"`, `"sharded"` or `"orbax"`.
         tree: Its pytree: `SourceArray`s, Python numbers and strings.
         is_recorded: Whether the tree is what was saved, not just the dict of its arrays.
-        metadata: Strings that stand in its files.
+        metadata: Strings that are in its files.
         custom: Its custom metadata, a JSON value.
     """
 
@@ -179,11 +179,11 @@ class CheckpointReader(Protocol):
     custom: Any
 
     def identity(self) -> str:
-        """A digest of all that tells this checkpoint from another that stood at the same path."""
+        """A digest of all that tells this checkpoint from another that was at the same path."""
         ...
 
     def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
-        """Arrays of which regions can be read as they stand; None where whole chunks are read."""
+        """Arrays of which regions can be read as stored; None where whole chunks are read."""
         ...
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:

@@ -1,4 +1,4 @@
-"""Runs a conversion: groups are read, written and recorded; then what stands there is compared."""
+"""Runs a conversion: groups are read, written and recorded; then what is there is compared."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def verify_groups(
         report: Told after each block.
 
     Raises:
-        MismatchError: Something else stands there; names all leaves.
+        MismatchError: Something else is there; names all leaves.
         PeerError: Another process failed.
     """
     differing: dict[str, None] = {}

@@ -72,7 +72,7 @@ class Journal:
 
     def _read(self, file: str) -> dict[int, list[str]]:
         with storage_errors("can not read the journal", file), open(file, encoding="utf-8") as f:
-            # What a crash cut off is no line.
+            # What a crash cut off is not a line.
             lines = [line for line in f.read().split("\n")[:-1] if line]
         if not lines:
             return {}

@@ -80,7 +80,7 @@ class Conversion:
         arguments: What distinguishes this conversion from others of the same source and target, to
             be compared by `repr`.
         reopen: Opens what was written, to compare it.
-        is_replaced: Whether a name in a folder that stands at `folder` goes with what is replaced.
+        is_replaced: Whether a name in a folder that is at `folder` goes with what is replaced.
 
     Raises:
         SafetensorsLayoutError: A chunk of the source is too large for the memory budget.

@@ -106,7 +106,7 @@ def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, 
         A flat dict for tensors, nested dicts for a model.
 
     Raises:
-        MappingError: It does not fit, or the tree has leaves that are no arrays; tells everything.
+        MappingError: It does not fit, or the tree has leaves that are not arrays; tells everything.
     """
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     values = [dotted_name(path) for path, leaf in paths if not isinstance(leaf, SourceArray)]
@@ -178,7 +178,7 @@ class Topology:
         return [rule for number, rule in enumerate(rules) if number not in self._used]
 
     def raise_misfits(self) -> None:
-        """Refuses arrays that can not be sharded as their rules say; names all.
+        """Refuses arrays that cannot be sharded as their rules say; names all.
 
         Raises:
             MismatchError: There are some.
@@ -233,7 +233,7 @@ def files_target(
         sidecar_files: Side files, by name.
 
     Raises:
-        SafetensorsLayoutError: Leaves that can not be held; names all.
+        SafetensorsLayoutError: Leaves that cannot be held; names all.
     """
     processes = 1 if topology is None else topology.grid.processes
     cut = topology if options.layout == "sharded" else None

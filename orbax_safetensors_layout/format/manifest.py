@@ -1,8 +1,8 @@
-"""`orbax_safetensors_layout.json`: what stands beside the tensors because safetensors has no place.
+"""The manifest, `orbax_safetensors_layout.json`: what safetensors files have no place for.
 
 The `.safetensors` files are plain and complete for other tools. This file lets a tree come back as
-it was: its containers, its leaves that are no tensors, the shardings, and, where tensors are stored
-in pieces, which box is in which file.
+it was: containers, leaves that are not tensors, shardings, and, where tensors are stored in pieces,
+which box is in which file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Manifest:
         layout: How the tensors are stored: `hf` whole, `sharded` in pieces.
         tree: The tree with its leaves; None where only a flat dict of tensors is known.
         shardings: The shardings that leaves refer to by number.
-        metadata: Custom metadata, strings; they stand in the tensor files' headers as well.
+        metadata: Custom metadata, strings; they are in the tensor files' headers as well.
         custom: Custom metadata, any JSON value.
         pieces: Where the pieces are, in layout `sharded`.
     """
@@ -50,7 +50,7 @@ class Manifest:
     pieces: StoredPieces | None = None
 
     def dtypes(self) -> dict[str, DType]:
-        """Dtypes of the tensors whose sub-byte elements stand one a byte, by name."""
+        """Dtypes of the tensors whose sub-byte elements are stored one a byte, by name."""
         found = () if self.tree is None else leaves(self.tree)
         return {
             leaf.tensor: ONE_A_BYTE[leaf.dtype]
@@ -69,7 +69,7 @@ class Manifest:
         """Return the file's bytes: one member a line, and the same bytes for the same manifest.
 
         Raises:
-            TypeError: The custom metadata is no JSON value.
+            TypeError: The custom metadata is not a JSON value.
             ValueError: A name is not Unicode text.
             InvalidManifestError: It is larger than what is read again.
 

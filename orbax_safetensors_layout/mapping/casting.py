@@ -21,7 +21,7 @@ class Subject(NamedTuple):
 
 
 def check_castable(source: np.dtype, dtype: np.dtype) -> None:
-    """Refuses a cast from complex to real, or from or to a dtype that is no number.
+    """Refuses a cast from complex to real, or from or to a dtype that is not a number.
 
     Args:
         source: The dtype in the file.

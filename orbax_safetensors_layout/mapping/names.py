@@ -66,7 +66,7 @@ def parse_pattern(pattern: str) -> tuple[Component, ...]:
     or `layers_{i}.kernel`. The same wildcard stands for the same text everywhere.
 
     Raises:
-        MappingError: It is no string, a brace is left alone, or a wildcard has no name.
+        MappingError: It is not a string, a brace is left alone, or a wildcard has no name.
     """
     return _parse_pattern(text(pattern, "a pattern of names"))
 

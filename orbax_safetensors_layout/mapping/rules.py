@@ -97,7 +97,7 @@ class Mapping:
             what is saved may lack them.
 
     Raises:
-        MappingError: A pattern is malformed, or an item is no rule.
+        MappingError: A pattern is malformed, or an item is not a rule.
 
     Attributes:
         files: The names, shapes and dtypes of the tensors that are saved, if known; see `like`.
@@ -384,7 +384,7 @@ class InverseMapping:
 
 
 def check_mapping(mapping: object) -> None:
-    """Refuses an argument that is no mapping."""
+    """Refuses an argument that is not a mapping."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             f"mapping={mapping!r} is no osl.Mapping; a ready one is"

@@ -364,7 +364,7 @@ class _StoredEntries(dict[str, TensorEntry]):
     """Tensors that are stored in pieces, and each piece, found in its file when it is asked for.
 
     Args:
-        entries: The tensors, as if they stood in one place.
+        entries: The tensors, as if each were in one place.
         catalog: Where their pieces are.
 
     Attributes:

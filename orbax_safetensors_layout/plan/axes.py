@@ -141,7 +141,7 @@ def _merged(axes: Sequence[Axis]) -> list[Axis]:
 def memory_runs(axes: Sequence[Axis], itemsize: int) -> StridedRuns | None:
     """Return the region's bytes in memory, in the order of the file, from its first byte.
 
-    None where they are no regular runs: where the region begins or ends within a member.
+    None where they are not regular runs: where the region begins or ends within a member.
     """
     run = itemsize
     levels: list[tuple[int, int]] = []

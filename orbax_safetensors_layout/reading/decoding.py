@@ -1,4 +1,4 @@
-"""Stored bytes as values, where a file can hold bytes that are no values of its dtype."""
+"""Stored bytes as values, where a file can hold bytes that are not values of its dtype."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_a_byte(leaf: LeafRead, value: np.ndarray) -> np.ndarray:
     """Sub-byte elements, each stored in a byte of its own, as numpy has them.
 
     Raises:
-        FormatError: A byte is no integer of the dtype. Of floats the low bits count, as for numpy.
+        FormatError: A byte is not an integer of the dtype. Of floats the low bits count.
     """
     stored = leaf.stored
     if stored.numpy.name not in NARROW_INTEGERS:

@@ -1,6 +1,6 @@
 """Jobs: the smallest pieces of a read plan that one thread carries out.
 
-Ranges whose bytes stand in the file in the order of memory are read straight into their place
+Ranges whose bytes are in the file in the order of memory are read straight into their place
 (`RunsJob`, `GroupJob`); others are read into a staging buffer and put in place by numpy's strided
 copies (`BlocksJob`).
 """

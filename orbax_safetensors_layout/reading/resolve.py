@@ -178,7 +178,7 @@ def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
 
 
 def check_placeable(want: AbstractLeaf, devices: bool) -> None:
-    """Refuses a sharding without devices, where there have to be some, and what JAX can not place.
+    """Refuses a sharding without devices, where there have to be some, and what JAX cannot place.
 
     Raises:
         MismatchError: The sharding is over an abstract mesh, or a layout is for host memory.

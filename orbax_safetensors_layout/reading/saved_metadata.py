@@ -78,7 +78,7 @@ class SavedMetadata:
     def apply_defaults(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
         """A tree that the caller wants, with what the checkpoint recorded in place of defaults.
 
-        Leaves whose value stands in the manifest become that value; arrays that the tree does not
+        Leaves whose value is in the manifest become that value; arrays that the tree does not
         place go where they were saved from, if there are such devices.
 
         Args:
@@ -168,8 +168,8 @@ def _as_wanted(value: SavedValue, want: AbstractLeaf) -> Any:
     """A recorded number or string in place of the leaf that is wanted.
 
     Raises:
-        ShapeMismatchError: An array that is no scalar is wanted.
-        DtypeMismatchError: The wanted type can not hold the value.
+        ShapeMismatchError: An array that is not a scalar is wanted.
+        DtypeMismatchError: The wanted type cannot hold the value.
     """
     if want.scalar is not None and want.scalar is not np.generic:
         return _as_python(value, want.scalar)
@@ -187,7 +187,7 @@ def _as_wanted(value: SavedValue, want: AbstractLeaf) -> Any:
     wanted = want.dtype or array.dtype
     dtype = wanted if want.placement is None else jax_dtype(wanted, want.placement)
     check_castable(array.dtype, dtype)
-    # As of arrays: 64 bits that were asked for and that JAX can not hold must survive. Where
+    # As of arrays: 64 bits that were asked for and that JAX cannot hold must survive. Where
     # nothing was asked for, a float is rounded, but stays finite.
     is_rounded = want.dtype is None and dtype.kind == "f"
     is_kept = is_rounded and bool(np.isfinite(array) == np.isfinite(rounded(array, dtype)))
@@ -204,7 +204,7 @@ def _as_python(value: SavedValue, kind: type) -> SavedValue:
     """A recorded value as a Python scalar of another type.
 
     Raises:
-        DtypeMismatchError: The type can not hold it.
+        DtypeMismatchError: The type cannot hold it.
     """
     try:
         made: SavedValue = kind(value)

@@ -51,7 +51,7 @@ class FileWriter(Protocol):
 
 
 class Publication(Protocol):
-    """How the files of one save come to stand in a folder, together if the storage can do that.
+    """How the files of one save appear in a folder, together if the storage can do that.
 
     `begin`, `publish` and `end` are for one process; the others only write.
 
@@ -75,7 +75,7 @@ class Publication(Protocol):
         """Makes `folder` ready to be written to.
 
         Raises:
-            StorageError: The target can not be replaced, or there is no access.
+            StorageError: The target cannot be replaced, or there is no access.
         """
         ...
 
@@ -156,12 +156,12 @@ class Storage(RangeReader, Protocol):
 
         Raises:
             CheckpointNotFoundError: There is no such file.
-            StorageError: It can not be opened.
+            StorageError: It cannot be opened.
         """
         ...
 
     def is_file(self, path: str) -> bool:
-        """Whether a file stands at `path`."""
+        """Whether a file is at `path`."""
         ...
 
     def folders(self, folder: str) -> list[str]:
@@ -180,12 +180,12 @@ class Storage(RangeReader, Protocol):
         """Begins a new file of `size` bytes in a folder that exists.
 
         Args:
-            file: Its path; a file that stands there is replaced when the new one is finished.
+            file: Its path; an existing file is replaced when the new one is finished.
             size: Its size in bytes.
             durable: Whether it must survive a crash of the machine once it is finished.
 
         Raises:
-            StorageError: There is no room for it, or it can not be created.
+            StorageError: There is no room for it, or it cannot be created.
         """
         ...
 
@@ -197,7 +197,7 @@ class Storage(RangeReader, Protocol):
         """Makes the names in a folder durable.
 
         Raises:
-            StorageError: The folder can not be flushed.
+            StorageError: The folder cannot be flushed.
         """
         ...
 
@@ -212,11 +212,11 @@ class Storage(RangeReader, Protocol):
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:
-        """How a save comes to stand at a folder.
+        """How a save appears at a folder.
 
         Args:
             target: The folder.
-            overwrite: Whether what stands there is replaced.
+            overwrite: Whether what is there is replaced.
             rank: Which names in it belong to a checkpoint, and when they appear.
             scratch: Folders in it that only a save uses.
         """

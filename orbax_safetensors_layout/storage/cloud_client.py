@@ -69,7 +69,7 @@ def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool
         return make(bucket, options, retries)
     except (exceptions.BaseError, OSError, ValueError) as error:
         cause = redact(_first_lines(error))
-    # Not in the handler: what an error has seen is no part of the one that is raised.
+    # Not in the handler: what an error has seen is not part of the one that is raised.
     raise StorageError(
         "can not set up a client of the bucket",
         file=f"{scheme}://{bucket}",
@@ -120,7 +120,7 @@ def _is_true(text: str | None) -> bool:
 def _amazon_files() -> dict[str, str]:
     """What the profile in `~/.aws` says where the environment does not; obstore reads no files.
 
-    Keys that stand in the files are taken. Profiles that get theirs by a program, a role or single
+    Keys that are in the files are taken. Profiles that get theirs by a program, a role or single
     sign-on are not.
     """
     profile = os.environ.get("AWS_PROFILE", "default")
@@ -146,7 +146,7 @@ def _section(file: str, name: str) -> dict[str, str]:
     """What a section of an INI file says; nothing if it is not there.
 
     Raises:
-        ValueError: The file is malformed. What stands in it is not told.
+        ValueError: The file is malformed. What is in it is not told.
     """
     parser = configparser.RawConfigParser(strict=False)
     try:

@@ -1,4 +1,4 @@
-"""How a save comes to stand in a folder of an object store, which can not rename anything.
+"""How a save appears in a folder of an object store, which cannot rename anything.
 
 Every object appears complete or not at all, but several do not appear together. So the order in
 which they appear has to make sure that no part of a save passes for a checkpoint; docs/storage.md
@@ -31,7 +31,7 @@ class CopyingStorage(Storage, Protocol):
     """A storage that copies files by itself."""
 
     def copy(self, source: str, target: str) -> None:
-        """Copies a file; one that stands at `target` is replaced at once."""
+        """Copies a file; one that is at `target` is replaced at once."""
         ...
 
 
@@ -154,7 +154,7 @@ class _Claim:
 
 
 class StagedCopy:
-    """A save that replaces what stands in a folder: written beside it, then copied by the store.
+    """A save that replaces what is in a folder: written beside it, then copied by the store.
 
     Attributes:
         target: The folder.
@@ -187,7 +187,7 @@ class StagedCopy:
         new = _ranked(self._storage, self.folder, self._rank)
         old = _ranked(self._storage, self.target, self._rank)
         self._check_alone(new)
-        self._claim.check()  # last before what stands there goes
+        self._claim.check()  # last before what is there goes
         self._keeps = True
         try:
             # The index goes before the tensors that it names, and comes after them.

@@ -226,7 +226,7 @@ class Connections:
 
         Raises:
             OSError: The server cannot be reached, or the connection broke.
-            http.client.HTTPException: What came back is no HTTP.
+            http.client.HTTPException: What came back is not HTTP.
         """
         response = self._send(Origin.of(url), url, headers)
         answer: Answer = response._original_response

@@ -47,12 +47,12 @@ class _Folder:
     on in it, or is told when it is gone.
 
     Args:
-        path: Where it is. Where two folders can not be exchanged, the old one is for an instant,
+        path: Where it is. Where two folders cannot be exchanged, the old one is for an instant,
             or after a crash, at `folder_being_replaced`, and is found there.
 
     Raises:
         FileNotFoundError: It is not there.
-        OSError: It can not be opened.
+        OSError: It cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -83,7 +83,7 @@ class _Folder:
         return _Place(".", self).files()
 
     def is_moved(self) -> bool:
-        """Whether it stands no longer where it was found, and perhaps is being removed."""
+        """Whether it is no longer where it was found, and perhaps is being removed."""
         try:
             return not os.path.samestat(os.stat(self._place), os.fstat(self.fd))
         except OSError:
@@ -272,7 +272,7 @@ class LocalStorage:
         """The whole file as read-only mapped pages; they stay valid after `close`.
 
         Raises:
-            StorageError: The file can not be mapped.
+            StorageError: The file cannot be mapped.
         """
         with self._handle(file) as handle:
             if handle.mapped is None:
@@ -294,7 +294,7 @@ class LocalStorage:
             self._check_unchanged(handle, 0, handle.identity[2])
 
     def check_current(self) -> None:
-        """Checks that the files that were read from a folder are those that stand in it together.
+        """Checks that the files that were read from a folder are those that are in it together.
 
         Raises:
             StorageError: One has been replaced since, or written to.

@@ -87,7 +87,7 @@ class Claim:
         """Puts back, or removes, what a holder that was killed left beside the folder.
 
         Raises:
-            StorageError: It can not be put back or removed, or somebody else has put a folder
+            StorageError: It cannot be put back or removed, or somebody else has put a folder
                 there meanwhile.
         """
         with storage_errors("can not put in order what a crash left", self._folder):
@@ -98,7 +98,7 @@ class Claim:
                 self._put_back(aside)
             _remove_tree(partial_folder(self._folder))
             if self._note is not None and not self._note.is_at(self._beside(self._note.finished)):
-                # At its place stands nothing, or what it was exchanged for.
+                # There is nothing at its place, or what it was exchanged for.
                 _remove_tree(self._beside(self._note.workspace))
 
     def _put_back(self, aside: str) -> None:
@@ -115,7 +115,7 @@ class Claim:
             ) from error
 
     def was_published(self, made: str | None = None) -> bool:
-        """Whether a holder that was killed had put a folder in the place, where it still stands.
+        """Whether a holder that was killed had put a folder in the place, where it still is.
 
         Args:
             made: What it made, as given to `publish`; None for whatever it was.
@@ -166,9 +166,9 @@ def _remove_tree(folder: str) -> None:
 def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
     """Puts a finished folder in the place of another, which may exist.
 
-    What the old folder holds besides the files that are replaced stands in the new one, too, also
+    What the old folder holds besides the files that are replaced is in the new one, too, also
     what somebody puts there meanwhile. A crash at any moment leaves the old or the new folder
-    complete at `folder`; on systems that can not exchange two names, for an instant none, with
+    complete at `folder`; on systems that cannot exchange two names, for an instant none, with
     the old one at `aside_folder` and the new one still at `finished`.
 
     Args:
@@ -204,7 +204,7 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
 
 
 def check_replaceable(folder: str) -> None:
-    """Refuses a folder that can not be exchanged for another as a whole.
+    """Refuses a folder that cannot be exchanged for another as a whole.
 
     Raises:
         StorageError: It is a mount point, or something is mounted below it.
@@ -254,7 +254,7 @@ def finish_interrupted(folder: str) -> bool:
         folder: The folder, as `os.path.realpath` gives it.
 
     Returns:
-        Whether there was one, and what it had put there still stands.
+        Whether there was one, and what it had put there still is.
 
     Raises:
         StorageError: A save to it is running.
@@ -313,7 +313,7 @@ def _current_folder() -> str:
 
 
 def link_tree(source: str, target: str) -> None:
-    """Makes a file or folder stand in a second place: by hard links, or where that fails, copies.
+    """Makes a file or folder appear in a second place: by hard links, or where that fails, copies.
 
     Args:
         source: The file or folder.

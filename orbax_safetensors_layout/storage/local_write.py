@@ -33,13 +33,13 @@ class LocalFileWriter:
     """A new file of known size. Safe to use from many threads, for ranges that do not overlap.
 
     Args:
-        file: The file's final path; what stands there is replaced by `finish`.
+        file: The file's final path; what is there is replaced by `finish`.
         size: Its size in bytes. Room for it is taken at once, so that a full disk is an error
             before anything is written; two threads that extend one file are also slower than one.
         durable: Flush to the disk before `finish` returns.
 
     Raises:
-        StorageError: The file can not be created, or the disk has no room for it.
+        StorageError: The file cannot be created, or the disk has no room for it.
     """
 
     def __init__(self, file: str, size: int, *, durable: bool) -> None:
@@ -156,7 +156,7 @@ def flush_folder(folder: str) -> None:
     """Makes the names in a folder durable.
 
     Raises:
-        StorageError: The folder can not be flushed.
+        StorageError: The folder cannot be flushed.
     """
     with storage_errors("flushing the folder failed", folder):
         fd = os.open(folder, os.O_RDONLY)
@@ -190,7 +190,7 @@ def write_fully(fd: int, offset: int, buffers: Sequence[ByteBuffer], total: int)
 
 
 def allocate_file(fd: int, size: int) -> None:
-    """Takes room for a file. Where the system can not, the file only gets its size."""
+    """Takes room for a file. Where the system cannot, the file only gets its size."""
     if size:
         fallocate = _libc_fallocate()
         if fallocate is not None:

@@ -26,7 +26,7 @@ class Note(NamedTuple):
         """A note that a finished folder goes to `folder`.
 
         Raises:
-            OSError: The finished folder can not be read.
+            OSError: The finished folder cannot be read.
         """
         name = os.path.relpath(finished, os.path.dirname(folder))
         return cls(name, made, _entries(finished))
@@ -78,7 +78,7 @@ def _entries(folder: str) -> dict[str, list[int]]:
 
 
 def partial_folder(folder: str, purpose: str = "save") -> str:
-    """Where what will stand at `folder` is made: beside it, whatever the length of its name.
+    """Where what will be at `folder` is made: beside it, whatever the length of its name.
 
     Args:
         folder: The folder.
@@ -88,7 +88,7 @@ def partial_folder(folder: str, purpose: str = "save") -> str:
 
 
 def aside_folder(folder: str) -> str:
-    """Where a folder stands for an instant while it is replaced, if two can not be exchanged.
+    """Where a folder is for an instant while it is replaced, if two cannot be exchanged.
 
     Args:
         folder: The folder, as `os.path.realpath` gives it.

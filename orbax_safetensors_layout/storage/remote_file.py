@@ -26,7 +26,7 @@ _REDIRECTS = {301, 302, 303, 307, 308}
 _MOST_REDIRECTS = 6
 _CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19})\s*", re.A)
 _EMPTY_RANGE = re.compile(r"\s*bytes\s+\*/0\s*")
-_PROGRESS_BYTES = 1 * MIB  # a body that breaks after so much is no failed attempt
+_PROGRESS_BYTES = 1 * MIB  # a body that breaks after so much is not a failed attempt
 _SMALL_BUFFER_BYTES = 64 * KIB
 _MOST_TOLD = 200  # characters of what a server says
 

@@ -15,11 +15,11 @@ class ResumableFile:
     """A file of known size under its final name; what is written stays, whatever happens.
 
     Args:
-        file: Its path in a folder that exists. A file that stands there is continued.
+        file: Its path in a folder that exists. An existing file is continued.
         size: Its size in bytes.
 
     Raises:
-        StorageError: It can not be created, or the disk has no room for it.
+        StorageError: It cannot be created, or the disk has no room for it.
     """
 
     def __init__(self, file: str, size: int) -> None:
@@ -47,7 +47,7 @@ class ResumableFile:
         """Waits until all is on the disk.
 
         Raises:
-            StorageError: It can not be brought there.
+            StorageError: It cannot be brought there.
         """
         with storage_errors("flushing the file failed", self.file, full=FULL):
             os.fsync(self._fd)

@@ -77,7 +77,7 @@ class Retrier:
         self._interrupted.set()
 
     def run(self, call: Callable[[], T], classify: Classify, *, doing: str, url: str) -> T:
-        """What `call` returns, tried until it succeeds or it is no use.
+        """What `call` returns, tried until it succeeds or it is useless.
 
         Args:
             call: One attempt. What it raises of this package's own errors is passed on.

@@ -18,7 +18,7 @@ ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
 """Environment variable: 1 to read `http://` paths of other machines, too."""
 
 PROBED = ("model.safetensors.index.json", "orbax_safetensors_layout.json", "model.safetensors")
-"""What a folder is asked for, since it can not be listed."""
+"""What a folder is asked for, since it cannot be listed."""
 
 _FILE_SUFFIXES = (".safetensors", ".json")
 
@@ -38,7 +38,7 @@ class WebStorage(RemoteStorage):
         retries: How long requests are tried.
 
     Raises:
-        StorageError: It is no URL, or one of unencrypted http to another machine.
+        StorageError: It is not a URL, or one of unencrypted http to another machine.
     """
 
     kind = "https"

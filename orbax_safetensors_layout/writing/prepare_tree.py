@@ -54,7 +54,7 @@ class PreparedTree(NamedTuple):
     Attributes:
         leaves: Its tensors.
         values: The value of each: a `jax.Array`, a numpy array, or an abstract array.
-        node: Its structure, with what is no tensor.
+        node: Its structure, with what is not a tensor.
         shardings: The shardings that `node` names by number.
     """
 

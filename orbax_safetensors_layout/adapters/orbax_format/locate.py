@@ -1,4 +1,4 @@
-"""What stands at a path: a safetensors checkpoint, or one of Orbax's, in a step or an item."""
+"""What is at a path: a safetensors checkpoint, or one of Orbax's, in a step or an item."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def open_reader(
     Args:
         location: Where it is.
         options: How to read safetensors.
-        tell: Told of arrays of Orbax that can not be opened, which are then left out.
+        tell: Told of arrays of Orbax that cannot be opened, which are then left out.
 
     Raises:
-        CheckpointNotFoundError: It can not be opened.
+        CheckpointNotFoundError: It cannot be opened.
         FormatError: It is malformed.
-        StorageError: Arrays can not be opened, and `tell` is not given.
+        StorageError: Arrays cannot be opened, and `tell` is not given.
     """
     if location.is_orbax:
         return OrbaxReader(location.path, tell)

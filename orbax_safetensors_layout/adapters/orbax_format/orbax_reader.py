@@ -30,12 +30,12 @@ class OrbaxReader:
 
     Args:
         path: The item's folder.
-        tell: Told of arrays that can not be opened, which are then left out.
+        tell: Told of arrays that cannot be opened, which are then left out.
 
     Raises:
         CheckpointNotFoundError: Orbax finds no tree there.
         FormatError: Its metadata are malformed.
-        StorageError: Arrays can not be opened, and `tell` is not given; names all.
+        StorageError: Arrays cannot be opened, and `tell` is not given; names all.
     """
 
     kind = "orbax"

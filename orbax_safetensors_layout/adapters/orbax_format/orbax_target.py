@@ -260,7 +260,7 @@ def orbax_target(
 
     Raises:
         SafetensorsLayoutError: Leaves that Orbax does not hold; names all.
-        MismatchError: Arrays can not be sharded as their rules say; names all.
+        MismatchError: Arrays cannot be sharded as their rules say; names all.
     """
     streamed = [array for array in arrays_in(tree) if array.key_impl is None]
     whole = {array.name: array.shape for array in streamed}
@@ -290,7 +290,7 @@ def _dtype(array: TargetArray, options: ConvertOptions) -> np.dtype:
 
 
 def _refuse_values(tree: Any) -> None:
-    """Refuses numbers that Orbax does not hold, and keys that one process can not save alone."""
+    """Refuses numbers that Orbax does not hold, and keys that one process cannot save alone."""
     problems = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, int) and leaf not in _INT64:

@@ -38,10 +38,10 @@ class OpenArray:
 
     Attributes:
         name: Orbax's name of it.
-        store: The open TensorStore; None where it can not be opened.
+        store: The open TensorStore; None where it cannot be opened.
         is_jax: Whether it was a `jax.Array`.
         keys: Typed PRNG keys, if it is an array of these.
-        problem: Why it can not be opened.
+        problem: Why it cannot be opened.
     """
 
     name: str
@@ -59,7 +59,7 @@ class OpenArray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """Stands in a tree for an array that is written already.
+    """Represents an array that is written already, in a tree.
 
     Attributes:
         name: Its dotted name.

@@ -1,7 +1,7 @@
 """Bound expressions: every name, shape and dtype is known, so that regions can be pulled back.
 
 An expression of `expression.py` is bound by the names and shapes of one side of a mapping. What
-shapes an array stands in `shaping.py`; here are the ends of the tree and operations on values.
+shapes an array is in `index_nodes.py`; here are the ends of the tree and operations on values.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[AxisGrou
 def _runs(indices: Sequence[int]) -> Iterator[Run]:
     """Indices as runs of equal step, each as long as it can be.
 
-    Two indices far from each other are no run: each is read with its own neighbours in the file.
+    Two indices far from each other are two runs: each is read with its own neighbours in the file.
     """
     i = 0
     while i < len(indices):

@@ -28,7 +28,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         CheckpointNotFoundError: There is none.
-        FormatError: It is no JSON object.
+        FormatError: It is not a JSON object.
     """
     storage, text = open_storage(path)
     with storage:
@@ -82,7 +82,7 @@ class Section:
         path: The keys that lead to it, each with its dot.
 
     Raises:
-        MappingError: It is no object.
+        MappingError: It is not an object.
     """
 
     def __init__(self, values: object, model: str, path: str = "") -> None:

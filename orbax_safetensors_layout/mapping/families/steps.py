@@ -72,7 +72,7 @@ class FamilyLeaf:
         source: The tensor's name; in a group, after the layer's. `{e}` stands for an expert.
             Several are concatenated along the first axis.
         step: How it is made.
-        variable: The Flax collection that holds a leaf which is no parameter. Such leaves are
+        variable: The Flax collection that holds a leaf which is not a parameter. Such leaves are
             stacked along axis 0, whatever the scan axis is.
     """
 
