@@ -142,7 +142,7 @@ def test_processes_that_read_in_other_steps_are_told_apart():
     assert [one for stage in plans[0] for one in stage] == [s for stage in plans[1] for s in stage]
     assert len(plans[0]) < len(plans[1])
     one, other = (
-        fingerprint_of([ExchangeStep([], stage) for stage in plan], names) for plan in plans
+        fingerprint_of([ExchangeStep([], None, stage) for stage in plan], names) for plan in plans
     )
     assert one.digest != other.digest
     assert one.description != other.description

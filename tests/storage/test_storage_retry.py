@@ -292,5 +292,5 @@ def test_a_policy_must_make_sense(name, value):
 @pytest.mark.parametrize("kind", [osl.ReadOptions, osl.WriteOptions])
 @pytest.mark.parametrize("wrong", [{"retries": 5}, {"retries": None}, {"progress": "yes"}])
 def test_options_take_a_policy_and_a_function(kind, wrong):
-    with pytest.raises(ValueError, match=rf"{kind.__name__}.{next(iter(wrong))} is "):
+    with pytest.raises(ValueError, match=rf"{kind.__name__}.{next(iter(wrong))} must be "):
         kind(**wrong)
