@@ -134,7 +134,7 @@ def test_processes_read_equally_much_each_from_its_own_files(shape):
 def test_processes_that_read_in_other_steps_are_told_apart():
     """As with other memory budgets: the rounds are the same, but they would wait for each other."""
     leaves = shared(32, (512, 1024))
-    names = [SimpleNamespace(name=str(leaf.number)) for leaf in leaves]
+    names = [SimpleNamespace(region=SimpleNamespace(name=str(leaf.number))) for leaf in leaves]
     plans = [
         plan_exchange(leaves, NO_LIMITS),
         plan_exchange(leaves, NO_LIMITS._replace(stage_bytes=1)),
