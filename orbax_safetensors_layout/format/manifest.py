@@ -74,6 +74,7 @@ class Manifest:
             InvalidManifestError: It is larger than what is read again.
 
         Example:
+            >>> from orbax_safetensors_layout.format import Container, TensorLeaf, ValueLeaf
             >>> tree = Container("dict", (TensorLeaf("w"), ValueLeaf(7)), ("w", "step"))
             >>> print(Manifest("hf", tree).to_json().decode())
             {
