@@ -35,7 +35,7 @@ keeps some that the hypervisor does not take.
 _STRETCH_BYTES = 16 * MIB
 """Page sizes are chosen for so much at once."""
 
-_MOST_SMALL_BYTES = 512 * MIB
+_MOST_SMALL_BYTES = 64 * MIB
 """At most so much is mapped in small pages before huge ones are tried again."""
 
 _PAGED_BYTES = 1 << 20
