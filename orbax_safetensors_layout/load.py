@@ -81,7 +81,7 @@ def load(
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file; also as a
             `gs://`, `s3://`, `az://`, `hf://` or `https://` URL.
-        abstract: The tree to load; see `pytree.abstract.WantedTree`. Where a leaf's dtype is not
+        abstract: The tree to load; see `pytree.AbstractTree`. Where a leaf's dtype is not
             the file's, values are cast; a cast to integers that do not hold the values, or of a
             64-bit value that JAX cannot hold because x64 is off, is an error. Leaves that are jax
             arrays and name no sharding are replicated on all devices. Without a tree, a flat dict

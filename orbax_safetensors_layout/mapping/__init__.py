@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from orbax_safetensors_layout.lazy import lazy_exports
 
-from .affine.binding import BoundMapping
 from .affine.bound import BoundExpr
 from .affine.decoded import Computed
 from .affine.leaf_pieces import (

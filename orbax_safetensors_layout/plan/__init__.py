@@ -7,7 +7,6 @@ from .array_source import (
     StoredSource,
     array_sources,
 )
-from .axes import Axis
 from .bands import Bands, bands_of
 from .cluster import ClusterPlan, plan_cluster, plan_cluster_writes
 from .cluster_costs import ClusterTensor, TensorClass
@@ -15,7 +14,7 @@ from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost
 from .coverage import Coverage, coverage
 from .exchange_rounds import ExchangeLimits, Fragment, Item, Round, SharedLeaf, Stage, plan_exchange
-from .leaf_reads import LeafRead, TensorPiece
+from .leaf_reads import LeafRead
 from .mapped_writes import Contribution, ScatterPlan, plan_scatter
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads

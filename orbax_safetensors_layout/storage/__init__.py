@@ -5,7 +5,6 @@ from .base import (
     Buffer,
     ByteBuffer,
     FileWriter,
-    Publication,
     RangeReader,
     Storage,
     join,

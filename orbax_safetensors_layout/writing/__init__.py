@@ -7,4 +7,4 @@ from .host import HostValues
 from .prepare_tree import PreparedTree
 from .scatter import write_mapped
 from .sidecar_files import read_sidecar_files
-from .write import WriteStats, write_parts
+from .write import write_parts
