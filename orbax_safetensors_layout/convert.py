@@ -23,11 +23,11 @@ from orbax_safetensors_layout.catalog import CheckpointRef
 from orbax_safetensors_layout.conversion import (
     CheckpointReader,
     Conversion,
+    FilesTarget,
     Target,
     Topology,
     arrays_of,
-    conversion_limits,
-    files_target,
+    conversion_block_bytes,
     mapped_tree,
     plain_tree,
     rerooted,
@@ -175,7 +175,7 @@ def convert(
             backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
             made = mapped_tree(tree, mapping, inverse=backwards)
         topology = _topology(mesh, spec, processes)
-        limits = conversion_limits(folder, options.memory_budget_bytes, restart=restart)
+        block_bytes = conversion_block_bytes(folder, options.memory_budget_bytes, restart=restart)
         way = mapping and fingerprint(mapping)
         planned: Target
         sidecar_files: dict[str, bytes] = {}
@@ -187,12 +187,12 @@ def convert(
                 arrays,
                 topology,
                 options,
-                most_chunk_bytes=limits.block_bytes,
+                most_chunk_bytes=block_bytes,
                 item=saved_item,
             )
         else:
             sidecar_files = _sidecar_files(opened, config)
-            planned = files_target(
+            planned = FilesTarget(
                 made,
                 opened,
                 _write_options(options, kind, opened.metadata),
@@ -210,7 +210,7 @@ def convert(
                 planned,
                 folder,
                 options,
-                limits,
+                block_bytes,
                 restart=restart,
                 arguments=(way, backwards, subtree),
                 reopen=lambda path: open_reader(locate(path), reading),

@@ -1,7 +1,7 @@
-"""What a load costs a cluster that one need not have, from headers and sharding rules alone.
+"""Estimates the cost of a load for a hypothetical cluster, from headers and sharding rules alone.
 
-No device, no JAX. `forecast_tree` does the same for trees of abstract arrays, and for what is not
-one tensor a leaf.
+It needs no device and no JAX. `estimate_tree` does the same for trees of abstract arrays, and for
+leaves that are not one tensor each.
 """
 
 from __future__ import annotations
@@ -43,26 +43,17 @@ _NETWORK_BYTES_PER_SECOND = 25e9 / 8
 
 
 class HostRate(NamedTuple):
-    """What a time is estimated from.
-
-    Attributes:
-        request_seconds: Time of one request, without its bytes, and some are made at once.
-        bytes_per_second: What a host reads or writes with all its streams.
-    """
+    """The rate of a host: of one request, without its bytes, some at once, and of all streams."""
 
     request_seconds: float
     bytes_per_second: float
 
     @classmethod
     def of(cls, profile: StorageProfile, kind: str, bytes_per_second: float | None) -> Self:
-        """The rate of a storage class.
+        """Return the rate of a storage class.
 
-        Args:
-            profile: Its figures.
-            kind: The class.
-            bytes_per_second: What a host reaches. None takes one stream's rate for local files,
-                whose streams share a disk, and else all streams' as far as a network of 25 Gbit/s
-                carries them.
+        Without `bytes_per_second` it is one stream's rate for local files, whose streams share a
+        disk, and else all streams' as far as a network of 25 Gbit/s carries them.
         """
         if bytes_per_second is None:
             stream = profile.bandwidth_bytes_per_second
@@ -71,22 +62,15 @@ class HostRate(NamedTuple):
         return cls(profile.latency_seconds / profile.concurrency, bytes_per_second)
 
     def seconds(self, cost: Cost) -> float:
-        """An estimate of the time that a cost takes."""
+        """Estimates the time that a cost takes."""
         moved = cost.read_bytes + cost.written_bytes
         return cost.requests * self.request_seconds + moved / self.bytes_per_second
 
 
 class LeafCost(NamedTuple):
-    """What one leaf costs the process that it costs most, read by itself.
+    """The cost of one leaf, read by itself, to the process that it costs most.
 
-    Attributes:
-        name: Its name.
-        shape: Its shape.
-        dtype: Its dtype's code.
-        spec: Its sharding; None where it is not known as a spec.
-        needed_bytes: Bytes of its shards.
-        read_bytes: Bytes read for them.
-        requests: Ranged reads.
+    `needed_bytes` are those of its shards; `spec` is None where its sharding is no known spec.
     """
 
     name: str
@@ -98,49 +82,36 @@ class LeafCost(NamedTuple):
     requests: int
 
     def excess_seconds(self, rate: HostRate) -> float:
-        """Time that is spent beyond reading the needed bytes in one go."""
+        """Return the time that is spent beyond reading the needed bytes in one go."""
         cost = Cost(read_bytes=self.read_bytes, requests=self.requests)
         return rate.seconds(cost) - self.needed_bytes / rate.bytes_per_second
 
 
 class RuleUse(NamedTuple):
-    """How many leaves a rule places; the rule None is for those that none matches."""
+    """Number of leaves that a rule places; the rule None is for those that none matches."""
 
     rule: ShardingRule | None
     leaves: int
 
-    @classmethod
-    def tally(cls, rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> tuple[Self, ...]:
-        """The use of all rules."""
-        uses = collections.Counter(placing.rule for placing in placed)
-        numbers = [*range(len(rules)), *([None] if None in uses else [])]
-        return tuple(cls(None if n is None else rules[n], uses[n]) for n in numbers)
+
+def rule_uses(rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> tuple[RuleUse, ...]:
+    """Return the use of all rules."""
+    uses = collections.Counter(placing.rule for placing in placed)
+    numbers = [*range(len(rules)), *([None] if None in uses else [])]
+    return tuple(RuleUse(None if n is None else rules[n], uses[n]) for n in numbers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterEstimate:
-    """What a load costs.
+    """The cost of a load, or with `saves`, the layout of its files, of a save.
 
     Attributes:
-        path: The checkpoint.
-        grid: The devices and processes.
-        profile: The storage's figures.
         rate: What times are estimated from.
-        storage: The storage class.
-        parameters: Of the model.
-        checkpoint_bytes: Of all its tensors.
-        checkpoint_files: How many files it has.
-        leaf_count: How many leaves are loaded.
-        processes: The processes that were planned.
-        costs: The cost of each.
-        process_parameters: The parameters that each holds.
+        processes: The processes that were planned; `costs` and `process_parameters` are theirs.
         device_bytes: Bytes of all shards of one device, the most of any.
         largest: The largest shard of one device: its leaf and its bytes.
-        leaf_costs: The leaves.
-        rules: What the rules were good for.
         misfits: Leaves that cannot be sharded as the rules say.
-        fleet: Where the costs come from, where all processes were planned at once.
-        saves: The layout of the files that are written, where it is a save; None for a load.
+        fleet: The plan, where all processes were planned at once.
     """
 
     path: str
@@ -174,13 +145,14 @@ class ClusterEstimate:
         return len(self.processes) == self.grid.processes
 
     def seconds(self) -> list[float]:
-        """The estimated time of each process."""
+        """Estimates the time of each process."""
         return [self.rate.seconds(cost) for cost in self.costs]
 
     def costliest(self, count: int) -> list[LeafCost]:
-        """The leaves that cost most beyond their bytes, the worst first."""
-        found = [leaf for leaf in self.leaf_costs if leaf.excess_seconds(self.rate) > 0]
-        return sorted(found, key=lambda leaf: -leaf.excess_seconds(self.rate))[:count]
+        """Return the leaves that cost most beyond their bytes, the worst first."""
+        excess = {leaf: leaf.excess_seconds(self.rate) for leaf in self.leaf_costs}
+        costly = [leaf for leaf in self.leaf_costs if excess[leaf] > 0]
+        return sorted(costly, key=lambda leaf: -excess[leaf])[:count]
 
 
 def estimate(
@@ -191,18 +163,14 @@ def estimate(
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
 ) -> ClusterEstimate:
-    """What loading every tensor of a checkpoint costs every process.
+    """Estimates the cost to every process of loading every tensor of a checkpoint.
 
-    Args:
-        path: The checkpoint.
-        grid: The devices and processes.
-        rules: How the tensors are sharded.
-        options: As for `load`; their cost model is the estimate's, too.
-        host_bandwidth: Bytes per second that a host reaches; see `HostRate.of`.
+    The cost model of `options` is the estimate's; `host_bandwidth` is in bytes per second, see
+    `HostRate.of`.
 
     Raises:
         ValueError: A rule does not fit the mesh.
-        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointNotFoundError: `path` has no checkpoint.
         FormatError: A file is malformed.
     """
     options = given_or_default(options, ReadOptions)
@@ -221,6 +189,7 @@ def estimate(
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
     )
+    shards = [(kind.first.entry.name, _shard_bytes(kind)) for kind in fleet.kinds]
     return ClusterEstimate(
         path=place,
         grid=grid,
@@ -235,37 +204,28 @@ def estimate(
         costs=tuple(fleet.cost(process) for process in range(grid.processes)),
         process_parameters=_process_parameters(fleet, parameters),
         device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in fleet.kinds),
-        largest=_largest(fleet.kinds),
+        largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
         leaf_costs=_leaf_costs(fleet),
-        rules=RuleUse.tally(rules, placed.values()),
+        rules=rule_uses(rules, placed.values()),
         misfits=tuple(placing.misfit for placing in placed.values() if placing.misfit),
         fleet=fleet,
     )
 
 
-def estimate_save(found: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:
-    """What saving the tensors of a load again costs, from where they then are.
-
-    Args:
-        found: The load.
-        options: How they are written.
+def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:
+    """Estimates the cost of saving the tensors of a load again, from where they then are.
 
     Raises:
         ValueError: The load is not of tensors as stored.
     """
-    if found.fleet is None:
-        raise ValueError("saves are planned of tensors as they stand, without a mapping or pieces")
-    costs = plan_cluster_writes(found.fleet.leaves, found.grid, options)
-    return dataclasses.replace(found, costs=costs, leaf_costs=(), fleet=None, saves=options.layout)
+    if load.fleet is None:
+        raise ValueError("saves are planned of tensors as stored, without a mapping or pieces")
+    costs = plan_cluster_writes(load.fleet.leaves, load.grid, options)
+    return dataclasses.replace(load, costs=costs, leaf_costs=(), fleet=None, saves=options.layout)
 
 
 def _shard_bytes(kind: TensorClass) -> int:
     return -(-kind.shard_elements * kind.first.entry.dtype.bits // 8)
-
-
-def _largest(kinds: Sequence[TensorClass]) -> tuple[str, int]:
-    found = max(kinds, key=_shard_bytes, default=None)
-    return ("", 0) if found is None else (found.first.entry.name, _shard_bytes(found))
 
 
 def _process_parameters(fleet: ClusterPlan, parameters: dict[str, int]) -> tuple[int, ...]:
@@ -285,21 +245,15 @@ def _process_parameters(fleet: ClusterPlan, parameters: dict[str, int]) -> tuple
 def _leaf_costs(fleet: ClusterPlan) -> tuple[LeafCost, ...]:
     worst = []
     for kind in fleet.kinds:
-        found = [(0, 0, 0)]
+        costs = [(0, 0, 0)]
         for shape in kind.shapes:
-            costs = [fetch.cost(fleet.profile) for fetch in shape.fetches]
+            pairs = [request.cost(fleet.profile) for request in shape.fetches]
             needed = sum(r.read.runs.total_bytes for f in shape.fetches for r in f.regions)
-            found.append((sum(n for n, _ in costs), sum(n for _, n in costs), needed))
-        worst.append(max(found))
-    return tuple(
-        LeafCost(
-            leaf.entry.name,
-            leaf.entry.shape,
-            leaf.entry.dtype.code,
-            leaf.spec,
-            worst[number][2],
-            worst[number][0],
-            worst[number][1],
-        )
-        for leaf, number in zip(fleet.leaves, fleet.kind_of, strict=True)
-    )
+            costs.append((sum(n for n, _ in pairs), sum(n for _, n in pairs), needed))
+        worst.append(max(costs))
+    leaf_costs = []
+    for (entry, spec), number in zip(fleet.leaves, fleet.kind_of, strict=True):
+        read, requests, needed = worst[number]
+        code = entry.dtype.code
+        leaf_costs.append(LeafCost(entry.name, entry.shape, code, spec, needed, read, requests))
+    return tuple(leaf_costs)

@@ -1,111 +1,162 @@
-"""Two checkpoints, bit by bit, in blocks."""
+"""Reads the arrays of checkpoints in blocks: of one, whether it can be read; of two, bit by bit."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.conversion import batches
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.mapping import TensorSpec
+from orbax_safetensors_layout.adapters import open_reader
+from orbax_safetensors_layout.catalog import CheckpointRef
+from orbax_safetensors_layout.conversion import (
+    CheckpointReader,
+    SafetensorsReader,
+    SourceArray,
+    arrays_of,
+    batches,
+    chunk_bytes,
+    rerooted,
+    values_of,
+)
+from orbax_safetensors_layout.errors import MappingError, SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.geometry import Box, chunk_parts
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
 
-from .checkpoint_arrays import BLOCKS_IN_BUDGET, ArrayBox, CheckpointArrays
-from .report import Finding
+from .report import Finding, Report
 
 _BLOCK_BYTES = 32 * MIB
+_BLOCKS_IN_BUDGET = 4  # one of either checkpoint, and as much to read it with
 _MOST_PLACES = 3
+
+OnProgress = Callable[[Progress], None] | None
 
 
 class Comparison(NamedTuple):
-    """What a comparison has found.
-
-    Attributes:
-        differences: What differs, a line a tensor.
-        tensors: How many were compared.
-        nbytes: Their bytes.
-    """
+    """The result of a comparison: a line for each difference, and how much was compared."""
 
     differences: tuple[str, ...]
     tensors: int
     nbytes: int
 
 
-def compare(
-    here: CheckpointArrays,
-    there: CheckpointArrays,
-    *,
-    options: ReadOptions,
-    progress: Callable[[Progress], None] | None = None,
-) -> Comparison:
-    """Compares two checkpoints bit by bit; their files may be cut in any way.
+class _ArrayBox(NamedTuple):
+    """A box of an array, by the array's name."""
 
-    Args:
-        here: A checkpoint.
-        there: Another.
-        options: How much memory to take.
-        progress: Told after each batch of blocks.
+    name: str
+    box: Box
+
+
+class _Side:
+    """A checkpoint that is compared, or the part of it at `subtree`.
+
+    Attributes:
+        values: Texts of what the tree holds besides arrays, by name; None where it is not known.
+        most_bytes: Largest block, chunks included.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, options: ReadOptions, subtree: str | None = None
+    ) -> None:
+        tree = rerooted(reader.tree, subtree)
+        self.reader = reader
+        self.arrays = arrays_of(tree)
+        self.values: Mapping[str, str] | None = None
+        if reader.is_recorded:
+            self.values = {name: repr(value) for name, value in values_of(tree).items()}
+        self.most_bytes = max(1, options.memory_budget_bytes // _BLOCKS_IN_BUDGET)
+
+    def block_bytes(self, block: _ArrayBox) -> int:
+        return block.box.size * self.arrays[block.name].dtype.itemsize
+
+    def read(self, blocks: Sequence[_ArrayBox]) -> list[np.ndarray]:
+        """Reads some boxes; decodes no more chunks at once than fit."""
+        boxes = [(self.arrays[name], box) for name, box in blocks]
+        decoded = sum(
+            len(self._chunk_parts(array, box)) * chunk_bytes(self.reader, array)
+            for array, box in boxes
+        )
+        if decoded <= self.most_bytes:
+            return self.reader.read(boxes)
+        return [self._read_in_parts(array, box) for array, box in boxes]
+
+    def _chunk_parts(self, array: SourceArray, box: Box) -> list[Box]:
+        """The part of a box in each chunk; none where any elements can be read."""
+        chunk = self.reader.chunk(array)
+        return [] if chunk is None else [*chunk_parts(box, chunk)]
+
+    def _read_in_parts(self, array: SourceArray, box: Box) -> np.ndarray:
+        values = np.empty(box.shape, array.dtype)
+        size = chunk_bytes(self.reader, array)
+        for parts in batches(self._chunk_parts(array, box), lambda _: size, self.most_bytes):
+            pieces = self.reader.read([(array, part) for part in parts])
+            for part, piece in zip(parts, pieces, strict=True):
+                values[part.within(box).slices] = piece
+        return values
+
+
+def compare(
+    one: CheckpointRef,
+    other: CheckpointRef,
+    *,
+    mapping: LeafMapping | None,
+    subtree: str | None,
+    options: ReadOptions,
+    progress: OnProgress,
+) -> Comparison:
+    """Compares two checkpoints bit by bit: as files, or as trees where one is more than files.
+
+    `mapping` makes the arrays of `one` of those of `other`; `subtree` is the part of the tree of
+    `one` that counts.
 
     Raises:
+        MappingError: The mapping does not fit, or `other` is what Orbax saved.
+        MissingTensorError: `one` has no such part.
         FormatError: A file is malformed.
         StorageError: A read failed.
         SafetensorsLayoutError: A chunk is too large for the memory budget.
     """
-    differences = [*_names(here, there), *_values(_texts(here, there), _texts(there, here))]
-    alike = []
-    for name, mine in here.arrays.items():
-        theirs = there.arrays.get(name)
-        if mine == theirs:
-            alike.append(name)
-        elif theirs is not None:
-            differences.append(f"'{name}' is {_kind(mine)}, in the other {_kind(theirs)}")
-    total = sum(_nbytes(here.arrays[name]) for name in alike)
-    done = 0
-    places: dict[str, list[str]] = {}
-    for blocks in _batches(alike, [here, there], options):
-        for name, place in _differing(blocks, here, there):
-            places.setdefault(name, []).append(place)
-        done += _held_bytes(blocks, here)
-        if progress is not None:
-            progress(Progress(done, total, blocks[-1].name))
-    for name, found in places.items():
-        more = f" and {len(found) - _MOST_PLACES} more blocks" if len(found) > _MOST_PLACES else ""
-        differences.append(f"'{name}' differs: {'; '.join(found[:_MOST_PLACES])}{more}")
-    return Comparison(tuple(differences), len(alike), total)
+    if mapping is not None and other.is_orbax:
+        raise MappingError(
+            "a mapping takes the tensors of a safetensors checkpoint",
+            file=other.path,
+            found="a checkpoint of Orbax",
+            hint="Exchange the two: PATH is the model, and --against what it is made of.",
+        )
+    are_trees = one.is_orbax or other.is_orbax or subtree is not None
+    with contextlib.ExitStack() as stack:
+
+        def opened(ref: CheckpointRef, mapping: LeafMapping | None, subtree: str | None) -> _Side:
+            reader: CheckpointReader
+            if are_trees and mapping is None:
+                reader = open_reader(ref, options)
+            else:
+                reader = SafetensorsReader(ref.path, options, mapping=mapping, is_flat=True)
+            stack.callback(reader.close)
+            return _Side(reader, options, subtree)
+
+        return _compare(opened(one, None, subtree), opened(other, mapping, None), progress)
 
 
-def check_readable(
-    side: CheckpointArrays,
-    *,
-    options: ReadOptions,
-    progress: Callable[[Progress], None] | None = None,
-) -> tuple[Finding, ...]:
-    """Reads every array of a checkpoint; returns what cannot be read.
-
-    Args:
-        side: The checkpoint.
-        options: How much memory to take.
-        progress: Told after each batch of blocks.
+def check_readable(ref: CheckpointRef, options: ReadOptions, progress: OnProgress) -> Report:
+    """Reads every array of a checkpoint that Orbax saved; reports what cannot be read.
 
     Raises:
         SafetensorsLayoutError: A chunk is too large for the memory budget.
     """
-    findings: list[Finding] = []
-    total = sum(map(_nbytes, side.arrays.values()))
-    done = 0
-    for blocks in _batches([*side.arrays], [side], options):
-        findings += _unreadable(blocks, side)
-        done += _held_bytes(blocks, side)
-        if progress is not None:
-            progress(Progress(done, total, blocks[-1].name))
-    return tuple(findings)
+    broken: list[StorageError] = []
+    with contextlib.closing(open_reader(ref, options, broken.append)) as reader:
+        side = _Side(reader, options)
+        findings = [Finding("array", str(error)) for error in broken]
+        total = sum(array.nbytes for array in side.arrays.values())
+        for blocks in _batches([*side.arrays], [side], total, progress):
+            findings += _unreadable(blocks, side)
+        return Report(ref.path, tuple(findings), tensors=len(side.arrays))
 
 
-def _unreadable(blocks: Sequence[ArrayBox], side: CheckpointArrays) -> list[Finding]:
+def _unreadable(blocks: Sequence[_ArrayBox], side: _Side) -> list[Finding]:
     """What cannot be read of some blocks: together, and one by one where that fails."""
     try:
         side.read(blocks)
@@ -116,116 +167,130 @@ def _unreadable(blocks: Sequence[ArrayBox], side: CheckpointArrays) -> list[Find
     return []
 
 
+def _compare(here: _Side, there: _Side, progress: OnProgress) -> Comparison:
+    differences = [*_names(here, there), *_values(_texts(here, there), _texts(there, here))]
+    names = []
+    for name, array in here.arrays.items():
+        if name in there.arrays:
+            ours, theirs = _kind(array), _kind(there.arrays[name])
+            if ours == theirs:
+                names.append(name)
+            else:
+                differences.append(f"'{name}' is {ours}, in the other {theirs}")
+    total = sum(here.arrays[name].nbytes for name in names)
+    places: dict[str, list[str]] = {}
+    for blocks in _batches(names, [here, there], total, progress):
+        for name, place in _differing(blocks, here, there):
+            places.setdefault(name, []).append(place)
+    for name, all_places in places.items():
+        more = len(all_places) - _MOST_PLACES
+        text = "; ".join(all_places[:_MOST_PLACES]) + (
+            f" and {more} more blocks" if more > 0 else ""
+        )
+        differences.append(f"'{name}' differs: {text}")
+    return Comparison(tuple(differences), len(names), total)
+
+
 def _batches(
-    names: Sequence[str], sides: Sequence[CheckpointArrays], options: ReadOptions
-) -> Iterator[list[ArrayBox]]:
-    """Blocks of some arrays, as many at once as the memory budget allows.
+    names: Sequence[str], sides: Sequence[_Side], total: int, progress: OnProgress
+) -> Iterator[list[_ArrayBox]]:
+    """Blocks of arrays that all sides have, as many at once as the memory budget allows.
 
-    Args:
-        names: The arrays.
-        sides: Who has them, all alike; the one with the larger chunks says how they are cut.
-        options: The memory budget.
-
-    Raises:
-        SafetensorsLayoutError: A chunk is too large for it.
+    The side with the larger chunks says how an array is cut.
     """
-    most = max(1, options.memory_budget_bytes // BLOCKS_IN_BUDGET)
-    blocks = _blocks(names, sides, most)
-    return batches(
-        blocks, lambda block: _held_bytes([block], sides[0]), min(most, 8 * _BLOCK_BYTES)
-    )
+    most = min(sides[0].most_bytes, 8 * _BLOCK_BYTES)
+    done = 0
+    for blocks in batches(_blocks(names, sides), sides[0].block_bytes, most):
+        yield blocks
+        done += sum(map(sides[0].block_bytes, blocks))
+        if progress is not None:
+            progress(Progress(done, total, blocks[-1].name))
 
 
-def _blocks(
-    names: Sequence[str], sides: Sequence[CheckpointArrays], most: int
-) -> Iterator[ArrayBox]:
+def _blocks(names: Sequence[str], sides: Sequence[_Side]) -> Iterator[_ArrayBox]:
+    most = sides[0].most_bytes
     for name in names:
-        side = max(sides, key=lambda side: side.chunk_bytes(name))
-        if side.chunk_bytes(name) > most:
+        sizes = [chunk_bytes(side.reader, side.arrays[name]) for side in sides]
+        size = max(sizes)
+        side = sides[sizes.index(size)]
+        if size > most:
             raise SafetensorsLayoutError(
                 "a chunk is more than a quarter of the memory budget",
-                file=side.path,
+                file=side.reader.path,
                 tensor=name,
                 expected=f"at most {most:,} bytes",
-                found=f"{side.chunk_bytes(name):,} bytes",
+                found=f"{size:,} bytes",
                 hint="Set memory_budget_bytes (--memory-budget-bytes) to "
-                f"{side.chunk_bytes(name) * BLOCKS_IN_BUDGET:,} or more.",
+                f"{size * _BLOCKS_IN_BUDGET:,} or more.",
             )
-        for box in side.blocks(name, min(most, _BLOCK_BYTES)):
-            yield ArrayBox(name, box)
+        for box in side.reader.blocks(side.arrays[name], min(most, _BLOCK_BYTES)):
+            yield _ArrayBox(name, box)
 
 
-def _differing(
-    blocks: Sequence[ArrayBox], here: CheckpointArrays, there: CheckpointArrays
-) -> Iterator[tuple[str, str]]:
+def _differing(blocks: Sequence[_ArrayBox], here: _Side, there: _Side) -> Iterator[tuple[str, str]]:
     """Names of arrays of which blocks differ, and where; nothing stays in memory."""
-    for block, ours, others in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
-        if not _same(ours, others):
-            yield block.name, _place(block.box, ours, others)
+    for block, ours, theirs in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
+        if not _same(ours, theirs):
+            yield block.name, _place(block.box, ours, theirs)
 
 
-def _held_bytes(blocks: Sequence[ArrayBox], side: CheckpointArrays) -> int:
-    return sum(block.box.size * side.arrays[block.name].dtype.itemsize for block in blocks)
-
-
-def _nbytes(array: TensorSpec) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
-
-
-def _kind(array: TensorSpec) -> str:
+def _kind(array: SourceArray) -> str:
     return f"{array.dtype.name} {list(array.shape)}"
 
 
-def _names(here: CheckpointArrays, there: CheckpointArrays) -> Iterator[str]:
-    for name in sorted(set(there.arrays) - set(here.arrays) - _scalars(there, here)):
+def _names(here: _Side, there: _Side) -> Iterator[str]:
+    for name in sorted(there.arrays.keys() - here.arrays.keys() - _scalars(there, here)):
         yield f"'{name}' is in the other checkpoint alone"
-    for name in sorted(set(here.arrays) - set(there.arrays) - _scalars(here, there)):
+    for name in sorted(here.arrays.keys() - there.arrays.keys() - _scalars(here, there)):
         yield f"'{name}' is not in the other checkpoint"
 
 
-def _scalars(one: CheckpointArrays, other: CheckpointArrays) -> set[str]:
+def _scalars(side: _Side, other: _Side) -> set[str]:
     """Names of arrays without dimensions that are in the other checkpoint as numbers."""
     numbers = other.values or {}
-    return {name for name, array in one.arrays.items() if not array.shape and name in numbers}
+    return {name for name, array in side.arrays.items() if not array.shape and name in numbers}
 
 
-def _texts(one: CheckpointArrays, other: CheckpointArrays) -> Mapping[str, str] | None:
-    """What is beside the arrays, and arrays that do so in the other checkpoint."""
-    if one.values is None:
+def _texts(side: _Side, other: _Side) -> Mapping[str, str] | None:
+    """Values beside the arrays, and arrays that are such values in the other checkpoint."""
+    if side.values is None:
         return None
-    scalars = [ArrayBox(name, Box((), ())) for name in sorted(_scalars(one, other))]
-    read = zip(scalars, one.read(scalars) if scalars else (), strict=True)
-    return {**one.values, **{block.name: repr(value.item()) for block, value in read}}
+    scalars = [_ArrayBox(name, Box((), ())) for name in sorted(_scalars(side, other))]
+    read = zip(scalars, side.read(scalars) if scalars else (), strict=True)
+    return {**side.values, **{block.name: repr(value.item()) for block, value in read}}
 
 
-def _values(mine: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> Iterator[str]:
+def _values(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> Iterator[str]:
     """Differences of what was saved beside the arrays, where both say that."""
-    if mine is None or theirs is None:
+    if ours is None or theirs is None:
         return
-    for name in sorted(mine.keys() | theirs.keys()):
-        if name not in mine:
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours:
             yield f"the value '{name}' is in the other checkpoint alone: {theirs[name]}"
         elif name not in theirs:
-            yield f"the value '{name}' is {mine[name]}, and not in the other checkpoint"
-        elif mine[name] != theirs[name]:
-            yield f"the value '{name}' is {mine[name]}, in the other {theirs[name]}"
+            yield f"the value '{name}' is {ours[name]}, and not in the other checkpoint"
+        elif ours[name] != theirs[name]:
+            yield f"the value '{name}' is {ours[name]}, in the other {theirs[name]}"
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
-def _same(mine: np.ndarray, theirs: np.ndarray) -> bool:
-    one, other = _bytes(mine), _bytes(theirs)
+def _same(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    one, other = _bytes(ours), _bytes(theirs)
     steps = range(0, one.size, MIB)  # numpy makes a mask as large as what is compared
     return all(np.array_equal(one[at : at + MIB], other[at : at + MIB]) for at in steps)
 
 
-def _place(box: Box, mine: np.ndarray, theirs: np.ndarray) -> str:
+def _place(box: Box, ours: np.ndarray, theirs: np.ndarray) -> str:
     """How many elements of a block differ, and the first."""
-    shape = (mine.size, mine.dtype.itemsize)
-    differs = (_bytes(mine).reshape(shape) != _bytes(theirs).reshape(shape)).any(1)
-    first = np.unravel_index(int(differs.argmax()), mine.shape)
-    index = [int(place) + start for place, start in zip(first, box.start, strict=True)]
-    values = mine.reshape(-1)[differs.argmax()], theirs.reshape(-1)[differs.argmax()]
+    shape = (ours.size, ours.dtype.itemsize)
+    differs = (_bytes(ours).reshape(shape) != _bytes(theirs).reshape(shape)).any(1)
+    first = int(differs.argmax())
+    index = [
+        int(place) + start
+        for place, start in zip(np.unravel_index(first, ours.shape), box.start, strict=True)
+    ]
+    values = ours.reshape(-1)[first], theirs.reshape(-1)[first]
     return f"{int(differs.sum()):,} elements, the first at {index}: {values[0]} and {values[1]}"

@@ -1,15 +1,35 @@
-"""What a checkpoint holds, from its headers and its model's configuration alone."""
+"""Lists a checkpoint's content, from headers, metadata and its model's configuration alone."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.catalog import Catalog, Quantization, find_quantization
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
-from orbax_safetensors_layout.format import SUFFIX, TensorEntry, ValueLeaf, leaf_names
+import numpy as np
+
+from orbax_safetensors_layout.catalog import (
+    Catalog,
+    CheckpointRef,
+    Quantization,
+    find_quantization,
+    is_safetensors_checkpoint,
+    select_names,
+)
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    UnsupportedDtypeError,
+)
+from orbax_safetensors_layout.format import (
+    SUFFIX,
+    TensorEntry,
+    ValueLeaf,
+    dtype_from_numpy,
+    leaf_names,
+)
 from orbax_safetensors_layout.mapping import read_config
 
 
@@ -17,15 +37,11 @@ class TensorFacts(NamedTuple):
     """One tensor.
 
     Attributes:
-        name: Its name.
         dtype: Its dtype's code.
-        shape: Its shape.
-        nbytes: Its bytes.
-        parameters: Parameters of the model that it holds: none in the scales of a quantised
-            weight, two in a byte that packs two.
-        files: Names of the files that it is in, relative to the checkpoint; empty where Orbax saved
-            it.
-        pieces: In how many pieces, or chunks of Orbax, it is stored; 1 where it is whole.
+        parameters: Parameters of the model that it holds: none in the scales of a quantised weight,
+            two in a byte that packs two.
+        files: Names of its files, relative to the checkpoint; empty where Orbax saved it.
+        pieces: Number of pieces, or of chunks of Orbax; 1 where it is stored whole.
     """
 
     name: str
@@ -38,32 +54,30 @@ class TensorFacts(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Of tensors of one dtype, or of one file."""
+    """Sums over tensors."""
 
     tensors: int = 0
     parameters: int = 0
     nbytes: int = 0
 
     def plus(self, tensor: TensorFacts) -> Total:
-        """With one more tensor."""
+        """Return the total with one more tensor."""
         return Total(
             self.tensors + 1, self.parameters + tensor.parameters, self.nbytes + tensor.nbytes
         )
 
 
 class Inspection(NamedTuple):
-    """What `inspect` tells.
+    """The result of `inspect`.
 
     Attributes:
-        path: The checkpoint.
         layout: `hf`, `sharded` or `orbax`.
-        tensors: Its tensors, those that were asked for.
+        tensors: The tensors that were asked for.
         files: File name, relative to the checkpoint, to its size in bytes.
         metadata: Its `__metadata__` strings.
-        quantization: What is quantised; None where nothing is.
         values: Name to value of what was saved beside the tensors.
         model: The model's architecture, as its configuration names it.
-        problem: What of its configuration cannot be read, or cannot be; None for nothing.
+        problem: What is wrong with that configuration, if anything is.
     """
 
     path: str
@@ -78,32 +92,43 @@ class Inspection(NamedTuple):
 
     @property
     def total(self) -> Total:
-        """Of all its tensors."""
-        return _total(self.tensors)
+        """The sums over all its tensors."""
+        total = Total()
+        for tensor in self.tensors:
+            total = total.plus(tensor)
+        return total
 
     def by_dtype(self) -> dict[str, Total]:
         """Totals by dtype code, most bytes first."""
-        codes = dict.fromkeys(tensor.dtype for tensor in self.tensors)
-        found = {code: _total(t for t in self.tensors if t.dtype == code) for code in codes}
-        return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
+        totals: dict[str, Total] = {}
+        for tensor in self.tensors:
+            totals[tensor.dtype] = totals.get(tensor.dtype, Total()).plus(tensor)
+        return dict(sorted(totals.items(), key=lambda item: -item[1].nbytes))
 
 
-def _total(tensors: Iterable[TensorFacts]) -> Total:
-    total = Total()
-    for tensor in tensors:
-        total = total.plus(tensor)
-    return total
+def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
+    """Resolves a user's path to safetensors, or to what Orbax saved there, or in a step there.
+
+    A path without a checkpoint is returned as it is. Orbax is imported where it is needed alone.
+
+    Raises:
+        CheckpointNotFoundError: It is not clear which item of a step is meant.
+        StorageError: The storage does not answer.
+    """
+    text = os.path.expanduser(os.fsdecode(path))
+    if "://" not in text and not is_safetensors_checkpoint(text):
+        from orbax_safetensors_layout.adapters import holds_checkpoint, locate
+
+        if holds_checkpoint(text):
+            return locate(os.path.abspath(text))  # Orbax takes no other
+    return CheckpointRef(text, is_orbax=False, item=None)
 
 
 def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = None) -> Inspection:
-    """What a checkpoint holds. Headers and side files are read, no tensor is.
-
-    Args:
-        path: The checkpoint.
-        only: Patterns of the tensors to tell of, as for `load`.
+    """Lists a safetensors checkpoint, or tensors by patterns as for `load`; reads no tensor.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointNotFoundError: `path` has no checkpoint.
         FormatError: A file is malformed.
         MissingTensorError: A pattern matches nothing.
     """
@@ -150,8 +175,59 @@ def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: s
     )
 
 
+def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Inspection:
+    """Lists an item that Orbax saved. Only small arrays that may be PRNG keys are read.
+
+    Raises:
+        CheckpointNotFoundError: Orbax finds no tree in the folder `path`.
+        MissingTensorError: A pattern matches nothing.
+    """
+    from orbax_safetensors_layout.adapters import OrbaxReader
+    from orbax_safetensors_layout.conversion import arrays_of, rerooted, values_of
+
+    with contextlib.closing(OrbaxReader(path)) as source:
+        tree = rerooted(source.tree, None)
+        arrays = arrays_of(tree)
+        names = [*arrays] if only is None else select_names(arrays, only, path=path)
+        tensors = [
+            TensorFacts(
+                name,
+                _code(arrays[name].dtype),
+                arrays[name].shape,
+                arrays[name].nbytes,
+                math.prod(arrays[name].shape),
+                files=(),
+                pieces=source.chunk_count(arrays[name]),
+            )
+            for name in names
+        ]
+        files = {}
+        for root, folders, own in os.walk(path):
+            folders.sort()
+            for file in (os.path.join(root, name) for name in sorted(own)):
+                files[os.path.relpath(file, path)] = os.path.getsize(file)
+        return Inspection(
+            path=path,
+            layout="orbax",
+            tensors=tuple(tensors),
+            files=files,
+            metadata={},
+            quantization=None,
+            values=values_of(tree),
+            model=None,
+        )
+
+
+def _code(dtype: np.dtype) -> str:
+    """The dtype's code in safetensors files, or numpy's name of one that they do not have."""
+    try:
+        return dtype_from_numpy(dtype).code
+    except UnsupportedDtypeError:
+        return dtype.name
+
+
 def read_configuration(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str | None]:
-    """The model's configuration, and why it cannot be read; empty where there is none."""
+    """Return the model's configuration, empty where it has none, and why it cannot be read."""
     try:
         return ({} if os.fspath(path).endswith(SUFFIX) else read_config(path)), None
     except CheckpointNotFoundError:

@@ -1,4 +1,4 @@
-"""What `verify` has found."""
+"""The report of `verify`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Finding:
     """Something that is wrong, or, as a note, that should be known.
 
     Attributes:
-        kind: Of what kind: `header`, `index`, `file`, `manifest`, `pieces`, `digest`,
-            `array`, `chunk`, `value`.
-        text: What it is; names file and tensor.
+        kind: `header`, `index`, `file`, `manifest`, `pieces`, `digest`, `array`, `chunk` or
+            `value`.
+        text: A description that names file and tensor.
         is_error: Whether the checkpoint is at fault; otherwise it is a note.
     """
 
@@ -26,15 +26,15 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` has found.
+    """The result of `verify`.
 
     Attributes:
         path: The checkpoint.
         findings: All of them. The text tells the first of those that differ in numbers only.
         files: Files whose headers were read; none of a checkpoint of Orbax.
         tensors: Tensors, or pieces of such, in them.
-        digested_files: Files whose contents were held against their checksums.
-        compared_tensors: Tensors that were held against another checkpoint's.
+        digested_files: Files whose contents were compared with their checksums.
+        compared_tensors: Tensors that were compared with another checkpoint's.
         compared_bytes: Their bytes.
     """
 

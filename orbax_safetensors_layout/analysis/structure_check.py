@@ -1,9 +1,8 @@
-"""Whether the structure of a checkpoint is sound: all that headers and side files can tell."""
+"""Checks the structure of a checkpoint: all that headers and side files can tell."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from orbax_safetensors_layout.catalog import (
     Discovery,
@@ -12,15 +11,15 @@ from orbax_safetensors_layout.catalog import (
     read_header,
     read_manifest,
 )
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
     MANIFEST,
     SUFFIX,
     Header,
     Manifest,
     StoredPieces,
-    TensorEntry,
     TensorLeaf,
+    WeightIndex,
     leaves,
     piece_name,
 )
@@ -32,17 +31,11 @@ _MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million 
 
 
 class StructureCheck:
-    """What names, headers and side files say, each held against the others.
+    """Compares names, headers and side files with one another.
 
     Attributes:
-        storage: Where the checkpoint is.
-        path: The checkpoint.
         findings: What is wrong.
-        headers: The headers of its files, those that are well formed.
-
-    Args:
-        storage: Where the checkpoint is.
-        path: The checkpoint.
+        headers: The headers of the checkpoint's files, those that are well formed.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:
@@ -53,11 +46,9 @@ class StructureCheck:
         self._counts: Counter[str] = Counter()
 
     def check(self) -> None:
-        """Finds what is wrong."""
-        found = _survey_all(self.storage, self.path, self._error)
-        if found is None:
-            return
-        for file in sorted(found.files):
+        """Adds to `findings` and `headers`."""
+        discovery = self._discover()
+        for file in sorted(discovery.files):
             before = self._counts["header"]
             try:
                 header = read_header(self.storage, file, on_error=self._header_error)
@@ -65,26 +56,40 @@ class StructureCheck:
                 self._header_error(error)
             if self._counts["header"] == before:
                 self.headers[file] = header
-        manifest = found.manifest
-        if manifest is None and found.manifest_file is not None:
+        manifest = discovery.manifest
+        if manifest is None and discovery.manifest_file is not None:
             try:
-                manifest = read_manifest(self.storage, found.manifest_file)
+                manifest = read_manifest(self.storage, discovery.manifest_file)
             except SafetensorsLayoutError as error:
                 self._error("manifest", str(error))
-        if found.weights is not None:
-            self._check_index(found)
+        if discovery.weights is not None:
+            self._check_index(discovery.weights)
         pieces = None if manifest is None else manifest.pieces
         if pieces is not None:
             self._check_pieces(pieces)
         else:
-            self._check_repeated()
-            if manifest is not None:
-                self._check_tree(manifest)
-        self._check_stray(found)
+            self._check_whole(manifest)
+        self._check_stray(discovery)
         for kind, count in self._counts.items():
             if count > _MOST_FINDINGS:
                 more = f"{count - _MOST_FINDINGS:,} more are not listed"
                 self.findings.append(Finding(kind, more))
+
+    def _discover(self) -> Discovery:
+        """Return the files of the checkpoint; all that are there, where these are not known."""
+
+        def on_error(error: SafetensorsLayoutError) -> None:
+            self._error("manifest" if MANIFEST in (error.file or "") else "index", str(error))
+
+        try:
+            return discover(self.storage, self.path, on_error=on_error)
+        except CheckpointNotFoundError:
+            raise
+        except SafetensorsLayoutError as error:
+            on_error(error)
+        names = [] if self.storage.is_file(self.path) else self.storage.list(self.path)
+        files = [join(self.path, name) for name in names if name.endswith(SUFFIX)]
+        return Discovery(self.path, files)
 
     def _header_error(self, error: SafetensorsLayoutError) -> None:
         self._error("header", str(error))
@@ -98,112 +103,75 @@ class StructureCheck:
         """A file's name, relative to the checkpoint."""
         return file.removeprefix(f"{self.path.rstrip('/')}/")
 
-    def _check_index(self, found: Discovery) -> None:
-        assert found.weights is not None
-        file_of = {n: join(self.path, file) for n, file in found.weights.weight_map.items()}
+    def _check_index(self, index: WeightIndex) -> None:
+        file_of = {name: join(self.path, file) for name, file in index.weight_map.items()}
         for name, file in file_of.items():
             header = self.headers.get(file)
             if header is not None and name not in header.tensors:
-                self._error(
-                    "index", f"the index says that '{name}' is in {self.name(file)}; it is not"
-                )
+                text = f"the index says that '{name}' is in {self.name(file)}; it is not"
+                self._error("index", text)
         total = 0
         for file, header in self.headers.items():
             for name, entry in header.tensors.items():
                 total += entry.nbytes
                 if file_of.get(name) != file:
                     where = self.name(file_of[name]) if name in file_of else "no file"
-                    self._error(
-                        "index", f"{self.name(file)} holds '{name}'; the index says {where}"
-                    )
-        said = found.weights.metadata.get("total_size")
-        is_known = isinstance(said, int | float) and len(self.headers) == len(found.weights.files)
-        if is_known and said != total:
-            self._error("index", f"total_size of the index is {said}; the tensors have {total}")
+                    text = f"{self.name(file)} holds '{name}'; the index says {where}"
+                    self._error("index", text)
+        size = index.metadata.get("total_size")
+        is_known = isinstance(size, int | float) and len(self.headers) == len(index.files)
+        if is_known and size != total:
+            self._error("index", f"total_size of the index is {size}; the tensors have {total}")
 
-    def _check_repeated(self) -> None:
+    def _check_whole(self, manifest: Manifest | None) -> None:
+        """Checks tensors that are stored whole: each in one file, and those of the tree alone."""
         first: dict[str, str] = {}
         for file, header in self.headers.items():
             for name in header.tensors:
                 other = first.setdefault(name, file)
                 if other != file:
-                    self._error(
-                        "file", f"'{name}' is in both {self.name(other)} and {self.name(file)}"
-                    )
-
-    def _check_tree(self, manifest: Manifest) -> None:
-        """The tensors that the tree of the manifest names."""
-        held = {name for header in self.headers.values() for name in header.tensors}
-        if manifest.tree is None or len(self.headers) == 0:
+                    text = f"'{name}' is in both {self.name(other)} and {self.name(file)}"
+                    self._error("file", text)
+        if manifest is None or manifest.tree is None or not self.headers:
             return
         named = {leaf.tensor for leaf in leaves(manifest.tree) if isinstance(leaf, TensorLeaf)}
-        for name in sorted(named - held):
+        for name in sorted(named - first.keys()):
             self._error("manifest", f"the manifest names '{name}', which no file holds")
-        for name in sorted(held - named):
+        for name in sorted(first.keys() - named):
             self._error("manifest", f"a file holds '{name}', which the manifest does not name")
 
     def _check_pieces(self, pieces: StoredPieces) -> None:
         files = [join(self.path, name) for name in pieces.files]
-        wanted: dict[str, set[str]] = {file: set() for file in files}
+        named: dict[str, set[str]] = {file: set() for file in files}
         for name, tensor in pieces.tensors.items():
             for box in pieces.boxes(name):
                 file = files[box.file]
                 piece = piece_name(name, tensor.shape, box)
-                wanted[file].add(piece)
-                if file in self.headers:
-                    expected = f"{tensor.dtype} {list(box.box.shape)}"
-                    entry = self.headers[file].tensors.get(piece)
-                    found = "nothing" if entry is None else _kind(entry)
-                    if found != expected:
-                        self._error(
-                            "pieces",
-                            f"{self.name(file)} has {found} as '{piece}'; the manifest says"
-                            f" {expected}",
-                        )
+                named[file].add(piece)
+                if file not in self.headers:
+                    continue
+                expected = f"{tensor.dtype} {list(box.box.shape)}"
+                entry = self.headers[file].tensors.get(piece)
+                found = "nothing" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
+                if found != expected:
+                    text = (
+                        f"{self.name(file)} has {found} as '{piece}'; the manifest says {expected}"
+                    )
+                    self._error("pieces", text)
         for file, header in self.headers.items():
-            for name in sorted(set(header.tensors) - wanted.get(file, set())):
-                self._error(
-                    "pieces", f"{self.name(file)} holds '{name}', which the manifest does not name"
-                )
+            for name in sorted(header.tensors.keys() - named.get(file, set())):
+                text = f"{self.name(file)} holds '{name}', which the manifest does not name"
+                self._error("pieces", text)
             if pieces.save_id is not None:
                 try:
                     check_save(pieces.save_id, file, header)
                 except SafetensorsLayoutError as error:
                     self._error("pieces", str(error))
 
-    def _check_stray(self, found: Discovery) -> None:
+    def _check_stray(self, discovery: Discovery) -> None:
         if self.storage.is_file(self.path):
             return
         for name in self.storage.list(self.path):
-            if name.endswith(SUFFIX) and join(self.path, name) not in found.files:
-                note = f"{name} belongs to nothing and is ignored"
+            if name.endswith(SUFFIX) and join(self.path, name) not in discovery.files:
+                note = f"{name} is not a file of this checkpoint and is ignored"
                 self.findings.append(Finding("file", note, is_error=False))
-
-
-def _survey_all(storage: Storage, path: str, tell: Callable[[str, str], None]) -> Discovery | None:
-    """What is at a path; where that is not known, the files by themselves, and why.
-
-    Args:
-        storage: Where the checkpoint is.
-        path: The checkpoint.
-        tell: Is given the kind and the text of what is wrong.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing there.
-    """
-
-    def told(error: SafetensorsLayoutError) -> None:
-        tell("manifest" if MANIFEST in (error.file or "") else "index", str(error))
-
-    try:
-        return discover(storage, path, on_error=told)
-    except SafetensorsLayoutError as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        told(error)
-    names = [] if storage.is_file(path) else storage.list(path)
-    return Discovery(path, [join(path, name) for name in names if name.endswith(SUFFIX)])
-
-
-def _kind(entry: TensorEntry) -> str:
-    return f"{entry.dtype.code} {list(entry.shape)}"

@@ -1,7 +1,7 @@
-"""What a load of any abstract tree costs a cluster: `forecast` for mappings, pieces and trees.
+"""Estimates the cost of loading any abstract tree: `estimate` for mappings, pieces and trees.
 
-Here each process is planned by itself, as `plan_load` does. Of many processes some are, evenly
-spread; the forecast says which.
+Each process is planned by itself, as `plan_load` does. Of many processes some are, evenly spread;
+the estimate says which.
 """
 
 from __future__ import annotations
@@ -30,27 +30,16 @@ from orbax_safetensors_layout.sharding import (
     spec_of,
 )
 
-from .cluster_estimate import (
-    ClusterEstimate,
-    HostRate,
-    LeafCost,
-    RuleUse,
-)
+from .cluster_estimate import ClusterEstimate, HostRate, LeafCost, rule_uses
 
 PathLike = str | os.PathLike[str]
+_MOST_PROCESSES = 16
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the tree, with its sharding.
-
-    Attributes:
-        name: Its name.
-        struct: What is wanted.
-        spec: Its sharding.
-        placed: Which rule that comes from; None where the tree says it.
-    """
+    """A leaf of the tree, with its sharding, and the rule of that unless the tree says it."""
 
     name: str
     struct: Any
@@ -58,7 +47,7 @@ class _Leaf(NamedTuple):
     placed: Placed | None
 
     def shard_bytes(self, grid: MeshShape) -> int:
-        """Bytes of one device's shard."""
+        """Return the bytes of one device's shard."""
         elements = math.prod(self.struct.shape) // math.prod(map(grid.ways, self.spec))
         nbytes: int = elements * np.dtype(self.struct.dtype).itemsize
         return nbytes
@@ -73,9 +62,8 @@ def estimate_tree(
     abstract: Any = None,
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
-    most_processes: int = 16,
 ) -> ClusterEstimate:
-    """What loading a tree costs.
+    """Estimates the cost of loading a tree; see `estimate`.
 
     Args:
         path: The checkpoint.
@@ -85,7 +73,6 @@ def estimate_tree(
         abstract: The tree; None takes all that the mapping makes, or all tensors.
         options: As for `load`.
         host_bandwidth: Bytes per second that a host reaches; see `HostRate.of`.
-        most_processes: Of more processes, this many are planned.
 
     Raises:
         ValueError: A rule, or the mesh of a leaf, does not fit the mesh.
@@ -95,11 +82,11 @@ def estimate_tree(
     options = given_or_default(options, ReadOptions)
     if abstract is None:
         abstract = {
-            name: _struct(found.shape, found.dtype)
-            for name, found in metadata(path, mapping=mapping).items()
+            name: _struct(tensor.shape, tensor.dtype)
+            for name, tensor in metadata(path, mapping=mapping).items()
         }
     leaves, tree = _placed(abstract, ShardingRules(rules, grid), grid)
-    count = min(grid.processes, most_processes)
+    count = min(grid.processes, _MOST_PROCESSES)
     processes = tuple(number * grid.processes // count for number in range(count))
     plans = [
         plan_load(
@@ -133,13 +120,13 @@ def estimate_tree(
         device_bytes=sum(size for _, size in shards),
         largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
         leaf_costs=_leaf_costs(plans, {leaf.name: leaf.spec for leaf in leaves}),
-        rules=RuleUse.tally(rules, placed),
+        rules=rule_uses(rules, placed),
         misfits=tuple(placing.misfit for placing in placed if placing.misfit),
     )
 
 
 def mesh_of(abstract: Any) -> dict[str, int] | None:
-    """Name to size of each axis of the mesh that a tree's leaves are sharded over, if they are."""
+    """Return name and size of the axes of the mesh that a tree is sharded over, if it is."""
     for leaf in jax.tree.leaves(abstract):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -148,7 +135,7 @@ def mesh_of(abstract: Any) -> dict[str, int] | None:
 
 
 def _placed(abstract: Any, rules: ShardingRules, grid: MeshShape) -> tuple[list[_Leaf], Any]:
-    """The leaves, and the tree with a sharding at each."""
+    """Return the leaves, and the tree with a sharding at each."""
     mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
     pairs, structure = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = []

@@ -11,10 +11,10 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.format import DIGESTS, join_crc32
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
 from orbax_safetensors_layout.reading import file_ranges, read_digests
-from orbax_safetensors_layout.runtime import progress_callback
+from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
 from orbax_safetensors_layout.storage import join, open_storage
 
-from .checkpoint_path import resolve_checkpoint
+from .inspection import resolve_checkpoint
 from .report import Finding, Report
 from .structure_check import StructureCheck
 
@@ -30,7 +30,7 @@ def verify(
     digests: bool = True,
     options: ReadOptions | None = None,
 ) -> Report:
-    """Looks whether a checkpoint is whole; finds all that is wrong, not the first.
+    """Checks whether a checkpoint is whole; reports all that is wrong, not the first.
 
     Structure: every header; the index or the manifest against the headers; sizes, missing, stray
     and doubly held tensors; pieces. Contents: the checksums that a save with
@@ -51,10 +51,10 @@ def verify(
         options: How to read: `memory_budget_bytes`, `progress` and the cost model count.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at a path.
+        CheckpointNotFoundError: A path has no checkpoint.
         StorageError: A read failed.
         MappingError: The mapping does not fit, or `against` is not a safetensors checkpoint.
-        MissingTensorError: There is no `subtree`.
+        MissingTensorError: The tree has no `subtree`.
         SafetensorsLayoutError: A chunk of an Orbax checkpoint is too large for the memory budget.
 
     Example:
@@ -70,90 +70,78 @@ def verify(
         raise ValueError("mapping= and subtree= say what is compared: give against=, too.")
     location = resolve_checkpoint(path)
     with progress_callback(options.progress) as progress:
+        report = Report(location.path, ())
         if not location.is_orbax:
             report = _check_files(location.path, digests, progress)
             if against is None or not report.ok:
                 return report
-        else:
-            report = Report(location.path, ())
-        from . import checkpoint_arrays, compare
+        from . import compare
 
         if against is None:
-            broken: list[StorageError] = []
-            with checkpoint_arrays.opened(location, options, broken.append) as side:
-                findings = (
-                    *(Finding("array", str(error)) for error in broken),
-                    *compare.check_readable(side, options=options, progress=progress),
-                )
-                return Report(location.path, findings, tensors=len(side.arrays))
-        with checkpoint_arrays.both_opened(
-            location, resolve_checkpoint(against), options, mapping=mapping, subtree=subtree
-        ) as (here, there):
-            compared = compare.compare(here, there, options=options, progress=progress)
+            return compare.check_readable(location, options, progress)
+        compared = compare.compare(
+            location,
+            resolve_checkpoint(against),
+            mapping=mapping,
+            subtree=subtree,
+            options=options,
+            progress=progress,
+        )
+    differences = (Finding("value", text) for text in compared.differences)
     return dataclasses.replace(
         report,
-        findings=(
-            *report.findings,
-            *(Finding("value", text) for text in compared.differences),
-        ),
+        findings=(*report.findings, *differences),
         compared_tensors=compared.tensors,
         compared_bytes=compared.nbytes,
     )
 
 
 def _check_files(path: str, digests: bool, progress: Callable[[Progress], None] | None) -> Report:
-    """Looks at the structure of a safetensors checkpoint, and holds files against checksums."""
+    """Checks the structure of a safetensors checkpoint, and files against their checksums."""
     storage, place = open_storage(path)
     with storage:
-        soundness = StructureCheck(storage, place)
-        soundness.check()
-        digested = _check_digests(soundness, progress) if digests else 0
+        structure = StructureCheck(storage, place)
+        structure.check()
+        digested = _check_digests(structure, progress) if digests else 0
     return Report(
         place,
-        tuple(soundness.findings),
-        files=len(soundness.headers),
-        tensors=sum(len(header.tensors) for header in soundness.headers.values()),
+        tuple(structure.findings),
+        files=len(structure.headers),
+        tensors=sum(len(header.tensors) for header in structure.headers.values()),
         digested_files=digested,
     )
 
 
-def _check_digests(soundness: StructureCheck, progress: Callable[[Progress], None] | None) -> int:
-    """Holds files against their checksums; returns how many."""
-    storage, folder = soundness.storage, soundness.path
+def _check_digests(structure: StructureCheck, progress: Callable[[Progress], None] | None) -> int:
+    """Compares files with their checksums; returns how many."""
+    storage, folder, findings = structure.storage, structure.path, structure.findings
     if storage.is_file(folder) or DIGESTS not in storage.list(folder):
         return 0
     try:
-        found = read_digests(storage, folder) or {}
+        digests = read_digests(storage, folder) or {}
     except SafetensorsLayoutError as error:
-        soundness.findings.append(Finding("digest", str(error)))
+        findings.append(Finding("digest", str(error)))
         return 0
     present = set(storage.list(folder))
-    missing = sorted(set(found) - present)
-    soundness.findings += [
-        Finding("digest", f"{name} is missing; there is a checksum of it") for name in missing
-    ]
-    soundness.findings += [
-        Finding("digest", f"{soundness.name(name)} has no checksum", is_error=False)
-        for name in soundness.headers
-        if soundness.name(name) not in found
-    ]
-    names = sorted(set(found) & present)
-    total = sum(storage.size(join(folder, name)) for name in names)
-    done = 0
+    for name in sorted(digests.keys() - present):
+        findings.append(Finding("digest", f"{name} is missing; it has a checksum"))
+    for name in map(structure.name, structure.headers):
+        if name not in digests:
+            findings.append(Finding("digest", f"{name} has no checksum", is_error=False))
+    names = sorted(digests.keys() & present)
+    report = ProgressReport(progress, sum(storage.size(join(folder, name)) for name in names))
     for name in names:
         file, ranges = join(folder, name), []
         try:
             size = storage.size(file)
-            for one in file_ranges(storage, file, 0, size):
-                ranges.append(one)
-                done += one[1]
-                if progress is not None:
-                    progress(Progress(done, total, name))
+            for block in file_ranges(storage, file, 0, size):
+                ranges.append(block)
+                report.add(block[1], name)
         except StorageError as error:
-            soundness.findings.append(Finding("digest", str(error)))
+            findings.append(Finding("digest", str(error)))
             continue
         value = join_crc32(ranges, size)
-        if value != found[name]:
-            text = f"{name} has CRC-32 {value:08x}; it was written with {found[name]:08x}"
-            soundness.findings.append(Finding("digest", text))
+        if value != digests[name]:
+            text = f"{name} has CRC-32 {value:08x}; it was written with {digests[name]:08x}"
+            findings.append(Finding("digest", text))
     return len(names)

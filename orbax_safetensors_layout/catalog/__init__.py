@@ -1,9 +1,15 @@
 """Which tensors a checkpoint holds, and where: files, headers, index and pieces as one catalog."""
 
 from .catalog import Catalog
-from .discover import Discovery, discover, is_safetensors_checkpoint, read_manifest
+from .discover import (
+    USUAL_ITEMS,
+    CheckpointRef,
+    Discovery,
+    discover,
+    is_safetensors_checkpoint,
+    read_manifest,
+)
 from .headers import read_header
-from .nearby import USUAL_ITEMS, CheckpointRef
 from .patterns import compile_pattern
 from .piece_catalog import check_save
 from .quantization import Quantization, find_quantization

@@ -38,28 +38,27 @@ class Catalog:
 
     Attributes:
         path: The file or folder that holds it, in the storage's own terms.
-        storage: The storage of its files.
         files: Paths of its `.safetensors` files, sorted.
-        names: Names of all tensors: in the order of the index if there is one, else file by file in
+        names: Names of all tensors: in the order of the index if it has one, else file by file in
             the order of their bytes.
-        layout: How the tensors are stored: `hf` whole, `sharded` in pieces.
+        layout: `hf` for tensors stored whole, `sharded` for pieces.
     """
 
     def __init__(
         self,
-        found: Discovery,
+        discovery: Discovery,
         storage: Storage,
         *,
         owns_storage: bool = False,
         concurrency: int | None = None,
     ) -> None:
-        path, manifest = found.path, found.manifest
+        path, manifest = discovery.path, discovery.manifest
         self.path = path
         self.storage = storage
-        self.files = tuple(sorted(found.files))
+        self.files = tuple(sorted(discovery.files))
         self.layout: Layout = "hf"
         self._pieces: PieceCatalog | None = None
-        self._manifest_file = found.manifest_file
+        self._manifest_file = discovery.manifest_file
         self._manifest = manifest
         self._owns_storage = owns_storage
         self._headers = HeaderCache(storage, concurrency)
@@ -67,14 +66,16 @@ class Catalog:
         if manifest is not None and manifest.pieces is not None:
             self.layout = "sharded"
             self._pieces = PieceCatalog(
-                manifest.pieces, found.files, self._headers.fetch, manifest.dtypes()
+                manifest.pieces, discovery.files, self._headers.fetch, manifest.dtypes()
             )
             self._file_of = dict.fromkeys(manifest.pieces.tensors, "")
-        elif found.weights is None:
+        elif discovery.weights is None:
             self._file_of = _file_of(self._headers.fetch(self.files), path)
         else:
-            paths = {name: join(path, name) for name in found.weights.files}
-            self._file_of = {name: paths[file] for name, file in found.weights.weight_map.items()}
+            paths = {name: join(path, name) for name in discovery.weights.files}
+            self._file_of = {
+                name: paths[file] for name, file in discovery.weights.weight_map.items()
+            }
         self.names = tuple(self._file_of)
 
     @classmethod
@@ -95,15 +96,14 @@ class Catalog:
 
         Args:
             path: A `.safetensors` file, or a folder.
-            storage: The storage of `path`; None opens the one that `path` names, and `close`
-                closes it.
+            storage: Its storage; None opens the one that `path` names, which `close` closes.
             concurrency: Headers fetched at once; None takes the storage class's default.
             retries: How long requests are tried, if `open` opens the storage; None is the default.
 
         Raises:
             CheckpointNotFoundError: `path` has no `.safetensors` file.
-            InvalidIndexError: The index is malformed or lists missing files, there are several, or
-                without one two files hold a tensor of the same name.
+            InvalidIndexError: The index is malformed or lists missing files, the folder has
+                several, or without one two files hold a tensor of the same name.
             FormatError: Without an index, a header is malformed.
             StorageError: A read failed.
         """
@@ -113,8 +113,8 @@ class Catalog:
         else:
             text = os.fspath(path)
         try:
-            found = discover(storage, text)
-            return cls(found, storage, owns_storage=owns_storage, concurrency=concurrency)
+            discovery = discover(storage, text)
+            return cls(discovery, storage, owns_storage=owns_storage, concurrency=concurrency)
         except BaseException:
             if owns_storage:
                 storage.close()
@@ -124,8 +124,7 @@ class Catalog:
     def of_pieces(cls, storage: Storage, folder: str, pieces: StoredPieces) -> Self:
         """Return the catalog of pieces in a folder that has no manifest yet."""
         files = [join(folder, name) for name in pieces.files]
-        found = Discovery(folder, files, manifest=Manifest("sharded", pieces=pieces))
-        return cls(found, storage)
+        return cls(Discovery(folder, files, manifest=Manifest("sharded", pieces=pieces)), storage)
 
     def close(self) -> None:
         """Closes the storage, if `open` opened it."""
@@ -160,35 +159,29 @@ class Catalog:
             FormatError: A header, or the manifest, is malformed.
             StorageError: A read failed.
         """
-        wanted = list(dict.fromkeys(names))
-        missing = [name for name in wanted if name not in self._file_of]
+        names = list(dict.fromkeys(names))
+        missing = [name for name in names if name not in self._file_of]
         if missing:
             problems = [(f"Tensor '{name}' not found", name) for name in missing]
             raise missing_names(problems, self.names, path=self.path)
         if self._pieces is not None:
-            return {name: self._pieces.whole(name) for name in wanted}
-        headers = self._headers.fetch(sorted({self._file_of[name] for name in wanted}))
-        found: dict[str, TensorEntry] = {}
-        for name in wanted:
+            return {name: self._pieces.whole(name) for name in names}
+        headers = self._headers.fetch(sorted({self._file_of[name] for name in names}))
+        entries: dict[str, TensorEntry] = {}
+        for name in names:
             entry = headers[self._file_of[name]].tensors.get(name)
             if entry is None:
-                raise self._contradiction(wanted, headers)
-            found[name] = entry
-        return self._as_recorded(found)
+                raise self._contradiction(names, headers)
+            entries[name] = entry
+        return self._as_recorded(entries)
 
     def locate(
         self, regions: Mapping[str, Sequence[Box]]
     ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:
-        """Return the stored arrays that regions of tensors are made of.
+        """Return the stored arrays that regions of tensors, boxes by name, are made of.
 
-        Of many tensors at once, so that the headers of their files are fetched together.
-
-        Args:
-            regions: For each tensor's name boxes of the tensor.
-
-        Returns:
-            For each name the boxes that overlap a region, each stored as a row-major array of its
-            own. A tensor that is stored whole is one box.
+        These are the boxes that overlap a region, each stored as a row-major array of its own. A
+        tensor that is stored whole is one box. The headers of many files are fetched together.
 
         Raises:
             MissingTensorError: The checkpoint lacks some of them; names them all.
@@ -215,41 +208,32 @@ class Catalog:
         if self._pieces is not None:
             self._pieces.prefer(process)
 
-    def _as_recorded(self, found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """Return the entries, with the dtypes of sub-byte elements that are stored one a byte.
-
-        Raises:
-            InvalidManifestError: The manifest records a dtype that has another code in files.
-        """
-        if all(entry.dtype.code not in _BYTES for entry in found.values()):
-            return found  # the manifest has nothing to say of other dtypes
+    def _as_recorded(self, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """Gives sub-byte elements that are stored one a byte the manifest's dtype."""
+        if all(entry.dtype.code not in _BYTES for entry in entries.values()):
+            return entries  # the manifest has nothing to say of other dtypes
         manifest = self.manifest()
         recorded = {} if manifest is None else manifest.dtypes()
-        for name in recorded.keys() & found.keys():
-            entry, dtype = found[name], recorded[name]
+        for name in recorded.keys() & entries.keys():
+            entry, dtype = entries[name], recorded[name]
             if entry.dtype.code == dtype.code:
-                found[name] = entry._replace(dtype=dtype)
+                entries[name] = entry._replace(dtype=dtype)
             elif entry.dtype.code in _BYTES:
                 raise InvalidManifestError(
-                    "the manifest records a dtype that the file's code does not stand for",
+                    "the manifest records a dtype that does not fit the file's code",
                     file=self._manifest_file,
                     tensor=name,
                     expected=f"{dtype.code} for {dtype.numpy}",
                     found=entry.dtype.code,
                 )
-        return found
+        return entries
 
     def all_entries(self) -> dict[str, TensorEntry]:
         """Return the entries of all tensors, in the order of `names`; see `entries`."""
         return self.entries(self.names)
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest, if this package wrote the checkpoint.
-
-        Raises:
-            InvalidManifestError: It is malformed, or of a newer version.
-            StorageError: The read failed.
-        """
+        """Return the manifest, if this package wrote the checkpoint; see `read_manifest`."""
         if self._manifest is None and self._manifest_file is not None:
             self._manifest = read_manifest(self.storage, self._manifest_file)
         return self._manifest
@@ -262,9 +246,9 @@ class Catalog:
             StorageError: A read failed.
         """
         headers = self._headers.fetch(self.files)
-        merged: dict[str, str] = {}
         if self._pieces is not None and self._manifest is not None:
             return dict(self._manifest.metadata)
+        merged: dict[str, str] = {}
         for file in reversed(self.files):
             merged.update(headers[file].metadata)
         return merged
@@ -272,10 +256,8 @@ class Catalog:
     def select(self, patterns: str | Sequence[str]) -> list[str]:
         """Return the names that match any of some patterns, in the order of `names`.
 
-        Args:
-            patterns: Glob-like patterns on whole names: `*` (dots included), `?`, `[...]`,
-                `{a,b}` and `{0..15}`; see `patterns.compile_pattern`. Each also matches the name
-                that it spells.
+        Patterns are glob-like and match whole names; see `compile_pattern`. Each also matches the
+        name that it spells.
 
         Raises:
             ValueError: A pattern is malformed.

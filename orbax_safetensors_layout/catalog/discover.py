@@ -25,14 +25,20 @@ from orbax_safetensors_layout.format import (
     Manifest,
     OnError,
     WeightIndex,
+    natural_key,
     parse_index,
     parse_manifest,
     raise_error,
 )
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
-from .nearby import ORBAX_ITEM, ORBAX_STEP, checkpoints_below, has_safetensors, item_of_step
+_ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
+_ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # the files that its steps have
 
+USUAL_ITEMS = ("default", "state")
+"""The items that are opened where a step has several: those of Orbax v0 and v1."""
+
+_MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside the model's own."""
 _MAX_LISTED = 10
@@ -66,9 +72,17 @@ def is_safetensors_checkpoint(
         try:
             if storage.is_file(text):
                 return text.endswith(SUFFIX)
-            return has_safetensors(_visible(storage, text))
+            return _has_safetensors(_visible(storage, text))
         except CheckpointNotFoundError:
             return False
+
+
+class CheckpointRef(NamedTuple):
+    """The folder or file of a checkpoint's tree, of several its item; Orbax's own format or not."""
+
+    path: str
+    is_orbax: bool
+    item: str | None
 
 
 class Discovery(NamedTuple):
@@ -77,8 +91,8 @@ class Discovery(NamedTuple):
     Attributes:
         path: The file or folder that holds it.
         files: Paths of the `.safetensors` files.
-        weights: The index of Hugging Face, if there is one.
-        manifest_file: Path of the manifest, if there is one.
+        weights: The index of Hugging Face, if it has one.
+        manifest_file: Path of the manifest, if it has one.
         manifest: The manifest, if it was read to know the files.
     """
 
@@ -92,13 +106,10 @@ class Discovery(NamedTuple):
 def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) -> Discovery:
     """Return the files of the checkpoint at a path; of a step of Orbax those of its item.
 
-    Args:
-        storage: The storage of the path.
-        path: The path.
-        on_error: Called for missing files; returning takes the others.
+    `on_error` is called for missing files; if it returns, the others are taken.
 
     Raises:
-        CheckpointNotFoundError: There is no `.safetensors` file.
+        CheckpointNotFoundError: The path has no `.safetensors` file.
         FormatError: The index or the manifest is malformed, or lists files that are missing.
         StorageError: A read failed.
     """
@@ -117,66 +128,110 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
     index_name = _index_name(names, path)
     if index_name is not None:
         index_file = join(path, index_name)
-        index = _read_index(storage, index_file)
-        present = _present(storage, path, index.files, names, index_file, on_error)
-        return Discovery(path, [join(path, name) for name in present], index, manifest_file)
+        data = read_file(storage, index_file, "the index", error=InvalidIndexError)
+        index = parse_index(data, file=index_file)
+        files = _present(storage, path, index.files, names, index_file, on_error)
+        return Discovery(path, files, index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
-    if manifest is not None and manifest.pieces is not None:
-        pieces = manifest.pieces.files
+    if manifest is not None and manifest.pieces is not None and manifest_file is not None:
         whole = [n for n in names if n.startswith("model") and n.endswith(SUFFIX)]
         if whole:
             raise InvalidManifestError(
-                "the folder holds whole tensors beside the pieces that its manifest tells of",
+                "the folder holds whole tensors beside the pieces of its manifest",
                 file=manifest_file,
                 expected="one checkpoint in a folder",
                 found=listed(whole),
                 hint=f"Remove '{MANIFEST}' and the pieces, or those files.",
             )
-        present = _present(storage, path, pieces, names, join(path, MANIFEST), on_error)
-        return Discovery(
-            path, [join(path, name) for name in present], None, manifest_file, manifest
-        )
+        files = _present(storage, path, manifest.pieces.files, names, manifest_file, on_error)
+        return Discovery(path, files, None, manifest_file, manifest)
     if manifest is None:
         names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
     _check_complete(names, path, on_error)
     if files:
         return Discovery(path, files, None, manifest_file, manifest)
-    if any(name in names for name in ORBAX_STEP):
-        item = item_of_step(storage, path)
+    if any(name in names for name in _ORBAX_STEP):
+        item = _item_of_step(storage, path)
         if item is not None:
             return discover(storage, join(path, item), on_error=on_error)
-    found = [*names, *(f"{name}/" for name in storage.folders(path))]
-    is_there = found or (storage.kind == "local" and os.path.isdir(path))
+    content = [*names, *(f"{name}/" for name in storage.folders(path))]
+    is_there = content or (storage.kind == "local" and os.path.isdir(path))
     subject = "the folder" if is_there else "the path does not exist, or"
     raise CheckpointNotFoundError(
         f"{subject} does not contain any '{SUFFIX}' files",
         file=path,
         expected=f"a '{SUFFIX}' file, or a folder with '{SUFFIX}' files directly in it",
-        found=listed(found) or ("an empty folder" if is_there else "nothing"),
-        hint=_IN_ORBAXS_FORMAT
-        if ORBAX_ITEM in names
-        else checkpoints_below(storage, path).hint() or _hint(path),
+        found=listed(content) or ("an empty folder" if is_there else "nothing"),
+        hint=_IN_ORBAXS_FORMAT if _ORBAX_ITEM in names else _hint(storage, path),
     )
 
 
-def _hint(path: str) -> str | None:
-    if not os.path.basename(path).startswith(("snapshots", "models--")):
-        return None
-    return "In the cache of the hub, give the folder of a commit: models--…/snapshots/<commit>."
+def _hint(storage: Storage, folder: str) -> str | None:
+    """Return which paths below a folder the user can give instead."""
+    safetensors, orbax = _checkpoints_below(storage, folder)
+    hints = []
+    if safetensors:
+        hints.append(f"Give a checkpoint below it: {', '.join(safetensors)}.")
+    if orbax:
+        hints.append(
+            f"Below it are in Orbax's own format: {', '.join(orbax)}. Restore those with Orbax's"
+            " handlers, or make safetensors of them with `osl.convert`."
+        )
+    if not hints and os.path.basename(folder).startswith(("snapshots", "models--")):
+        hints.append(
+            "In the cache of the hub, give the folder of a commit: models--…/snapshots/<commit>."
+        )
+    return " ".join(hints) or None
+
+
+def _checkpoints_below(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
+    """Looks for safetensors and for Orbax's checkpoints, those of the highest numbers first."""
+    safetensors: list[str] = []
+    orbax: list[str] = []
+    left = [""]
+    looked = 0
+    while left and looked < _MOST_FOLDERS and len(safetensors) < _MOST_FOUND:
+        inner = left.pop()
+        looked += 1
+        place = join(folder, inner) if inner else folder
+        with contextlib.suppress(StorageError):  # one may not look into it
+            names = storage.list(place) if inner else []
+            if _has_safetensors(names):
+                safetensors.append(inner)
+            elif _ORBAX_ITEM in names:
+                orbax.append(inner)
+            elif inner.count("/") + bool(inner) < _DEPTH:
+                folders = [name for name in storage.folders(place) if not name.startswith(".")]
+                folders.sort(key=natural_key)
+                left += [join(inner, name) if inner else name for name in folders]
+    return safetensors, orbax[:_MOST_FOUND]
+
+
+def _has_safetensors(names: Sequence[str]) -> bool:
+    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
+
+
+def _item_of_step(storage: Storage, step: str) -> str | None:
+    """Return the name of the safetensors item of a step: the only one, else the usual one."""
+    items = [
+        name
+        for name in storage.folders(step)
+        if not name.startswith(".") and _has_safetensors(storage.list(join(step, name)))
+    ]
+    if len(items) == 1:
+        return items[0]
+    return next((name for name in USUAL_ITEMS if name in items), None)
 
 
 def _visible(storage: Storage, folder: str) -> list[str]:
-    """Return the files of a folder without hidden ones.
-
-    Downloads in progress leave such; an archive made on macOS has a `._model.safetensors` beside
-    each `model.safetensors`.
-    """
+    # Downloads in progress leave hidden files; an archive made on macOS has a
+    # `._model.safetensors` beside each `model.safetensors`.
     return [name for name in storage.list(folder) if not name.startswith(".")]
 
 
 def _model_alone(names: list[str], path: str) -> list[str]:
-    """Return the names without an adapter or a second copy beside a model, as transformers does."""
+    """Leaves out an adapter or a second copy beside a model, as transformers does."""
     models = [n for n in names if n.endswith(SUFFIX) and not n.startswith(_BESIDE_A_MODEL)]
     kept = [n for n in names if not (n.endswith(SUFFIX) and n.startswith(_BESIDE_A_MODEL))]
     if not models or len(kept) == len(names):
@@ -215,21 +270,16 @@ def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
 def _index_name(names: Sequence[str], path: str) -> str | None:
     if MAIN_INDEX in names:
         return MAIN_INDEX
-    found = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if len(found) > 1:
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indices) > 1:
         raise InvalidIndexError(
             "the folder has several indices",
             file=path,
             expected=f"'{MAIN_INDEX}', or only one other",
-            found=", ".join(found),
+            found=", ".join(indices),
             hint=f"Rename the one that counts to '{MAIN_INDEX}'.",
         )
-    return found[0] if found else None
-
-
-def _read_index(storage: Storage, file: str) -> WeightIndex:
-    data = read_file(storage, file, "the index", error=InvalidIndexError)
-    return parse_index(data, file=file)
+    return indices[0] if indices else None
 
 
 def read_manifest(storage: Storage, file: str) -> Manifest:
@@ -250,10 +300,10 @@ def _present(
     names: Sequence[str],
     index_file: str,
     on_error: OnError,
-) -> Sequence[str]:
-    """Return those of some files that exist; reports the others."""
+) -> list[str]:
+    """Return the paths of those of some files that exist; reports the others."""
     if not storage.lists:
-        return files  # a missing one fails when it is opened
+        return [join(path, name) for name in files]  # a missing one fails when it is opened
     present = set(names)
     folders = {name.rpartition("/")[0] for name in files} - {""}
     for folder in folders:
@@ -269,7 +319,7 @@ def _present(
                 hint="The download or copy of the checkpoint may be incomplete.",
             )
         )
-    return [name for name in files if name in present]
+    return [join(path, name) for name in files if name in present]
 
 
 def listed(items: Sequence[str]) -> str:

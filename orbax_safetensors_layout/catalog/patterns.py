@@ -10,6 +10,7 @@ _MAX_RANGE = 10_000
 _MAX_DEPTH = 20
 _MAX_LOOSE = 3
 _NUMERIC_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
+_SET_ITEM = re.compile(r"(.)-(.)|(.)", re.DOTALL)
 _SPECIAL = frozenset("*?[{}")
 
 
@@ -39,12 +40,12 @@ def is_plain(pattern: str) -> bool:
 
 
 class _Part(NamedTuple):
-    """A part of a pattern.
+    """The regular expression of a part of a pattern.
 
     Attributes:
-        text: Its regular expression.
-        width: How many characters it matches; None if that varies.
-        loose: How many of its `*`s the matching may have to try again.
+        text: The expression.
+        width: Number of characters that it matches; None if that varies.
+        loose: Number of its `*`s that the matching may have to try again.
     """
 
     text: str
@@ -110,46 +111,45 @@ class _Translator:
 
     def _alternatives(self) -> _Part:
         """Parses up to the closing brace, or the end; commas separate only within braces."""
-        found = [_Alternative()]
+        alternatives = [_Alternative()]
         while self._at < len(self._pattern):
             character = self._pattern[self._at]
             if character == "}":
                 break
             if character == "[":
                 text, self._at = _translate_set(self._pattern, self._at)
-                found[-1].add(_Part(text, 1))
+                alternatives[-1].add(_Part(text, 1))
                 continue
             if character == "{":
-                found[-1].add(self._braces())
+                alternatives[-1].add(self._braces())
                 continue
             self._at += 1
             if character == "*":
-                found[-1].star()
+                alternatives[-1].star()
             elif character == "?":
-                found[-1].add(_Part(".", 1))
+                alternatives[-1].add(_Part(".", 1))
             elif character == "," and self._depth:
-                found.append(_Alternative())
+                alternatives.append(_Alternative())
             else:
-                found[-1].add(_Part(re.escape(character), 1))
-        return _any_of([alternative.finish() for alternative in found])
+                alternatives[-1].add(_Part(re.escape(character), 1))
+        return _any_of([alternative.finish() for alternative in alternatives])
 
     def _braces(self) -> _Part:
         numeric = _NUMERIC_RANGE.match(self._pattern, self._at)
         if numeric is not None:
             self._at = numeric.end()
             numbers = self._numbers(*numeric.groups())
-            found = _any_of([_Part(number, len(number)) for number in numbers])
-            return found._replace(text=f"(?:{found.text})")
+            return _any_of([_Part(number, len(number)) for number in numbers])
         if self._depth == _MAX_DEPTH:
             raise self._error(f"more than {_MAX_DEPTH} braces within one another")
         self._at += 1
         self._depth += 1
-        found = self._alternatives()
+        part = self._alternatives()
         self._depth -= 1
         if self._at == len(self._pattern):
             raise self._error("a '{' is not closed")
         self._at += 1
-        return found._replace(text=f"(?:{found.text})")
+        return part
 
     def _numbers(self, low: str, high: str) -> list[str]:
         if not 0 <= int(high) - int(low) < _MAX_RANGE:
@@ -165,7 +165,8 @@ class _Translator:
 def _any_of(parts: Sequence[_Part]) -> _Part:
     widths = {part.width for part in parts}
     width = widths.pop() if len(widths) == 1 else None
-    return _Part("|".join(part.text for part in parts), width, max(part.loose for part in parts))
+    text = "|".join(part.text for part in parts)
+    return _Part(f"(?:{text})", width, max(part.loose for part in parts))
 
 
 def _translate_set(pattern: str, position: int) -> tuple[str, int]:
@@ -175,16 +176,9 @@ def _translate_set(pattern: str, position: int) -> tuple[str, int]:
     stop = pattern.find("]", start + 1)  # a ']' that comes first belongs to the set
     if stop < 0:
         raise ValueError(f"Pattern {pattern!r}: the '[' at {position} is not closed.")
-    body, index = "", start
-    while index < stop:
-        low = pattern[index]
-        if index + 2 < stop and pattern[index + 1] == "-":
-            high = pattern[index + 2]
-            if high < low:
-                raise ValueError(f"Pattern {pattern!r}: the set range {low}-{high} is empty.")
-            body += f"{re.escape(low)}-{re.escape(high)}"
-            index += 3
-        else:
-            body += re.escape(low)
-            index += 1
+    body = ""
+    for low, high, single in _SET_ITEM.findall(pattern, start, stop):
+        if high < low:
+            raise ValueError(f"Pattern {pattern!r}: the set range {low}-{high} is empty.")
+        body += re.escape(single) or f"{re.escape(low)}-{re.escape(high)}"
     return f"[{'^' if negated else ''}{body}]", stop + 1

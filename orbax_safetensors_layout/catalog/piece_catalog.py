@@ -20,17 +20,13 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.geometry import Box
 
-MIXED = "Files of two saves may be mixed in the folder."
+_MIXED = "Files of two saves may be mixed in the folder."
 
 FetchHeaders = Callable[[Sequence[str]], Mapping[str, Header]]
 
 
 def check_save(save_id: str, file: str, header: Header) -> None:
-    """Checks that a file of pieces and its manifest are of the same save.
-
-    Raises:
-        InvalidManifestError: They are not.
-    """
+    """Refuses a file of pieces that is of another save than its manifest."""
     found = header.metadata.get(SAVE_ID)
     if found != save_id:
         raise InvalidManifestError(
@@ -38,7 +34,7 @@ def check_save(save_id: str, file: str, header: Header) -> None:
             file=file,
             expected=f"save {save_id}",
             found=f"save {found}" if found else "no save in its header",
-            hint=MIXED,
+            hint=_MIXED,
         )
 
 
@@ -99,43 +95,39 @@ class PieceCatalog:
         return tuple(dict.fromkeys(stored.box for stored in self.stored.boxes(name)))
 
     def find(
-        self, wanted: Mapping[str, Sequence[Box]]
+        self, regions: Mapping[str, Sequence[Box]]
     ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:
         """Return the pieces that regions of tensors are made of; see `Catalog.locate`."""
         # Boxes in one file first: the others are then read from files that are open.
-        in_order = sorted(wanted, key=self._has_choice)
-        found = {name: self._choose(name, tuple(wanted[name])) for name in in_order}
-        chosen = {name: found[name] for name in wanted}
+        in_order = sorted(regions, key=self._has_choice)
+        chosen = {name: self._choose(name, tuple(regions[name])) for name in in_order}
         numbers = sorted({stored.file for boxes in chosen.values() for stored in boxes})
         headers = self._fetch([self._files[number] for number in numbers])
         if self.stored.save_id is not None:
             for file, header in headers.items():
                 check_save(self.stored.save_id, file, header)
         return {
-            name: tuple((stored.box, self._entry(name, stored, headers)) for stored in boxes)
-            for name, boxes in chosen.items()
+            name: tuple((stored.box, self._entry(name, stored, headers)) for stored in chosen[name])
+            for name in regions
         }
 
-    def _choose(self, name: str, boxes: tuple[Box, ...]) -> tuple[StoredBox, ...]:
-        key = (self.stored.tensors[name].number, boxes)
+    def _choose(self, name: str, regions: tuple[Box, ...]) -> tuple[StoredBox, ...]:
+        """Return the boxes that overlap regions, of equal ones that in the nearest file."""
+        key = (self.stored.tensors[name].number, regions)
         with self._lock:
-            found = self._chosen.get(key)
-            if found is None:
-                found = self._chosen[key] = self._nearest(self.stored.boxes(name), boxes)
-        return found
-
-    def _nearest(self, stored: Sequence[StoredBox], boxes: Sequence[Box]) -> tuple[StoredBox, ...]:
-        """Return one of equal boxes each, in the nearest file."""
-        best: dict[Box, StoredBox] = {}
-        for candidate in stored:
-            box = candidate.box
-            if not any(box.intersect(wanted) for wanted in boxes):
-                continue
-            rival = best.get(box)
-            if rival is None or self._cost(candidate.file) < self._cost(rival.file):
-                best[box] = candidate
-        self._used.update(found.file for found in best.values())
-        return tuple(best.values())
+            if key in self._chosen:
+                return self._chosen[key]
+            nearest: dict[Box, StoredBox] = {}
+            for stored in self.stored.boxes(name):
+                box = stored.box
+                if not any(box.intersect(region) for region in regions):
+                    continue
+                rival = nearest.get(box)
+                if rival is None or self._cost(stored.file) < self._cost(rival.file):
+                    nearest[box] = stored
+            self._used.update(stored.file for stored in nearest.values())
+            self._chosen[key] = tuple(nearest.values())
+            return self._chosen[key]
 
     def _cost(self, file: int) -> tuple[bool, bool, int]:
         turn = (file - self._process) % len(self._files)
@@ -143,26 +135,26 @@ class PieceCatalog:
 
     def _has_choice(self, name: str) -> bool:
         number = self.stored.tensors[name].number
-        found = self._choices.get(number)
-        if found is None:
+        if number not in self._choices:
             boxes = self.stored.classes[number]
-            found = self._choices[number] = len({stored.box for stored in boxes}) < len(boxes)
-        return found
+            self._choices[number] = len({stored.box for stored in boxes}) < len(boxes)
+        return self._choices[number]
 
     def _entry(self, name: str, stored: StoredBox, headers: Mapping[str, Header]) -> TensorEntry:
         tensor = self.stored.tensors[name]
         file = self._files[stored.file]
-        entry = headers[file].tensors.get(piece_name(name, tensor.shape, stored))
+        piece = piece_name(name, tensor.shape, stored)
+        entry = headers[file].tensors.get(piece)
         found = "none" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
         expected = f"{tensor.dtype} {list(stored.box.shape)}"
         if entry is None or found != expected:
             raise InvalidManifestError(
                 "a file does not hold the piece that the manifest says",
                 file=file,
-                tensor=piece_name(name, tensor.shape, stored),
+                tensor=piece,
                 expected=expected,
                 found=found,
-                hint=MIXED,
+                hint=_MIXED,
             )
         dtype = self._dtypes.get(name)
         return entry if dtype is None else entry._replace(dtype=dtype)

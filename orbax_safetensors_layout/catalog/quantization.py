@@ -16,11 +16,10 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _DEFAULT_BITS = 4
 
 
-class Scheme(NamedTuple):
+class _Scheme(NamedTuple):
     """One way to store a quantised weight.
 
     Attributes:
-        name: Its name.
         weight: Suffix of the name of the tensor with the values.
         dtypes: Dtype codes of that tensor.
         beside: Suffixes of the tensors beside it, which hold no parameters of their own; `*` is any
@@ -41,31 +40,31 @@ class Scheme(NamedTuple):
 
 # The first name beside the weight must exist; the first scheme that fits applies.
 _SCHEMES = (
-    Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
-    Scheme("MXFP4", "_blocks", ("U8",), ("_scales",), 4),
-    Scheme(
+    _Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
+    _Scheme("MXFP4", "_blocks", ("U8",), ("_scales",), 4),
+    _Scheme(
         "NVFP4",
         "weight",
         ("U8",),
         ("weight_scale_2", "weight_scale", "input_scale", "k_scale", "v_scale"),
         4,
     ),
-    Scheme(
+    _Scheme(
         "packed integers",
         "weight_packed",
         ("I32", "U8"),
         ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "*_global_scale"),
         None,
     ),
-    Scheme(
+    _Scheme(
         "FP8 or INT8",
         "weight",
         (*_FLOAT8, "I8"),
         ("weight_scale", "weight_zero_point", "input_scale", "k_scale", "v_scale"),
         8,
     ),
-    Scheme("GPTQ or AWQ", "qweight", ("I32",), ("qzeros", "scales", "g_idx"), None),
-    Scheme(
+    _Scheme("GPTQ or AWQ", "qweight", ("I32",), ("qzeros", "scales", "g_idx"), None),
+    _Scheme(
         "bitsandbytes 4 bit",
         "weight",
         ("U8",),
@@ -82,7 +81,7 @@ class Quantization(NamedTuple):
         method: The method in the model's configuration, for instance `fp8`, with its figures.
         weights: Number of tensors of each scheme, by its name.
         parameters: Parameters of tensors whose elements are not one parameter each.
-        problem: What is wrong in the configuration, and what is assumed.
+        problem: A mistake in the configuration, and what is assumed.
     """
 
     method: str | None
@@ -94,18 +93,18 @@ class Quantization(NamedTuple):
 def find_quantization(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
 ) -> Quantization | None:
-    """Return what of some tensors is quantised, by their names and dtypes; None for nothing."""
-    said = config.get("quantization_config") or config.get("compression_config")
-    settings: Mapping[str, Any] = said if isinstance(said, dict) else {}
+    """Finds quantised tensors by their names and dtypes; return None where none is."""
+    configured = config.get("quantization_config") or config.get("compression_config")
+    settings: Mapping[str, Any] = configured if isinstance(configured, dict) else {}
     bits, problem = _bits(settings)
     weights: dict[str, int] = {}
     parameters: dict[str, int] = {}
-    stems: dict[str, list[Scheme]] = {}
+    stems: dict[str, list[_Scheme]] = {}
     for name, entry in entries.items():
         for scheme in _SCHEMES:
             stem = name.removesuffix(scheme.weight)
-            is_stored_so = stem != name and entry.dtype.code in scheme.dtypes
-            if is_stored_so and stem + scheme.beside[0] in entries:
+            is_stored = stem != name and entry.dtype.code in scheme.dtypes
+            if is_stored and stem + scheme.beside[0] in entries:
                 weights[scheme.name] = weights.get(scheme.name, 0) + 1
                 parameters[name] = scheme.parameters(entry, bits)
                 stems.setdefault(stem, []).append(scheme)
@@ -115,54 +114,54 @@ def find_quantization(
     method = _method(settings)
     if all(scheme.bits for schemes in stems.values() for scheme in schemes):
         problem = None
-    if said and said is not settings:
-        problem = f"its quantization_config is {short_repr(said)}, not an object"
-    found = Quantization(method, weights, parameters, problem)
-    return found if method or weights or problem else None
+    if configured and configured is not settings:
+        problem = f"its quantization_config is {short_repr(configured)}, not an object"
+    if not (method or weights or problem):
+        return None
+    return Quantization(method, weights, parameters, problem)
 
 
 def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
     """Return the bits of a packed value, and what is wrong with the configured number."""
-    said = settings.get("bits", settings.get("w_bit"))
+    bits = settings.get("bits", settings.get("w_bit"))
     groups = settings.get("config_groups")
-    if said is None and isinstance(groups, dict):  # compressed-tensors
-        found = [g.get("weights") for g in groups.values() if isinstance(g, dict)]
-        counts = [w.get("num_bits") for w in found if isinstance(w, dict)]
-        said = counts[0] if counts and all(count == counts[0] for count in counts) else counts
-    if said is None:
+    if bits is None and isinstance(groups, dict):  # compressed-tensors
+        weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)]
+        counts = [w.get("num_bits") for w in weights if isinstance(w, dict)]
+        bits = counts[0] if counts and all(count == counts[0] for count in counts) else counts
+    if bits is None:
         return _DEFAULT_BITS, None
-    if type(said) is int and said in (2, 3, 4, 8):
-        return said, None
-    text = f"its configuration says {short_repr(said)} bits a weight; {_DEFAULT_BITS} are assumed"
+    if type(bits) is int and bits in (2, 3, 4, 8):
+        return bits, None
+    text = f"its configuration says {short_repr(bits)} bits a weight; {_DEFAULT_BITS} are assumed"
     return _DEFAULT_BITS, text
 
 
-def _beside(entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[Scheme]]) -> list[str]:
+def _beside(
+    entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[_Scheme]]
+) -> list[str]:
     """Return the tensors beside the weights."""
-    endings = {ending for schemes in stems.values() for one in schemes for ending in one.beside}
-    found = []
+    endings = {end for schemes in stems.values() for scheme in schemes for end in scheme.beside}
     exact = tuple(ending for ending in endings if "*" not in ending)
-    for name in entries:
-        for ending in exact:
-            if name.endswith(ending) and name.removesuffix(ending) in stems:
-                found.append(name)
-                break
-        else:
-            for ending in endings - set(exact):
-                head, _, tail = ending.partition("*")
-                stem = name.partition(head)[0] if head else name.rpartition(".")[0] + "."
-                if stem in stems and name.endswith(tail):
-                    found.append(name)
-                    break
-    return found
+    globs = [ending.partition("*") for ending in endings if "*" in ending]
+
+    def is_beside(name: str) -> bool:
+        if any(name.endswith(end) and name.removesuffix(end) in stems for end in exact):
+            return True
+        for head, _, tail in globs:
+            stem = name.partition(head)[0] if head else name.rpartition(".")[0] + "."
+            if stem in stems and name.endswith(tail):
+                return True
+        return False
+
+    return [name for name in entries if is_beside(name)]
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
-    """Return the configured method in a few words."""
     method = settings.get("quant_method") or settings.get("quant_algo")
     if not isinstance(method, str):
         return None
     keys = ("fmt", "format", "bits", "group_size", "weight_block_size", "load_in_4bit")
-    said = {key: settings[key] for key in keys if settings.get(key)}
-    facts = [f"{k}={v[:80] if isinstance(v, str) else short_repr(v)}" for k, v in said.items()]
+    given = {key: settings[key] for key in keys if settings.get(key)}
+    facts = [f"{k}={v[:80] if isinstance(v, str) else short_repr(v)}" for k, v in given.items()]
     return f"{method[:80]} ({', '.join(facts)})" if facts else method[:80]

@@ -21,8 +21,8 @@ def select_names(names: Collection[str], patterns: str | Sequence[str], *, path:
     known = frozenset(names)
     chosen: set[str] = set()
     unmatched: list[tuple[str, str]] = []
-    is_one = isinstance(patterns, str) or not hasattr(patterns, "__iter__")
-    given: list[Any] = [patterns] if is_one else list(patterns)
+    is_single = isinstance(patterns, str) or not hasattr(patterns, "__iter__")
+    given: list[Any] = [patterns] if is_single else list(patterns)
     if not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(f"Tensors are chosen by patterns, which are strings, not {patterns!r}.")
     for pattern in given:

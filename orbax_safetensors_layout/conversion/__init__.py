@@ -6,10 +6,12 @@ from .checkpoint_reader import (
     SafetensorsReader,
     SourceArray,
     arrays_of,
+    chunk_bytes,
     rerooted,
     values_of,
 )
 from .consolidate import consolidate
-from .pipeline import Conversion, conversion_limits
-from .target import FINISHED, LeafRegion, Target, TargetLeaf, batches
-from .target_tree import TargetArray, Topology, arrays_in, files_target, mapped_tree, plain_tree
+from .files import FilesTarget
+from .pipeline import Conversion, conversion_block_bytes
+from .target import FINISHED, LeafRegion, Target, TargetArray, batches
+from .target_tree import Topology, arrays_in, mapped_tree, plain_tree

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -46,7 +47,6 @@ class SourceArray:
         name: Its dotted name in the tree that is converted.
         stored: Its name in the source.
         shape: Its shape; of typed PRNG keys, their data's.
-        dtype: Dtype of its values.
         kind: What it was before it was saved.
         key_impl: Name of the implementation of typed PRNG keys.
     """
@@ -61,18 +61,14 @@ class SourceArray:
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def rerooted(tree: Any, subtree: str | None) -> Any:
-    """A tree, or a part of it, whose arrays are called by their dotted names in it.
-
-    Args:
-        tree: A source's tree.
-        subtree: Dotted name of the part; None for all.
+    """Return a source's tree, or the part of this dotted name; arrays are named after it.
 
     Raises:
-        MissingTensorError: There is no such part.
+        MissingTensorError: The tree has no such part.
     """
     for key in subtree.split(".") if subtree else ():
         below = jax.tree_util.tree_flatten_with_path(
@@ -99,42 +95,32 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
 
 
 def arrays_of(tree: Any) -> dict[str, SourceArray]:
-    """The arrays of a source's tree by name."""
-    found = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, SourceArray))
-    return {array.name: array for array in found}
+    """Return the arrays of a source's tree by name."""
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, SourceArray))
+    return {array.name: array for array in leaves}
 
 
 def values_of(tree: Any) -> dict[str, Any]:
-    """What a source's tree holds besides arrays, by name."""
+    """Return the leaves of a source's tree that are not arrays, by name."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {dotted_name(path): leaf for path, leaf in paths if not isinstance(leaf, SourceArray)}
 
 
 class ReadableArrays(NamedTuple):
-    """Arrays of a source of which any region can be read.
-
-    Attributes:
-        sources: The arrays by name.
-        storage: Reads their bytes.
-    """
+    """Arrays of a source, by name, of which any region can be read."""
 
     sources: Mapping[str, StoredSource]
     storage: RangeReader
 
     def read(self, regions: Sequence[LeafRegion], memory_budget_bytes: int) -> list[np.ndarray]:
-        """Values of regions of leaves that are made of these arrays, in their order.
+        """Return the values of regions of target arrays that are made of these.
 
-        Args:
-            regions: The regions.
-            memory_budget_bytes: Host bytes that reads may hold besides the values.
-
-        Raises:
-            SafetensorsLayoutError: A read failed, or a value does not survive a cast.
+        Reads may hold `memory_budget_bytes` of host memory besides the values.
         """
         return self._reader(memory_budget_bytes).read([*map(self._region, regions)])
 
     def bytes_to_read(self, regions: Sequence[LeafRegion]) -> int:
-        """Bytes that it takes to read each of some regions by itself."""
+        """Return the bytes that it takes to read each region by itself."""
         total = 0
         for region in regions:
             reads = RegionReads([self._region(region)], region.nbytes)
@@ -163,7 +149,6 @@ class CheckpointReader(Protocol):
     """A checkpoint that is read.
 
     Attributes:
-        path: Where it is.
         kind: `"hf"`, `"sharded"` or `"orbax"`.
         tree: Its pytree: `SourceArray`s, Python numbers and strings.
         is_recorded: Whether the tree is what was saved, not just the dict of its arrays.
@@ -180,31 +165,27 @@ class CheckpointReader(Protocol):
 
     def identity(self) -> str:
         """A digest of all that tells this checkpoint from another that was at the same path."""
-        ...
 
-    def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
+    def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
         """Arrays of which regions can be read as stored; None where whole chunks are read."""
-        ...
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         """Boxes of an array that together read each byte once."""
-        ...
 
-    def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
-        """Some of these boxes, at once."""
-        ...
+    def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
+        """Reads some of these boxes, at once."""
 
     def chunk(self, array: SourceArray) -> tuple[int, ...] | None:
         """Shape of what is decoded at once; None where any elements can be read."""
-        ...
-
-    def largest_chunk_bytes(self, array: SourceArray) -> int:
-        """What has to be in memory at once to read any of an array."""
-        ...
 
     def close(self) -> None:
         """Releases what is open."""
-        ...
+
+
+def chunk_bytes(reader: CheckpointReader, array: SourceArray) -> int:
+    """Return the bytes that have to be decoded at once to read any element of an array."""
+    chunk = reader.chunk(array)
+    return 0 if chunk is None else math.prod(chunk) * array.dtype.itemsize
 
 
 class SafetensorsReader:
@@ -215,11 +196,6 @@ class SafetensorsReader:
         options: How to read: memory, cost model, retries.
         mapping: What makes the arrays of the tensors, in place of these.
         is_flat: The tree is a flat dict by the names of the tensors, whatever was saved.
-
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint at `path`.
-        FormatError: A file is malformed.
-        MappingError: The mapping does not fit.
     """
 
     def __init__(
@@ -231,7 +207,12 @@ class SafetensorsReader:
         is_flat: bool = False,
     ) -> None:
         self._catalog = Catalog.open(path, retries=options.retries)
-        self._options = options
+        storage = self._catalog.storage
+        self._reader = ArrayReader(
+            storage=storage,
+            profile=options.profile(storage.kind),
+            memory_budget_bytes=options.memory_budget_bytes,
+        )
         self.path = self._catalog.path
         self._sources = array_sources(self._catalog, mapping)
         manifest = None if mapping is not None else self._catalog.manifest()
@@ -242,12 +223,11 @@ class SafetensorsReader:
         self.tree = self._tree(manifest, is_flat)
 
     def _tree(self, manifest: Manifest | None, is_flat: bool) -> Any:
-        if manifest is not None and manifest.tree is not None and not is_flat:
-            return decode_treedef(
-                manifest.tree,
-                lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf),
-            )
         saved = None if manifest is None else manifest.tree
+        if saved is not None and not is_flat:
+            return decode_treedef(
+                saved, lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf)
+            )
         named = () if saved is None else leaf_names(saved)
         values = {name: leaf.value for name, leaf in named if isinstance(leaf, ValueLeaf)}
         return values | {name: self._array(TensorLeaf(name, "numpy")) for name in self._sources}
@@ -260,43 +240,36 @@ class SafetensorsReader:
 
     def identity(self) -> str:
         storage = self._catalog.storage
-        entries = [source.entry for source in self._stored([*self._sources]).values()]
+        entries = [
+            source.entry for source in self._sources.values() if isinstance(source, StoredSource)
+        ]
         digest = hashlib.sha256(repr(entries).encode())
         for file in self._catalog.files:
             digest.update(repr((file, storage.size(file), storage.modified_seconds(file))).encode())
         return digest.hexdigest()
 
-    def _stored(self, names: Sequence[str]) -> dict[str, StoredSource]:
-        found = ((name, self._sources[name]) for name in names)
-        return {name: source for name, source in found if isinstance(source, StoredSource)}
-
-    def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays:
-        stored = self._stored([array.stored for array in arrays])
-        sources = {array.name: stored[array.stored] for array in arrays}
+    def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays:
+        sources = {}
+        for array in arrays:
+            source = self._sources[array.stored]
+            assert isinstance(source, StoredSource)
+            sources[array.name] = source
         return ReadableArrays(sources, self._catalog.storage)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         group = 8 if array.dtype in PACKED else 1  # whole bytes, where a file packs elements
         return row_blocks(array.shape, 8 * array.dtype.itemsize, most_bytes, group)
 
-    def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
-        storage, options = self._catalog.storage, self._options
-        reader = ArrayReader(
-            storage=storage,
-            profile=options.profile(storage.kind),
-            memory_budget_bytes=options.memory_budget_bytes,
+    def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
+        return self._reader.read(
+            [
+                ArrayRegion.of_box(array.name, self._sources[array.stored], box, array.dtype)
+                for array, box in blocks
+            ]
         )
-        regions = [
-            ArrayRegion.of_box(array.name, self._sources[array.stored], box, array.dtype)
-            for array, box in wanted
-        ]
-        return reader.read(regions)
 
     def chunk(self, array: SourceArray) -> None:
         return None
-
-    def largest_chunk_bytes(self, array: SourceArray) -> int:
-        return 0
 
     def close(self) -> None:
         self._catalog.close()

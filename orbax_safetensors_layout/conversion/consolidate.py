@@ -11,12 +11,11 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
     DTYPES,
     Container,
+    DType,
     Manifest,
     NewTensor,
     Node,
-    StoredPieces,
     TensorLeaf,
-    leaves,
 )
 from orbax_safetensors_layout.options import WriteOptions, given_or_default
 from orbax_safetensors_layout.plan import plan_consolidation
@@ -86,7 +85,10 @@ def consolidate(
         packed = _packed_tensors(manifest)
         shards = ProcessShards()
         plan = plan_consolidation(
-            _tensors(manifest.pieces, packed),
+            [
+                NewTensor(name, packed.get(name) or DTYPES[code], shape)
+                for name, (code, shape, _) in manifest.pieces.tensors.items()
+            ],
             manifest.pieces,
             options=options,
             process_index=shards.process_index,
@@ -105,35 +107,26 @@ def consolidate(
 
 def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:
     """Whether an earlier call was killed after it replaced the pieces; removes its remains."""
-    found = ""
+    finished = ""
     with group.together("removing what an interrupted call has left"):
         if group.is_leader and isinstance(catalog.storage, LocalStorage):
-            found = str(finish_interrupted(os.path.realpath(catalog.path)))
-    return (
-        group.barrier("looking at what an interrupted call has done", tell=found or "?") == "True"
-    )
+            finished = str(finish_interrupted(os.path.realpath(catalog.path)))
+    looking = "looking at what an interrupted call has done"
+    return group.barrier(looking, tell=finished or "?") == "True"
 
 
-def _packed_tensors(manifest: Manifest) -> dict[str, str]:
+def _packed_tensors(manifest: Manifest) -> dict[str, DType]:
     """Return the tensors whose sub-byte elements are stored one a byte and can be packed."""
     assert manifest.pieces is not None
-    found = {}
-    for leaf in () if manifest.tree is None else leaves(manifest.tree):
-        if isinstance(leaf, TensorLeaf) and leaf.dtype in _PACKED:
-            size = math.prod(manifest.pieces.tensors[leaf.tensor].shape)
-            if size % 8 == 0:
-                found[leaf.tensor] = leaf.dtype
-    return found
+    tensors = manifest.pieces.tensors
+    return {
+        name: _PACKED[dtype.numpy.name]
+        for name, dtype in manifest.dtypes().items()
+        if dtype.numpy.name in _PACKED and math.prod(tensors[name].shape) % 8 == 0
+    }
 
 
-def _tensors(pieces: StoredPieces, packed: dict[str, str]) -> list[NewTensor]:
-    return [
-        NewTensor(name, _PACKED[packed[name]] if name in packed else DTYPES[code], shape)
-        for name, (code, shape, _) in pieces.tensors.items()
-    ]
-
-
-def _with_dtypes(node: Node, packed: dict[str, str]) -> Node:
+def _with_dtypes(node: Node, packed: dict[str, DType]) -> Node:
     """Return the tree without the dtypes of tensors that are packed now."""
     if isinstance(node, Container):
         children = tuple(_with_dtypes(child, packed) for child in node.children)

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.format import (
     MANIFEST,
     NARROW_INTEGERS,
+    NO_SAVE_ID,
     ONE_A_BYTE,
-    FileLayout,
     Manifest,
 )
-from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
+from orbax_safetensors_layout.geometry import AffineView, Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan import LeafWrite, plan_all_writes
+from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import (
     LocalStorage,
     ResumableFile,
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.writing import write_small_files
+from orbax_safetensors_layout.writing import PreparedTree, write_small_files
 
-from .target import FINISHED, LeafRegion, TargetLeaf
+from .checkpoint_reader import CheckpointReader
+from .target import FINISHED, LeafRegion, TargetArray
+from .target_tree import Topology, arrays_in, stand_ins
 
 
 class _Place(NamedTuple):
@@ -42,48 +45,70 @@ class _Place(NamedTuple):
 class FilesTarget:
     """Files with a row-major box of a tensor at each of some places.
 
-    Args:
-        leaves: The arrays, in the order of `written`.
-        written: Their tensors; layout `sharded` shares them out among processes of the target's
-            topology.
-        options: Layout, size of files, metadata.
-        processes: How many processes that topology has.
-        save_id: Tells the files of pieces of this conversion from those of others.
-        manifest: The manifest, if the checkpoint has one; layout and pieces are filled in.
-        sidecar_files: Side files, by name.
+    Layout `sharded` has a piece for each shard of `topology`, and a file for each process. It
+    always records the tree, layout `hf` if `is_tree`. `identity` is a digest of what is converted.
+
+    Raises:
+        SafetensorsLayoutError: Leaves that cannot be held; names all.
+        MismatchError: Arrays cannot be sharded as their rules say; names all.
     """
 
     def __init__(
         self,
-        leaves: Sequence[TargetLeaf],
-        written: Sequence[LeafWrite],
+        tree: Any,
+        source: CheckpointReader,
         options: WriteOptions,
+        topology: Topology | None,
         *,
-        processes: int,
-        save_id: str,
-        manifest: Manifest | None,
+        is_tree: bool,
+        identity: str,
         sidecar_files: Mapping[str, bytes],
     ) -> None:
-        plan = plan_all_writes(written, options=options, process_count=processes).stamped(save_id)
-        self.leaves = leaves
+        processes = 1 if topology is None else topology.grid.processes
+        in_pieces = options.layout == "sharded"
+        prepared = PreparedTree.parse(
+            stand_ins(tree, topology if in_pieces else None),
+            options=options,
+            shards=ProcessShards(0, processes),
+        )
+        plan = plan_all_writes(prepared.leaves, options=options, process_count=processes)
+        plan = plan.stamped(identity[: len(NO_SAVE_ID)])
+        arrays = {array.name: array for array in arrays_in(tree)}
+        names = [written.tensor.name for written in prepared.leaves]
+        self.leaves: Sequence[TargetArray] = [
+            dataclasses.replace(arrays[name], dtype=_values_dtype(written))
+            for name, written in zip(names, prepared.leaves, strict=True)
+        ]
         self._layout = options.layout
         self._layouts = {file.name: file.layout for file in plan.own}
-        self._dtypes = {leaf.tensor.name: leaf.tensor.dtype for leaf in written}
-        self._places: dict[str, dict[Box, list[_Place]]] = {leaf.name: {} for leaf in leaves}
+        self._dtypes = {
+            name: w.tensor.dtype for name, w in zip(names, prepared.leaves, strict=True)
+        }
+        self._places: dict[str, dict[Box, list[_Place]]] = {name: {} for name in names}
         for file in plan.own:
             for part in file.parts:
-                places = self._places[written[part.leaf].tensor.name]
-                places.setdefault(part.tile.box, []).append(_Place(file.name, part.start))
+                places = self._places[names[part.leaf]].setdefault(part.tile.box, [])
+                places.append(_Place(file.name, part.start))
         self._outer: dict[tuple[str, Box], Box] = {}  # of each region the box that it is of
         self._small_files = {**sidecar_files, **plan.index()}
-        if manifest is not None:
-            manifest = dataclasses.replace(manifest, layout=options.layout, pieces=plan.stored)
+        if is_tree or in_pieces:
+            manifest = Manifest(
+                options.layout,
+                prepared.node,
+                prepared.shardings,
+                dict(options.metadata),
+                source.custom,
+                plan.stored,
+            )
             self._small_files[MANIFEST] = manifest.to_json()
+        self._finished = ""
+        self._files: dict[str, ResumableFile] = {}
+        self._written: set[str] = set()  # files, since the last flush
+        self._lock = threading.Lock()
 
-    def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
-        """Rows of each box."""
-        dtype = self._dtypes[leaf.name]
-        group = 8 if dtype.packed else 1
+    def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
+        """Return rows of each box."""
+        group = 8 if self._dtypes[leaf.name].packed else 1
         regions = []
         for outer in self._places[leaf.name]:
             for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
@@ -96,29 +121,18 @@ class FilesTarget:
         headers = [(name, layout.header) for name, layout in self._layouts.items()]
         return self._layout, headers, self._small_files
 
-    def open(self, folder: str, process: int) -> FilesWriter:
-        """Begins, or continues, to write; files have their full size at once."""
-        finished = os.path.join(folder, FINISHED)
-        with storage_errors("cannot make the folder", finished):
-            os.makedirs(finished, exist_ok=True)
-        return FilesWriter(finished, self)
+    def open(self, folder: str, process: int) -> None:
+        self._finished = os.path.join(folder, FINISHED)
+        with storage_errors("cannot make the folder", self._finished):
+            os.makedirs(self._finished, exist_ok=True)
 
-    def places(self, region: LeafRegion) -> list[_Place]:
-        """Return where the first byte of a region, one of `regions`, is written."""
-        leaf, box = region
-        outer = self._outer[leaf.name, box]
-        first = sum(
-            (at - low) * math.prod(outer.shape[axis + 1 :])
-            for axis, (at, low) in enumerate(zip(box.start, outer.start, strict=True))
-        )
-        begin = first * self._dtypes[leaf.name].bits // 8
-        return [_Place(file, start + begin) for file, start in self._places[leaf.name][outer]]
+    def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
+        for region, value in zip(regions, values, strict=True):
+            data = self._encoded(region, value)
+            for name, start in self._places_of(region):
+                self._file(name).write_at(start, [data])
 
-    def layout(self, file: str) -> FileLayout:
-        """How a file is laid out."""
-        return self._layouts[file]
-
-    def encoded(self, region: LeafRegion, values: np.ndarray) -> np.ndarray:
+    def _encoded(self, region: LeafRegion, values: np.ndarray) -> np.ndarray:
         """Return values as the bytes of the file."""
         dtype = self._dtypes[region.leaf.name]
         if values.dtype.name in NARROW_INTEGERS:
@@ -126,66 +140,47 @@ class FilesTarget:
         flat = values.reshape(-1).view(np.uint8)
         return pack_bits(flat, dtype.bits) if dtype.packed else flat
 
-    def commit(self, folder: str) -> None:
-        """Writes headers and small files."""
-        finished = os.path.join(folder, FINISHED)
-        for name, layout in self._layouts.items():
-            file = ResumableFile(os.path.join(finished, name), layout.size)
-            try:
-                file.write_at(0, [memoryview(bytearray(layout.header))])
-                file.flush()
-            finally:
-                file.close()
-        with LocalStorage() as storage:
-            write_small_files(storage, finished, self._small_files, durable=True)
-        flush_folder(finished)
-
-
-class FilesWriter:
-    """Writes regions into files that several processes share.
-
-    Args:
-        folder: The folder of the files.
-        target: Says where regions go.
-    """
-
-    def __init__(self, folder: str, target: FilesTarget) -> None:
-        self._folder = folder
-        self._target = target
-        self._files: dict[str, ResumableFile] = {}
-        self._written: set[str] = set()
-        self._lock = threading.Lock()
-
-    def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
-        """Writes regions, each to all of its places."""
-        for region, value in zip(regions, values, strict=True):
-            data = self._target.encoded(region, value)
-            for name, start in self._target.places(region):
-                self._file(name).write_at(start, [data])
+    def _places_of(self, region: LeafRegion) -> list[_Place]:
+        """Return where the first byte of a region, one of `regions`, is written."""
+        leaf, box = region
+        outer = self._outer[leaf.name, box]
+        first = AffineView.row_major(outer.shape).restrict(box.within(outer)).offset
+        begin = first * self._dtypes[leaf.name].bits // 8
+        return [_Place(file, start + begin) for file, start in self._places[leaf.name][outer]]
 
     def _file(self, name: str) -> ResumableFile:
+        """Return a file that has its full size at once."""
         with self._lock:
             self._written.add(name)
-            file = self._files.get(name)
-            if file is None:
-                path = os.path.join(self._folder, name)
-                file = self._files[name] = ResumableFile(path, self._target.layout(name).size)
-            return file
+            if name not in self._files:
+                path = os.path.join(self._finished, name)
+                self._files[name] = ResumableFile(path, self._layouts[name].size)
+            return self._files[name]
 
     def flush(self) -> None:
-        """Waits until what was written since the last call is on the disk."""
         with self._lock:
             names, self._written = self._written, set()
         for name in names:
             self._files[name].flush()
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()
+        self._files.clear()
+
+    def commit(self, folder: str) -> None:
+        """Writes headers and small files."""
+        for name, layout in self._layouts.items():
+            path = os.path.join(self._finished, name)
+            with contextlib.closing(ResumableFile(path, layout.size)) as file:
+                file.write_at(0, [memoryview(bytearray(layout.header))])
+                file.flush()
+        with LocalStorage() as storage:
+            write_small_files(storage, self._finished, self._small_files, durable=True)
+        flush_folder(self._finished)
 
 
-def values_dtype(leaf: LeafWrite) -> np.dtype:
+def _values_dtype(leaf: LeafWrite) -> np.dtype:
     """Return the dtype of the values that are encoded for a file."""
     one_a_byte = ONE_A_BYTE.get(leaf.values.name)
     if one_a_byte is not None and one_a_byte.code == leaf.tensor.dtype.code:

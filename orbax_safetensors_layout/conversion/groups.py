@@ -2,149 +2,107 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .checkpoint_reader import CheckpointReader, SourceArray
-from .target import LeafRegion, TargetLeaf
+from .checkpoint_reader import CheckpointReader, ReadableArrays, SourceArray
+from .target import LeafRegion, TargetArray, batches
 
 _MOST_OVER_READ = 1.05  # bytes read for a byte needed, before arrays are rather read as a whole
 
 
 class LeafGroup(NamedTuple):
-    """Regions of leaves, together all or some of what is made of some arrays.
+    """Regions of leaves, in the order in which they are written.
 
     Attributes:
-        number: Its number.
-        regions: The regions, in the order in which they are written.
         staged: The arrays that are read as a whole first; none where regions are read directly.
         is_assembled: Whether the regions are taken out of their leaves when these are whole.
     """
 
-    number: int
     regions: tuple[LeafRegion, ...]
-    staged: tuple[SourceArray, ...]
-    is_assembled: bool
+    staged: tuple[SourceArray, ...] = ()
+    is_assembled: bool = False
+    number: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all regions."""
         return sum(region.nbytes for region in self.regions)
 
-
-class _Part(NamedTuple):
-    """Regions that belong together, and what is staged for them."""
-
-    regions: list[LeafRegion]
-    staged: list[SourceArray]
-    is_assembled: bool = False
-
     @property
-    def kind(self) -> tuple[bool, bool]:
-        """What parts of one group have alike."""
-        return bool(self.staged), self.is_assembled
-
-    @property
-    def nbytes(self) -> int:
+    def held_bytes(self) -> int:
         """What is in memory at once, unless it is more than that has room for."""
-        staged = sum(array.nbytes for array in self.staged)
-        return max(staged, sum(region.nbytes for region in self.regions))
+        return max(self.nbytes, sum(array.nbytes for array in self.staged))
 
 
 def make_groups(
     source: CheckpointReader,
     arrays: Mapping[str, SourceArray],
-    leaves: Sequence[TargetLeaf],
+    leaves: Sequence[TargetArray],
     regions: Sequence[Sequence[LeafRegion]],
     most_bytes: int,
 ) -> list[LeafGroup]:
-    """Groups such that every byte of the source is read once.
+    """Groups the regions of each leaf such that every byte of the source is read once.
 
-    Args:
-        source: The source.
-        arrays: Its arrays by name.
-        leaves: The leaves.
-        regions: Of each leaf its regions; no larger than `most_bytes` where that is possible.
-        most_bytes: Bytes up to which small ones are grouped.
+    Small ones are together up to `most_bytes`.
     """
     groups: list[LeafGroup] = []
-    parts: list[_Part] = []
-    held = 0
-
-    def close() -> None:
-        if parts:
-            found = tuple(region for part in parts for region in part.regions)
-            staged = tuple(array for part in parts for array in part.staged)
-            groups.append(LeafGroup(len(groups), found, staged, parts[0].is_assembled))
-            parts.clear()
-
-    for part in _parts(source, arrays, leaves, regions):
-        nbytes = part.nbytes
-        if parts and (held + nbytes > most_bytes or parts[0].kind != part.kind):
-            close()
-            held = 0
-        parts.append(part)
-        held += nbytes
-    close()
+    parts = _parts(source, arrays, leaves, regions)
+    for _, alike in itertools.groupby(parts, lambda part: (bool(part.staged), part.is_assembled)):
+        for batch in batches(alike, lambda part: part.held_bytes, most_bytes):
+            together = tuple(region for part in batch for region in part.regions)
+            staged = tuple(array for part in batch for array in part.staged)
+            groups.append(LeafGroup(together, staged, batch[0].is_assembled, len(groups)))
     return groups
 
 
 def _parts(
     source: CheckpointReader,
     arrays: Mapping[str, SourceArray],
-    leaves: Sequence[TargetLeaf],
+    leaves: Sequence[TargetArray],
     regions: Sequence[Sequence[LeafRegion]],
-) -> Iterator[_Part]:
-    over_read: dict[object, bool] = {}  # leaves that are alike are read alike
+) -> Iterator[LeafGroup]:
+    """Yields the smallest groups: regions that have to be read together."""
+    over_read: dict[object, bool] = {}  # leaves of equal shape and dtype are read in the same way
     for members in _components(leaves):
-        names = list(dict.fromkeys(name for n in members for name in leaves[n].sources))
-        together = [region for n in members for region in regions[n]]
+        together = tuple(region for n in members for region in regions[n])
         if not together:
             continue  # arrays without elements
-        needed = [arrays[name] for name in names]
-        if needed and _is_staged(source, needed, together, len(members)):
-            yield _Part(together, needed)
-        elif needed and len(together) > 1 and _is_over_read(source, needed, together, over_read):
-            yield _Part(together, [], is_assembled=True)
+        names = dict.fromkeys(name for n in members for name in leaves[n].sources)
+        needed = tuple(arrays[name] for name in names)
+        readable = source.readable(needed)
+        if needed and (readable is None or len(members) > 1 or _is_of_pieces(readable, together)):
+            yield LeafGroup(together, needed)
+        elif readable is not None and _is_over_read(readable, together, over_read):
+            yield LeafGroup(together, is_assembled=True)
         else:
-            for region in together:
-                yield _Part([region], [])
+            yield from (LeafGroup((region,)) for region in together)
 
 
-def _is_staged(
-    source: CheckpointReader,
-    arrays: Sequence[SourceArray],
-    regions: Sequence[LeafRegion],
-    leaves: int,
-) -> bool:
-    """Whether arrays have to be read as a whole: in chunks, for several leaves, or from pieces."""
-    lease = source.lease(arrays)
-    if lease is None or leaves > 1:
-        return True
+def _is_of_pieces(arrays: ReadableArrays, regions: Sequence[LeafRegion]) -> bool:
+    """Whether an expression takes arrays in pieces, whose regions it cannot find."""
     is_mapped = not isinstance(regions[0].leaf.made_of, str)
-    return is_mapped and any(source.catalog is not None for source in lease.sources.values())
+    return is_mapped and any(source.catalog is not None for source in arrays.sources.values())
 
 
 def _is_over_read(
-    source: CheckpointReader,
-    arrays: Sequence[SourceArray],
-    regions: Sequence[LeafRegion],
-    known: dict[object, bool],
+    arrays: ReadableArrays, regions: Sequence[LeafRegion], known: dict[object, bool]
 ) -> bool:
-    lease = source.lease(arrays)
-    assert lease is not None
+    if len(regions) == 1:
+        return False
     leaf = regions[0].leaf
     key: object = leaf.name
-    if isinstance(leaf.made_of, str) and lease.sources[leaf.made_of].catalog is None:
-        entry = lease.sources[leaf.made_of].entry
+    if isinstance(leaf.made_of, str) and arrays.sources[leaf.made_of].catalog is None:
+        entry = arrays.sources[leaf.made_of].entry
         key = entry.shape, entry.dtype.code, tuple(region.box for region in regions)
     if key not in known:
-        stored = sum(source.nbytes for source in lease.sources.values())
-        known[key] = lease.bytes_to_read(regions) > _MOST_OVER_READ * stored
+        stored = sum(source.nbytes for source in arrays.sources.values())
+        known[key] = arrays.bytes_to_read(regions) > _MOST_OVER_READ * stored
     return known[key]
 
 
-def _components(leaves: Sequence[TargetLeaf]) -> list[list[int]]:
+def _components(leaves: Sequence[TargetArray]) -> list[list[int]]:
     """Leaves that share arrays, together, in the order of the first of each."""
     parent = list(range(len(leaves)))
 
@@ -157,8 +115,8 @@ def _components(leaves: Sequence[TargetLeaf]) -> list[list[int]]:
     first: dict[str, int] = {}
     for number, leaf in enumerate(leaves):
         for name in leaf.sources:
-            one, other = root(first.setdefault(name, number)), root(number)
-            parent[max(one, other)] = min(one, other)
+            roots = root(first.setdefault(name, number)), root(number)
+            parent[max(roots)] = min(roots)
     members: dict[int, list[int]] = {}
     for number in range(len(leaves)):
         members.setdefault(root(number), []).append(number)

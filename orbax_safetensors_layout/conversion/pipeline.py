@@ -1,15 +1,26 @@
-"""A conversion from its groups to the published folder, on one of several processes."""
+"""A conversion from its groups to the published folder, on one of several processes.
+
+1. The processes agree on what is converted; one prepares the conversion's own folder.
+2. Groups that the journal does not have are read, written and recorded, each by one process.
+3. What is there is read again, and its digests are compared with those of what was read.
+4. The folder takes the place of the target.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+import numpy as np
+
+from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.runtime import Fingerprint, ProgressReport, progress_callback
+from orbax_safetensors_layout.runtime import Fingerprint, ProgressReport, Workers, progress_callback
 from orbax_safetensors_layout.runtime import ProcessGroup as Processes
 from orbax_safetensors_layout.storage import (
     Claim,
@@ -19,119 +30,97 @@ from orbax_safetensors_layout.storage import (
     partial_folder,
 )
 
-from .checkpoint_reader import CheckpointReader, SourceArray
-from .execute import (
-    ConversionLimits,
-    convert_groups,
-    verify_groups,
-)
+from .checkpoint_reader import CheckpointReader, SourceArray, arrays_of, chunk_bytes
 from .groups import LeafGroup, make_groups, shares
 from .journal import Journal
-from .target import FINISHED, Target
+from .spool import Blocks, group_blocks
+from .target import FINISHED, LeafRegion, Target, region_batches
 
 _CHUNKS_IN_BUDGET = 4
 _LARGER_BLOCKS = 2  # a continued run may take blocks so many times as large as its own would be
+_IN_FLIGHT = 2  # blocks that are written while the next one is read
 _UNFINISHED, _PUBLISHED = "unfinished", "published"
 
 
-def conversion_limits(folder: str, memory_budget_bytes: int, *, restart: bool) -> ConversionLimits:
-    """Returns limits with the blocks of the run that is continued, which its journal counts in.
+def conversion_block_bytes(folder: str, memory_budget_bytes: int, *, restart: bool) -> int:
+    """Return the bytes of a block: those of the run that is continued, whose journal counts them.
 
-    Args:
-        folder: Where the conversion goes.
-        memory_budget_bytes: What it may take.
-        restart: Drop what an interrupted run has done.
+    A block is what is read, and written, at once. Up to three are in memory, each with the copies
+    that a codec makes of it.
 
     Raises:
         SafetensorsLayoutError: Its blocks are too large for the memory budget.
     """
-    limits = ConversionLimits.of(memory_budget_bytes)
+    block_bytes = max(1, memory_budget_bytes // 16)
     workspace = partial_folder(folder, "convert")
     begun = None if restart else Journal.block_bytes(workspace)
-    if begun is None:
-        return limits
-    if begun > _LARGER_BLOCKS * limits.block_bytes:
-        needed = memory_budget_bytes * begun // (_LARGER_BLOCKS * limits.block_bytes)
+    if begun is not None and begun > _LARGER_BLOCKS * block_bytes:
+        needed = memory_budget_bytes * begun // (_LARGER_BLOCKS * block_bytes)
         raise SafetensorsLayoutError(
-            "an unfinished conversion that was given more memory stands beside the target",
+            "an unfinished conversion that was given more memory is beside the target",
             file=workspace,
             expected=f"memory_budget_bytes of at least {needed:,}",
             found=f"{memory_budget_bytes:,}",
             hint="Continue it with that much, or pass restart=True (--restart) to drop it.",
         )
-    return limits._replace(block_bytes=begun)
+    return begun or block_bytes
 
 
+@dataclasses.dataclass
 class Conversion:
     """One conversion.
 
     Attributes:
-        groups: What it is made of.
-        nbytes: Bytes of all values.
-
-    Args:
-        source: The source.
-        arrays: Its arrays by name.
-        target: The target.
-        folder: Where it goes.
-        options: Memory, and what else counts.
-        limits: How the memory is spent, from `conversion_limits`.
+        arrays: The arrays of the source by name.
+        folder: The target's folder.
+        options: Memory, progress, and whether to compare at the end.
+        block_bytes: From `conversion_block_bytes`.
         restart: Drop what an interrupted run has done.
         arguments: What distinguishes this conversion from others of the same source and target, to
             be compared by `repr`.
         reopen: Opens what was written, to compare it.
         is_replaced: Whether a name in a folder that is at `folder` goes with what is replaced.
+        nbytes: Bytes of all values.
 
     Raises:
         SafetensorsLayoutError: A chunk of the source is too large for the memory budget.
     """
 
-    def __init__(
-        self,
-        source: CheckpointReader,
-        arrays: Mapping[str, SourceArray],
-        target: Target,
-        folder: str,
-        options: ConvertOptions,
-        limits: ConversionLimits,
-        *,
-        restart: bool,
-        arguments: object,
-        reopen: Callable[[str], CheckpointReader],
-        is_replaced: Callable[[str], bool],
-    ) -> None:
-        self._source = source
-        self._arrays = arrays
-        self._target = target
-        self._folder = folder
-        self._options = options
-        self._reopen = reopen
-        self._is_replaced = is_replaced
-        self._restart = restart
-        self._workspace = partial_folder(folder, "convert")
-        self._limits = limits
+    source: CheckpointReader
+    arrays: Mapping[str, SourceArray]
+    target: Target
+    folder: str
+    options: ConvertOptions
+    block_bytes: int
+    _: dataclasses.KW_ONLY
+    restart: bool
+    arguments: object
+    reopen: Callable[[str], CheckpointReader]
+    is_replaced: Callable[[str], bool]
+
+    def __post_init__(self) -> None:
+        self._workspace = partial_folder(self.folder, "convert")
         self._finished = os.path.join(self._workspace, FINISHED)
-        self._claim: Claim | None = None
         self._check_chunks()
-        most = self._limits.block_bytes
+        most, target = self.block_bytes, self.target
         regions = [target.regions(leaf, most) for leaf in target.leaves]
-        self.groups = make_groups(source, arrays, target.leaves, regions, most)
-        self.nbytes = sum(group.nbytes for group in self.groups)
+        self._groups = make_groups(self.source, self.arrays, target.leaves, regions, most)
+        self.nbytes = sum(group.nbytes for group in self._groups)
         digest = hashlib.sha256()
-        for group in self.groups:
+        for group in self._groups:
             digest.update(repr(group).encode())
         self._journal = Journal(
             self._workspace,
-            source.identity(),
-            hashlib.sha256(repr((arguments, target.describe())).encode()).hexdigest(),
+            self.source.identity(),
+            hashlib.sha256(repr((self.arguments, target.describe())).encode()).hexdigest(),
             block_bytes=most,
             groups=digest.hexdigest(),
         )
 
     def _check_chunks(self) -> None:
-        most = self._options.memory_budget_bytes // _CHUNKS_IN_BUDGET
-        used = dict.fromkeys(name for leaf in self._target.leaves for name in leaf.sources)
-        sizes = {name: self._source.largest_chunk_bytes(self._arrays[name]) for name in used}
+        most = self.options.memory_budget_bytes // _CHUNKS_IN_BUDGET
+        used = dict.fromkeys(name for leaf in self.target.leaves for name in leaf.sources)
+        sizes = {name: chunk_bytes(self.source, self.arrays[name]) for name in used}
         large = [name for name, size in sizes.items() if size > most]
         if large:
             needed = max(sizes.values()) * _CHUNKS_IN_BUDGET
@@ -143,97 +132,157 @@ class Conversion:
                 hint=f"Set memory_budget_bytes to {needed:,} or more.",
             )
 
-    def run(self, group: Processes, check: Callable[[], None]) -> int:
-        """Runs it.
+    def run(self, processes: Processes, check: Callable[[], None]) -> int:
+        """Runs it; returns the bytes that an interrupted run had written.
 
-        Args:
-            group: The processes.
-            check: Refuses a target that may not be replaced.
+        `check` refuses a target that may not be replaced.
 
-        Returns:
-            Bytes that an interrupted run had written.
+        Raises:
+            MismatchError: What was written differs from what was read; names all arrays.
+            SafetensorsLayoutError: A read or write failed; what is recorded stays.
+            PeerError: Another process failed.
         """
         with contextlib.ExitStack() as stack:
             agreed = Fingerprint(
-                f"{self._journal.digest} {self._options.verify} {self._restart}",
-                f"{len(self.groups)} groups",
+                f"{self._journal.digest} {self.options.verify} {self.restart}",
+                f"{len(self._groups)} groups",
                 "All processes must convert the same checkpoint with the same arguments.",
             )
-            group.barrier("agreeing on what is converted", agree=agreed)
-            is_published = False
-            with group.together("preparing the folder"):
-                if group.is_leader:
-                    claim = self._claim = stack.enter_context(claimed(self._folder))
-                    if not self._restart:
-                        is_published = claim.was_published(self._journal.identity)
-                    if not is_published:
+            processes.barrier("agreeing on what is converted", agree=agreed)
+            state = _UNFINISHED
+            with processes.together("preparing the folder"):
+                if processes.is_leader:
+                    claim = stack.enter_context(claimed(self.folder))
+                    if not self.restart and claim.was_published(self._journal.identity):
+                        state = _PUBLISHED
+                    else:
                         self._prepare(claim, check)
-            state = _PUBLISHED if is_published else _UNFINISHED
-            if group.barrier("looking at what an earlier call has done", tell=state) == _PUBLISHED:
+            looking = "looking at what an earlier call has done"
+            if processes.barrier(looking, tell=state) == _PUBLISHED:
                 return self.nbytes
             done = self._journal.read()
-            group.barrier("reading the journal")  # before anyone adds to it
-            left = [one for one in self.groups if one.number not in done]
-            with group.together("converting"):
-                self._convert(left, group)
-            with group.together("completing the checkpoint"):
-                if group.is_leader:
-                    self._target.commit(self._workspace)
-            if self._options.verify:
-                with group.together("verifying what was written"):
-                    self._verify(group)
-            with group.together("publishing the checkpoint"):
-                if group.is_leader:
-                    self._publish()
-        return self.nbytes - sum(one.nbytes for one in left)
+            processes.barrier("reading the journal")  # before anyone adds to it
+            left = [group for group in self._groups if group.number not in done]
+            with processes.together("converting"):
+                self._convert(left, processes)
+            with processes.together("completing the checkpoint"):
+                if processes.is_leader:
+                    self.target.commit(self._workspace)
+            if self.options.verify:
+                with processes.together("verifying what was written"):
+                    self._verify(processes)
+            with processes.together("publishing the checkpoint"):
+                if processes.is_leader:
+                    self._publish(claim)
+        return self.nbytes - sum(group.nbytes for group in left)
 
     def _prepare(self, claim: Claim, check: Callable[[], None]) -> None:
         claim.forget()
         check()
-        check_replaceable(self._folder)
+        check_replaceable(self.folder)
         with LocalStorage() as storage:
-            if self._restart:
+            if self.restart:
                 storage.remove(self._workspace)
             storage.make_folder(self._workspace)
         self._journal.read()
 
-    def _convert(self, left: list[LeafGroup], processes: Processes) -> None:
-        with self._report("converting", left, processes) as report:
-            convert_groups(
-                self._source,
-                self._arrays,
-                self._target,
-                left,
-                self._workspace,
-                self._journal,
-                processes,
-                self._limits,
-                report,
+    def _convert(self, left: Sequence[LeafGroup], processes: Processes) -> None:
+        """Converts this process's share of the groups that are left."""
+        number = processes.process_index
+        self.target.open(self._workspace, number)
+        self._journal.open(number)
+        try:
+            with self._share(left, processes, "converting") as (groups, report):
+                for group in groups:
+                    processes.check("converting")
+                    with group_blocks(
+                        self.source,
+                        self.arrays,
+                        group,
+                        os.path.join(self._workspace, f"spool-{number}"),
+                        most_bytes=self.options.memory_budget_bytes // 2,
+                        block_bytes=self.block_bytes,
+                    ) as blocks:
+                        digests = _digests(blocks, report, self.target.write)
+                    self.target.flush()
+                    self._journal.add(group.number, digests)
+        finally:
+            self._journal.close()
+            self.target.close()
+
+    def _verify(self, processes: Processes) -> None:
+        """Reads this process's share of what was written, and compares every bit."""
+        done = self._journal.read()
+        differing: dict[str, None] = {}
+        with (
+            contextlib.closing(self.reopen(self._finished)) as written,
+            self._share(self._groups, processes, "verifying") as (groups, report),
+        ):
+            arrays = arrays_of(written.tree)
+            for group in groups:
+                processes.check("verifying what was written")
+                blocks = (
+                    (batch, written.read([(arrays[leaf.name], box) for leaf, box in batch]))
+                    for batch in region_batches(group.regions, self.block_bytes)
+                )
+                digests = _digests(blocks, report)
+                for region, *pair in zip(group.regions, digests, done[group.number], strict=True):
+                    if pair[0] != pair[1]:
+                        differing[region.leaf.name] = None
+        if differing:
+            raise MismatchError.collect(
+                [
+                    MismatchError("what was written differs from the source", tensor=name)
+                    for name in differing
+                ],
+                hint="The disk or the memory of this machine may be failing; convert again with"
+                " restart=True (--restart).",
             )
 
     @contextlib.contextmanager
-    def _report(
-        self, label: str, groups: list[LeafGroup], processes: Processes
-    ) -> Iterator[ProgressReport]:
-        mine = shares(groups, processes.process_count)[processes.process_index]
-        with progress_callback(self._options.progress, label) as tell:
-            yield ProgressReport(tell, sum(one.nbytes for one in mine))
+    def _share(
+        self, groups: Sequence[LeafGroup], processes: Processes, label: str
+    ) -> Iterator[tuple[list[LeafGroup], ProgressReport]]:
+        """Yields this process's share of some groups, and a report of its progress."""
+        share = shares(groups, processes.process_count)[processes.process_index]
+        with progress_callback(self.options.progress, label) as progress:
+            yield share, ProgressReport(progress, sum(group.nbytes for group in share))
 
-    def _verify(self, processes: Processes) -> None:
-        with (
-            contextlib.closing(self._reopen(self._finished)) as written,
-            self._report("verifying", self.groups, processes) as report,
-        ):
-            done = self._journal.read()
-            verify_groups(written, self.groups, done, processes, self._limits, report)
-
-    def _publish(self) -> None:
-        assert self._claim is not None
+    def _publish(self, claim: Claim) -> None:
         names = set(os.listdir(self._finished))
-        self._claim.publish(
+        claim.publish(
             self._finished,
-            is_replaced=lambda name: name in names or self._is_replaced(name),
+            is_replaced=lambda name: name in names or self.is_replaced(name),
             made=self._journal.identity,
         )
         with LocalStorage() as storage:
             storage.remove(self._workspace)
+
+
+TakeBlock = Callable[[Sequence[LeafRegion], Sequence[np.ndarray]], None]
+
+
+def _digests(
+    blocks: Blocks, report: ProgressReport, write: TakeBlock = lambda regions, values: None
+) -> list[str]:
+    """Writes blocks while the next ones are read; returns digests of the regions, in order."""
+    digests: dict[int, list[str]] = {}
+
+    def take(number: int, regions: list[LeafRegion], values: list[np.ndarray]) -> None:
+        write(regions, values)
+        digests[number] = [_digest(value) for value in values]
+
+    with Workers(_IN_FLIGHT, "convert-write") as workers:
+        for number, (regions, values) in enumerate(blocks):
+            if number >= _IN_FLIGHT:
+                workers.progress()
+            workers.submit(functools.partial(take, number, regions, values))
+            report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
+        workers.join()
+    return [digest for number in range(len(digests)) for digest in digests[number]]
+
+
+def _digest(values: np.ndarray) -> str:
+    """Return a digest of an array's bytes, in row-major order."""
+    data: Any = values.reshape(-1).view(np.uint8)  # its buffer is untyped in some versions
+    return hashlib.sha256(data).hexdigest()[:32]

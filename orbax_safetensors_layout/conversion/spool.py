@@ -1,9 +1,10 @@
-"""Spools: arrays and leaves held as a whole where any region of them is read, each byte once.
+"""Blocks of a group: its regions and their values, as many at once as fit, each byte read once.
 
-What fits is in memory; the rest is in a temporary file beside the target.
+Regions that cannot be read by themselves are taken from a spool: memory, or a temporary file beside
+the target where it would not fit.
 
-- `staged` holds arrays of a source that is read in whole chunks, or by several leaves.
-- `assembled` holds leaves of a target whose regions lie across what they come from. A region of a
+- `_staged` holds arrays of a source that is read in whole chunks, or by several leaves.
+- `_assembled` holds leaves of a target whose regions lie across what they come from. A region of a
   transposed or stacked leaf may take a little of every row of its source. Read by itself each
   region would then read all of it. So the leaf is read in blocks that the source has in one place,
   and the file has its regions one after the other.
@@ -14,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,34 +27,81 @@ from orbax_safetensors_layout.runtime import Bytes, allocate
 from orbax_safetensors_layout.storage import Buffer, FileWriter, LocalStorage
 
 from .checkpoint_reader import CheckpointReader, ReadableArrays, SourceArray
-from .target import LeafRegion, TargetLeaf, batches, region_batches
+from .groups import LeafGroup
+from .target import LeafRegion, TargetArray, batches, region_batches
 
 _MOST_ORDERS = 24  # of axes that are tried
 
+Blocks: TypeAlias = Iterator[tuple[list[LeafRegion], list[np.ndarray]]]
+"""Regions and their values, what is in memory at once."""
+
 
 @contextlib.contextmanager
-def staged(
+def group_blocks(
     source: CheckpointReader,
-    arrays: Sequence[SourceArray],
+    arrays: Mapping[str, SourceArray],
+    group: LeafGroup,
     spool: str,
     *,
     most_bytes: int,
     block_bytes: int,
-) -> Iterator[ReadableArrays]:
-    """Reads arrays as a whole.
+) -> Iterator[Blocks]:
+    """Yields the blocks of a group, in the order of its regions.
 
-    Args:
-        source: The source.
-        arrays: Which.
-        spool: Path of the temporary file.
-        most_bytes: What may be held in memory; more goes to the file.
-        block_bytes: Bytes that are read at once.
+    Up to `most_bytes` of a spool are in memory, more in the file `spool`; `block_bytes` are read at
+    once.
 
     Raises:
         SafetensorsLayoutError: A read, or a write to the temporary file, failed.
     """
-    nbytes = [array.nbytes for array in arrays]
-    if sum(nbytes) <= most_bytes:
+    names = dict.fromkeys(name for region in group.regions for name in region.leaf.sources)
+    readable = None if group.staged else source.readable([arrays[name] for name in names])
+    if readable is None:
+        with _staged(source, group.staged, spool, most_bytes, block_bytes) as staged:
+            yield _read(staged, group.regions, block_bytes)
+    elif group.is_assembled:
+        most_bytes //= 2  # what is decoded or cast is there twice for a while
+        with _assembled(readable, group.regions, spool, most_bytes, block_bytes) as blocks:
+            yield blocks
+    else:
+        yield _read(readable, group.regions, block_bytes)
+
+
+def _read(arrays: ReadableArrays, regions: Sequence[LeafRegion], block_bytes: int) -> Blocks:
+    for batch in region_batches(regions, block_bytes):
+        yield batch, arrays.read(batch, block_bytes)
+
+
+@contextlib.contextmanager
+def _spool_file(
+    path: str, nbytes: int, fill: Callable[[FileWriter], None]
+) -> Iterator[LocalStorage]:
+    """Fills a temporary file; yields the storage that reads it, and removes it in the end."""
+    with LocalStorage() as storage:
+        try:
+            file = storage.create(path, nbytes, durable=False)
+            try:
+                fill(file)
+                file.finish()
+            except BaseException:
+                file.abort()
+                raise
+            yield storage
+        finally:
+            storage.remove(path)
+
+
+@contextlib.contextmanager
+def _staged(
+    source: CheckpointReader,
+    arrays: Sequence[SourceArray],
+    spool: str,
+    most_bytes: int,
+    block_bytes: int,
+) -> Iterator[ReadableArrays]:
+    """Reads arrays as a whole."""
+    starts = [0, *itertools.accumulate(array.nbytes for array in arrays)]
+    if starts[-1] <= most_bytes:
         memory = {array.name: allocate(array.nbytes) for array in arrays}
         for array, box, values in _array_blocks(source, arrays, block_bytes):
             bits = f"u{array.dtype.itemsize}"  # numpy knows no fast copy of bfloat16 and its like
@@ -61,38 +109,17 @@ def staged(
         sources = {array.name: _source(array, array.name, 0) for array in arrays}
         yield ReadableArrays(sources, _Memory(memory))
         return
-    starts = [0, *itertools.accumulate(nbytes)]
     sources = {
         array.name: _source(array, spool, start)
         for array, start in zip(arrays, starts, strict=False)
     }
-    with LocalStorage() as storage, _removed(storage, spool):
-        with _written(storage, spool, starts[-1]) as file:
-            for array, box, values in _array_blocks(source, arrays, block_bytes):
-                start = sources[array.name].entry.start
-                _write_box(file, array.shape, start, box, values)
+
+    def fill(file: FileWriter) -> None:
+        for array, box, values in _array_blocks(source, arrays, block_bytes):
+            _write_box(file, array.shape, sources[array.name].entry.start, box, values)
+
+    with _spool_file(spool, starts[-1], fill) as storage:
         yield ReadableArrays(sources, storage)
-
-
-@contextlib.contextmanager
-def _removed(storage: LocalStorage, path: str) -> Iterator[None]:
-    """Removes a temporary file in the end."""
-    try:
-        yield
-    finally:
-        storage.remove(path)
-
-
-@contextlib.contextmanager
-def _written(storage: LocalStorage, path: str, nbytes: int) -> Iterator[FileWriter]:
-    """A temporary file that is complete in the end."""
-    file = storage.create(path, nbytes, durable=False)
-    try:
-        yield file
-        file.finish()
-    except BaseException:
-        file.abort()
-        raise
 
 
 def _array_blocks(
@@ -100,7 +127,7 @@ def _array_blocks(
 ) -> Iterator[tuple[SourceArray, Box, np.ndarray]]:
     """All of some arrays, as many blocks at once as fit."""
     blocks = ((array, box) for array in arrays for box in source.blocks(array, most_bytes))
-    for batch in batches(blocks, lambda one: one[1].size * one[0].dtype.itemsize, most_bytes):
+    for batch in batches(blocks, lambda block: block[1].size * block[0].dtype.itemsize, most_bytes):
         for (array, box), values in zip(batch, source.read(batch), strict=True):
             yield array, box, values
 
@@ -137,74 +164,52 @@ def _source(array: SourceArray, file: str, start: int) -> StoredSource:
 
 
 @contextlib.contextmanager
-def assembled(
-    lease: ReadableArrays,
+def _assembled(
+    arrays: ReadableArrays,
     regions: Sequence[LeafRegion],
     spool: str,
-    *,
     most_bytes: int,
     block_bytes: int,
-) -> Iterator[Iterator[tuple[list[LeafRegion], list[np.ndarray]]]]:
-    """Gives the regions of some leaves with their values, in their order.
-
-    Args:
-        lease: The arrays that the leaves are made of.
-        regions: The regions, leaf by leaf; together they are the leaves.
-        spool: Path of the temporary file.
-        most_bytes: What may be held in memory. A larger leaf is alone, and goes through the file.
-        block_bytes: Bytes that are read at once.
-
-    Raises:
-        SafetensorsLayoutError: A read, or a write to the temporary file, failed.
-    """
-    found = [
-        list(one) for _, one in itertools.groupby(regions, key=lambda region: region.leaf.name)
-    ]
-    wholes = [LeafRegion(one[0].leaf, Box.whole(one[0].leaf.shape)) for one in found]
+) -> Iterator[Blocks]:
+    """Yields the blocks of whole leaves; one larger than `most_bytes` is alone."""
+    by_leaf = [list(own) for _, own in itertools.groupby(regions, lambda region: region.leaf.name)]
+    wholes = [LeafRegion(own[0].leaf, Box.whole(own[0].leaf.shape)) for own in by_leaf]
     if max(whole.nbytes for whole in wholes) <= most_bytes:
-        yield _from_memory(lease, found, wholes, block_bytes)
+        yield _from_memory(arrays, by_leaf, wholes, block_bytes)
         return
-    (regions,) = found
+    (regions,) = by_leaf
+    leaf = regions[0].leaf
     starts = [0, *itertools.accumulate(region.nbytes for region in regions)]
-    with LocalStorage() as storage, _removed(storage, spool):
-        with _written(storage, spool, starts[-1]) as file:
-            _write_regions(lease, regions, starts, file, block_bytes)
-        yield _read_regions(regions, starts, spool, storage)
+
+    def fill(file: FileWriter) -> None:
+        for block in _leaf_blocks(arrays, leaf, block_bytes):
+            (values,) = arrays.read([LeafRegion(leaf, block)], block_bytes)
+            for region, start in zip(regions, starts, strict=False):
+                common = block.intersect(region.box)
+                if common is not None:
+                    part = _part(values, common.within(block))
+                    _write_box(file, region.box.shape, start, common.within(region.box), part)
+
+    with _spool_file(spool, starts[-1], fill) as storage:
+        yield _from_file(regions, starts, spool, storage)
 
 
 def _from_memory(
-    lease: ReadableArrays,
-    regions: Sequence[list[LeafRegion]],
+    arrays: ReadableArrays,
+    by_leaf: Sequence[list[LeafRegion]],
     wholes: Sequence[LeafRegion],
     block_bytes: int,
-) -> Iterator[tuple[list[LeafRegion], list[np.ndarray]]]:
-    in_order = iter(regions)
+) -> Blocks:
+    in_order = iter(by_leaf)
     for batch in region_batches(wholes, block_bytes):
-        for values in lease.read(batch, block_bytes):
-            for some in region_batches(next(in_order), block_bytes):
-                yield some, [_part(values, region.box) for region in some]
+        for values in arrays.read(batch, block_bytes):
+            for regions in region_batches(next(in_order), block_bytes):
+                yield regions, [_part(values, region.box) for region in regions]
 
 
-def _write_regions(
-    lease: ReadableArrays,
-    regions: Sequence[LeafRegion],
-    starts: Sequence[int],
-    file: FileWriter,
-    block_bytes: int,
-) -> None:
-    leaf = regions[0].leaf
-    for block in _leaf_blocks(lease, leaf, block_bytes):
-        (values,) = lease.read([LeafRegion(leaf, block)], block_bytes)
-        for region, start in zip(regions, starts, strict=False):
-            common = block.intersect(region.box)
-            if common is not None:
-                part = _part(values, common.within(block))
-                _write_box(file, region.box.shape, start, common.within(region.box), part)
-
-
-def _read_regions(
+def _from_file(
     regions: Sequence[LeafRegion], starts: Sequence[int], spool: str, storage: LocalStorage
-) -> Iterator[tuple[list[LeafRegion], list[np.ndarray]]]:
+) -> Blocks:
     for region, start in zip(regions, starts, strict=False):
         values = np.empty(region.box.shape, region.leaf.dtype)
         data: Any = values.reshape(-1).view(np.uint8)  # its buffer is untyped in some versions
@@ -212,17 +217,17 @@ def _read_regions(
         yield [region], [values]
 
 
-def _leaf_blocks(lease: ReadableArrays, leaf: TargetLeaf, most_bytes: int) -> list[Box]:
+def _leaf_blocks(arrays: ReadableArrays, leaf: TargetArray, most_bytes: int) -> list[Box]:
     """Boxes that cover a leaf, cut along the axes that cost the fewest bytes."""
     axes = [axis for axis, extent in enumerate(leaf.shape) if extent > 1]
     orders = itertools.islice(itertools.permutations(axes), _MOST_ORDERS)
-    found = [list(cut(leaf.shape, leaf.dtype.itemsize, most_bytes, order)) for order in orders]
+    covers = [list(cut(leaf.shape, leaf.dtype.itemsize, most_bytes, order)) for order in orders]
 
     def cost(boxes: list[Box]) -> tuple[float, int]:
-        read = lease.bytes_to_read([LeafRegion(leaf, boxes[0])])
+        read = arrays.bytes_to_read([LeafRegion(leaf, boxes[0])])
         return read / math.prod(boxes[0].shape), len(boxes)
 
-    return min(found, key=cost)
+    return min(covers, key=cost)
 
 
 def _part(values: np.ndarray, box: Box) -> np.ndarray:

@@ -1,12 +1,14 @@
-"""Targets of conversions: their leaves, the regions that are written at once, and what does it."""
+"""Targets of conversions: their arrays, and the regions of these that are written at once."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import BoundExpr
 
@@ -16,20 +18,25 @@ FINISHED = "finished"
 """The folder, in the conversion's own, that becomes the checkpoint."""
 
 
-class TargetLeaf(NamedTuple):
-    """One array of a target.
+@dataclasses.dataclass(frozen=True, slots=True)
+class TargetArray:
+    """An array of a target, as a leaf of its tree.
 
     Attributes:
-        name: Its name.
-        shape: Its shape.
+        name: Its dotted name.
+        shape: Its shape; of typed PRNG keys, their data's.
         dtype: Dtype of the values that the target takes.
-        made_of: The array of the source that it is, by name, or an expression over several.
+        kind: What it is to be when it is restored.
+        made_of: The source's array that it is, by name, or an expression over several.
+        key_impl: Name of the implementation of typed PRNG keys.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    kind: TensorKind
     made_of: str | BoundExpr
+    key_impl: str | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -38,14 +45,9 @@ class TargetLeaf(NamedTuple):
 
 
 class LeafRegion(NamedTuple):
-    """A box of a leaf.
+    """A box of an array of a target."""
 
-    Attributes:
-        leaf: The leaf.
-        box: The box.
-    """
-
-    leaf: TargetLeaf
+    leaf: TargetArray
     box: Box
 
     @property
@@ -70,56 +72,32 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> 
 
 
 def region_batches(regions: Iterable[LeafRegion], most_bytes: int) -> Iterator[list[LeafRegion]]:
-    """Regions that are read together, up to so many bytes, or one."""
+    """Groups regions that are read together."""
     return batches(regions, lambda region: region.nbytes, most_bytes)
 
 
 class Target(Protocol):
-    """A checkpoint that is written, in regions, by several processes and over several runs.
+    """A checkpoint that is written, in regions, by several processes and over several runs."""
 
-    Attributes:
-        leaves: Its arrays.
-    """
+    leaves: Sequence[TargetArray]
 
-    leaves: Sequence[TargetLeaf]
-
-    def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
-        """What is written of a leaf at once; together all of it."""
-        ...
+    def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
+        """Return what is written of an array at once; together all of it."""
 
     def describe(self) -> object:
         """All that tells this target from another of the same leaves, to be compared by `repr`."""
-        ...
 
-    def open(self, folder: str, process: int) -> TargetWriter:
-        """Begins, or continues, to write.
-
-        Args:
-            folder: A folder of the conversion's own, the same for all processes.
-            process: The process.
-        """
-        ...
-
-    def commit(self, folder: str) -> None:
-        """Completes the checkpoint in `FINISHED`, when all is written; called by one process.
-
-        Args:
-            folder: As for `open`.
-        """
-        ...
-
-
-class TargetWriter(Protocol):
-    """Writes regions. Safe to use from several threads."""
+    def open(self, folder: str, process: int) -> None:
+        """Begins, or continues, to write in the conversion's folder, which all processes share."""
 
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
-        """Writes the values of some regions."""
-        ...
+        """Writes the values of some regions. Safe to use from several threads."""
 
     def flush(self) -> None:
         """Waits until all that was written survives a crash."""
-        ...
 
     def close(self) -> None:
         """Releases what is open."""
-        ...
+
+    def commit(self, folder: str) -> None:
+        """Completes the checkpoint in `FINISHED`, on one process, when all of it is written."""

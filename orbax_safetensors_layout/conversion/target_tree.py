@@ -3,145 +3,65 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.errors import (
-    MappingError,
-    MismatchError,
-    SafetensorsLayoutError,
-)
-from orbax_safetensors_layout.format import NO_SAVE_ID, Manifest, TensorKind
-from orbax_safetensors_layout.mapping import BoundExpr, TensorSpec
+from orbax_safetensors_layout.errors import MappingError, MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.pytree import dotted_name, prng
-from orbax_safetensors_layout.sharding import (
-    MeshShape,
-    Misfit,
-    ProcessShards,
-    ShardingRule,
-    ShardingRules,
-    Spec,
-)
-from orbax_safetensors_layout.writing import PreparedTree
+from orbax_safetensors_layout.mapping import TensorSpec
+from orbax_safetensors_layout.pytree import prng
+from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 
-from .checkpoint_reader import (
-    CheckpointReader,
-    SourceArray,
-    arrays_of,
-)
-from .files import FilesTarget, values_dtype
-from .target import TargetLeaf
+from .checkpoint_reader import SourceArray, arrays_of, values_of
+from .target import TargetArray
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TargetArray:
-    """An array of a target, as a leaf of its tree.
-
-    Attributes:
-        name: Its dotted name.
-        shape: Its shape; of typed PRNG keys, their data's.
-        dtype: Dtype of its values.
-        kind: What it is to be when it is restored.
-        made_of: The source's array that it is, by name, or an expression over several.
-        key_impl: Name of the implementation of typed PRNG keys.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    kind: TensorKind
-    made_of: str | BoundExpr
-    key_impl: str | None = None
-
-    def leaf(self, dtype: np.dtype) -> TargetLeaf:
-        """The array as a leaf whose values have some dtype."""
-        return TargetLeaf(self.name, self.shape, dtype, self.made_of)
-
-    def stand_in(self, sharding: Any) -> Any:
-        """An array without values, for what looks at shapes, dtypes and shardings alone."""
-        if self.key_impl is not None:
-            name = self.key_impl
-            keys = jax.eval_shape(
-                lambda data: prng.wrap(data, name), _struct(self.shape, self.dtype)
-            )
-            return _struct(keys.shape, keys.dtype, sharding=sharding)
-        if sharding is not None or self.kind == "jax":
-            return _struct(self.shape, self.dtype, sharding=sharding)
-        return np.broadcast_to(np.zeros((), self.dtype), self.shape)
-
-
 def plain_tree(tree: Any) -> Any:
-    """The tree of a target whose arrays are the source's.
+    """Return the tree of a target whose arrays are those of a source's tree."""
 
-    Args:
-        tree: The source's tree, or a part of it.
-    """
-    return jax.tree.map(_plain, tree)
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, SourceArray):
+            return leaf
+        return TargetArray(leaf.name, leaf.shape, leaf.dtype, leaf.kind, leaf.name, leaf.key_impl)
 
-
-def _plain(leaf: Any) -> Any:
-    if not isinstance(leaf, SourceArray):
-        return leaf
-    return TargetArray(leaf.name, leaf.shape, leaf.dtype, leaf.kind, leaf.name, leaf.key_impl)
+    return jax.tree.map(plain, tree)
 
 
 def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, Any]:
-    """The tree of a target whose arrays a mapping makes of the source's.
+    """Return the tree of a target whose arrays a mapping makes of those of a source's tree.
 
-    Args:
-        tree: The source's tree, or a part of it.
-        mapping: The mapping of loading.
-        inverse: The source is a model, and the target has the tensors that the mapping takes.
-
-    Returns:
-        A flat dict for tensors, nested dicts for a model.
+    With `inverse` the source is a model, and the target a flat dict of the tensors that the mapping
+    takes; else it is nested dicts, a model.
 
     Raises:
         MappingError: It does not fit, or the tree has leaves that are not arrays; tells everything.
     """
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    values = [dotted_name(path) for path, leaf in paths if not isinstance(leaf, SourceArray)]
+    values = [*values_of(tree)]
     if values:
         raise MappingError(
-            f"a mapping makes arrays of arrays; these leaves are none: {values[:10]}",
+            f"a mapping makes arrays of arrays; these leaves are not arrays: {values[:10]}",
             hint="Say which part of the tree is the parameters with subtree= (--subtree).",
         )
-    facts = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
-    bound = mapping.inverse().bind(facts) if inverse else mapping.bind(facts)
-    made = {
-        name: TargetArray(name, found.shape, found.dtype, "jax", found)
-        for name, found in bound.expressions.items()
-    }
-    return dict(made) if inverse else _nested(made)
-
-
-def _nested(made: Mapping[str, TargetArray]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, array in made.items():
-        *folders, last = name.split(".")
-        node = tree
+    specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
+    bound = mapping.inverse().bind(specs) if inverse else mapping.bind(specs)
+    target: dict[str, Any] = {}
+    for name, expr in bound.expressions.items():
+        *folders, last = [name] if inverse else name.split(".")
+        node = target
         for folder in folders:
             node = node.setdefault(folder, {})
-        node[last] = array
-    return tree
+        node[last] = TargetArray(name, expr.shape, expr.dtype, "jax", expr)
+    return target
 
 
 class Topology:
-    """The devices that a target is cut for.
-
-    Args:
-        grid: The mesh.
-        rules: How arrays are sharded; what none matches is replicated.
-    """
+    """The devices that a target is cut for; arrays that no rule matches are replicated."""
 
     def __init__(self, grid: MeshShape, rules: Sequence[ShardingRule] = ()) -> None:
         self.grid = grid
@@ -151,17 +71,17 @@ class Topology:
         self._used: set[int] = set()
 
     def shard(self, array: TargetArray) -> tuple[int, ...]:
-        """Shape of a shard of an array."""
+        """Return the shape of a shard of an array."""
         parts = list(array.shape)
         for axis, names in enumerate(self._spec(array)):
             parts[axis] //= self.grid.ways(names)
         return tuple(parts)
 
     def sharding(self, array: TargetArray) -> NamedSharding:
-        """The sharding of an array, over a mesh without devices."""
-        spec = [names or None for names in self._spec(array)]
-        made: PartitionSpec = PartitionSpec(*spec)  # type: ignore[no-untyped-call]
-        return NamedSharding(self._mesh, made)
+        """Return the sharding of an array, over a mesh without devices."""
+        parts = [names or None for names in self._spec(array)]
+        spec: PartitionSpec = PartitionSpec(*parts)  # type: ignore[no-untyped-call]
+        return NamedSharding(self._mesh, spec)
 
     def _spec(self, array: TargetArray) -> Spec:
         placed = self._rules.place(array.name, array.shape)
@@ -178,16 +98,12 @@ class Topology:
         return [rule for number, rule in enumerate(rules) if number not in self._used]
 
     def raise_misfits(self) -> None:
-        """Refuses arrays that cannot be sharded as their rules say; names all.
-
-        Raises:
-            MismatchError: There are some.
-        """
+        """Refuses arrays that cannot be sharded as their rules say; names all."""
         if self._misfits:
             raise MismatchError.collect(
                 [
                     MismatchError(
-                        "the array can not be sharded as its rule says",
+                        "the array cannot be sharded as its rule says",
                         tensor=misfit.name,
                         found=f"shape {misfit.shape}: {misfit.reason}",
                     )
@@ -198,65 +114,42 @@ class Topology:
 
 
 def arrays_in(tree: Any) -> list[TargetArray]:
-    """The arrays of a target's tree.
+    """Return the arrays of a target's tree.
 
     Raises:
         SafetensorsLayoutError: Two have one name; names all.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, TargetArray)]
-    names = [array.name for array in arrays]
-    twice = [name for name, count in collections.Counter(names).items() if count > 1]
-    if twice:
-        raise SafetensorsLayoutError(f"two arrays have one name: {twice[:10]}", tensor=twice[0])
+    counts = collections.Counter(array.name for array in arrays)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise SafetensorsLayoutError(
+            f"two arrays have one name: {repeated[:10]}", tensor=repeated[0]
+        )
     return arrays
 
 
-def files_target(
-    tree: Any,
-    source: CheckpointReader,
-    options: WriteOptions,
-    topology: Topology | None,
-    *,
-    is_tree: bool,
-    identity: str,
-    sidecar_files: Mapping[str, bytes],
-) -> FilesTarget:
-    """A target of safetensors files.
-
-    Args:
-        tree: Its tree.
-        source: The source, for its metadata.
-        options: Layout, dtype, size of files, metadata.
-        topology: What layout `sharded` is cut for; None for whole tensors.
-        is_tree: Record the tree beside the files, not just in layout `sharded`.
-        identity: Digest of what is converted, and how.
-        sidecar_files: Side files, by name.
+def stand_ins(tree: Any, topology: Topology | None) -> Any:
+    """Return a target's tree with arrays without values, for what looks at shapes, dtypes alone.
 
     Raises:
-        SafetensorsLayoutError: Leaves that cannot be held; names all.
+        MismatchError: Arrays cannot be sharded as the rules of the topology say; names all.
     """
-    processes = 1 if topology is None else topology.grid.processes
-    cut = topology if options.layout == "sharded" else None
 
     def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, TargetArray):
             return leaf
-        return leaf.stand_in(None if cut is None else cut.sharding(leaf))
+        sharding = None if topology is None else topology.sharding(leaf)
+        if leaf.key_impl is not None:
+            name = leaf.key_impl
+            data = _struct(leaf.shape, leaf.dtype)
+            keys = jax.eval_shape(lambda data: prng.wrap(data, name), data)
+            return _struct(keys.shape, keys.dtype, sharding=sharding)
+        if sharding is not None or leaf.kind == "jax":
+            return _struct(leaf.shape, leaf.dtype, sharding=sharding)
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
-    parsed = PreparedTree.parse(
-        jax.tree.map(stand_in, tree), options=options, shards=ProcessShards(0, processes)
-    )
-    if cut is not None:
-        cut.raise_misfits()
-    arrays = {array.name: array for array in arrays_in(tree)}
-    leaves = [arrays[written.tensor.name].leaf(values_dtype(written)) for written in parsed.leaves]
-    manifest = Manifest("hf", parsed.node, parsed.shardings, dict(options.metadata), source.custom)
-    return FilesTarget(
-        leaves,
-        parsed.leaves,
-        options,
-        processes=processes,
-        save_id=identity[: len(NO_SAVE_ID)],
-        manifest=manifest if is_tree or options.layout == "sharded" else None,
-        sidecar_files=sidecar_files,
-    )
+    structs = jax.tree.map(stand_in, tree)
+    if topology is not None:
+        topology.raise_misfits()
+    return structs

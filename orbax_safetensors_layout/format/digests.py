@@ -11,8 +11,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from orbax_safetensors_layout.errors import InvalidManifestError
-
 from . import strict_json
 from .schema import Schema, short_repr
 
@@ -27,18 +25,9 @@ _HEX = re.compile(r"[0-9a-f]{8}")
 
 
 def join_crc32(ranges: Iterable[tuple[int, int, int]], size: int) -> int:
-    """Return the CRC-32 of a file from those of ranges that tile it.
+    """Return the CRC-32 of a file of `size` bytes from those of ranges that tile it.
 
-    Args:
-        ranges: (first byte, bytes, CRC-32) of each, in any order.
-        size: Size of the file in bytes.
-
-    Example:
-        >>> import zlib
-        >>> join_crc32([(3, 2, zlib.crc32(b"de")), (0, 3, zlib.crc32(b"abc"))], 5)
-        2240272485
-        >>> zlib.crc32(b"abcde")
-        2240272485
+    A range is (first byte, bytes, CRC-32); they may come in any order.
 
     Raises:
         ValueError: They do not tile it.
@@ -79,8 +68,8 @@ def _shift(length: int) -> int:
 
 def dump_digests(files: Mapping[str, int]) -> bytes:
     """Return the file's bytes; the same for the same digests."""
-    found = {name: f"{files[name]:08x}" for name in sorted(files)}
-    document = {_VERSION_KEY: _VERSION, "algorithm": _ALGORITHM, "files": found}
+    digests = {name: f"{files[name]:08x}" for name in sorted(files)}
+    document = {_VERSION_KEY: _VERSION, "algorithm": _ALGORITHM, "files": digests}
     return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
 
 
@@ -93,28 +82,18 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     checks = Schema(file)
     document: dict[str, object] = {}
     digests: dict[str, str] = {}
-    with strict_json.errors_of("list of checksums", InvalidManifestError, file):
+    with checks.parsing("the list of checksums"):
         text = data.decode().lstrip(" \t\n\r")
-        for outer, key, value in strict_json.bounded_members(text, ("files",)):
-            if key in (document if outer is None else digests):
-                raise strict_json.JsonError(f"key {key!r} is repeated")
+        for outer, key, value in strict_json.members(text, ("files",)):
             if outer is not None:
                 digests[key] = value if isinstance(value, str) else short_repr(value)
             else:
                 document[key] = value if key in _MEMBERS else None
-    said = (document.get(_VERSION_KEY), document.get("algorithm"))
-    if said != (_VERSION, _ALGORITHM):
-        checks.refuse(
-            "digests of another version",
-            expected=f"{(_VERSION, _ALGORITHM)}",
-            found=short_repr(said),
-        )
+    version = (document.get(_VERSION_KEY), document.get("algorithm"))
+    if version != (_VERSION, _ALGORITHM):
+        checks.refuse("digests of another version", (_VERSION, _ALGORITHM), short_repr(version))
     checks.members(document.get("files"), "files")
-    found = {}
-    for name, digest in digests.items():
+    for digest in digests.values():
         if not _HEX.fullmatch(digest):
-            checks.refuse(
-                "malformed digest", expected="8 hexadecimal digits", found=short_repr(digest)
-            )
-        found[name] = int(digest, 16)
-    return found
+            checks.refuse("malformed digest", "8 hexadecimal digits", short_repr(digest))
+    return {name: int(digest, 16) for name, digest in digests.items()}

@@ -21,7 +21,7 @@ class DType(NamedTuple):
 
     Attributes:
         code: The code in the header, for instance `"BF16"`.
-        numpy: The numpy dtype that holds one element in memory, little-endian.
+        numpy: The little-endian numpy dtype that holds one element in memory.
         bits: Width of one element in the file. F4 and F6 elements are narrower than numpy's byte,
             except where a manifest records that they are stored one a byte.
     """
@@ -106,14 +106,7 @@ SUB_BYTE = frozenset(dtype.numpy for dtype in ONE_A_BYTE.values())
 def dtype_from_code(
     code: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
 ) -> DType:
-    """Return the dtype of a header's code; `file` and `tensor` are for the error.
-
-    Raises:
-        UnsupportedDtypeError: The format does not define the code.
-
-    >>> dtype_from_code("F4").bits
-    4
-    """
+    """Return the dtype of a header's code; `file` and `tensor` are for the error."""
     dtype = DTYPES.get(code)
     if dtype is None:
         raise UnsupportedDtypeError(
@@ -134,10 +127,6 @@ def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DTyp
 
     Raises:
         UnsupportedDtypeError: The format has no code for it.
-
-    >>> import numpy as np
-    >>> dtype_from_numpy(np.dtype(">f4")).code
-    'F32'
     """
     known = _BY_NUMPY.get(dtype)
     if known is None and dtype.byteorder in "<>":
@@ -155,10 +144,7 @@ def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DTyp
 def storage_dtype(dtype: np.dtype[Any], *, pack: bool = True, tensor: str | None = None) -> DType:
     """Return the dtype in files: integers narrower than a byte are stored one a byte.
 
-    Args:
-        dtype: A numpy or ml_dtypes dtype.
-        pack: Whether floats narrower than a byte share bytes; else they are stored one a byte, too.
-        tensor: The tensor that has it, for the error.
+    Without `pack` floats narrower than a byte are stored so, too. `tensor` is for the error.
 
     Raises:
         UnsupportedDtypeError: The format has no code for it.

@@ -27,10 +27,7 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 
 class NewTensor(NamedTuple):
-    """A tensor that is to be written, with its dtype in the file.
-
-    The shape is in logical elements also where `dtype.packed`.
-    """
+    """A tensor that is to be written: its dtype in the file, and its shape in logical elements."""
 
     name: str
     dtype: DType
@@ -62,12 +59,7 @@ class FileLayout(NamedTuple):
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:
-    """Return a sort key by which `layers.2` comes before `layers.10`.
-
-    Example:
-        >>> sorted(["a.10", "a.2", "a"], key=natural_key)
-        ['a', 'a.2', 'a.10']
-    """
+    """Return a sort key by which `layers.2` comes before `layers.10`."""
     parts: list[tuple[str, int, str]] = []
     for number, part in enumerate(_DIGITS.split(name)):
         digits = part.lstrip("0")
@@ -76,14 +68,10 @@ def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:
 
 
 def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, list[NewTensor]]]:
-    """Return the tensors of each file, as Hugging Face does: in order, a new file when one is full.
+    """Return names and tensors of files, as Hugging Face does: a new file when one is full.
 
-    Args:
-        tensors: All tensors; they are sorted by the natural order of their names.
-        max_file_bytes: Most bytes of tensors in one file; a larger tensor has a file of its own.
-
-    Returns:
-        File names (`model.safetensors` or `model-00001-of-00002.safetensors`) and tensors.
+    The tensors are in the natural order of their names; one of more than `max_file_bytes` has its
+    own file.
     """
     groups: list[list[NewTensor]] = [[]]
     used = 0
@@ -103,21 +91,21 @@ def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, 
 
 
 def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> FileLayout:
-    """Return the layout of one file.
+    """Return the layout of one file, with its `__metadata__` strings.
 
     Tensors of whole pages come first, then those whose size is a multiple of 64 bytes, so that all
     of them begin where mapped pages can be adopted; the others follow by descending element size,
     so that each begins at a multiple of its own. Otherwise they keep their order.
 
-    Args:
-        file: The file's name.
-        tensors: What it holds, in the order of `split`.
-        metadata: Its `__metadata__` strings.
-
     Raises:
         FormatError: The header would be longer than the format allows.
     """
-    ordered = sorted(tensors, key=_place)
+
+    def place(tensor: NewTensor) -> tuple[object, ...]:
+        is_unpaged = tensor.nbytes % DATA_ALIGNMENT != 0
+        return is_unpaged, tensor.nbytes % _ADOPTABLE_BYTES != 0, -tensor.dtype.bits
+
+    ordered = sorted(tensors, key=place)
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets = [0]
     for tensor in ordered:
@@ -144,14 +132,6 @@ def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]
         for t, start, stop in zip(ordered, offsets, offsets[1:], strict=False)
     )
     return FileLayout(header, entries, data_start + offsets[-1])
-
-
-def _place(tensor: NewTensor) -> tuple[object, ...]:
-    return (
-        tensor.nbytes % DATA_ALIGNMENT != 0,
-        tensor.nbytes % _ADOPTABLE_BYTES != 0,
-        -tensor.dtype.bits,
-    )
 
 
 def index_bytes(files: Sequence[tuple[str, Sequence[NewTensor]]]) -> bytes:

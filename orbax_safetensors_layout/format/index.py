@@ -8,6 +8,7 @@ import re
 from orbax_safetensors_layout.errors import InvalidIndexError
 
 from . import strict_json
+from .schema import Schema
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -24,7 +25,7 @@ class WeightIndex:
     Attributes:
         weight_map: Tensor name to the name of its file, relative to the index's folder, in the
             order of the index.
-        metadata: Its `metadata`, for instance `{"total_size": 123}`; empty if there is none.
+        metadata: Its `metadata`, for instance `{"total_size": 123}`.
     """
 
     weight_map: dict[str, str]
@@ -37,71 +38,50 @@ class WeightIndex:
 
 
 def parse_index(data: bytes, *, file: str) -> WeightIndex:
-    """Parses and validates an index.
-
-    Args:
-        data: The index file's bytes.
-        file: The index file's path, for errors.
+    """Parses and validates the bytes of an index file.
 
     Raises:
         InvalidIndexError: It is not JSON, repeats a key, has no `weight_map` of strings to strings,
             or names a file other than a `.safetensors` file in or below its folder.
-
-    >>> data = b'{"weight_map": {"bias": "model-00001-of-00001.safetensors"}}'
-    >>> parse_index(data, file="model.safetensors.index.json").files
-    ('model-00001-of-00001.safetensors',)
     """
-    with strict_json.errors_of("index", InvalidIndexError, file):
-        return _parse(data.decode(), file)
-
-
-def _parse(text: str, file: str) -> WeightIndex:
-    found: dict[str, object] = {}  # other members are checked, and not kept
+    checks = Schema(file, InvalidIndexError)
+    kind: type | None = None  # of the weight map
+    metadata: object = None
     names: dict[str, str] = {}  # one string object per file, not one per tensor
     weight_map: dict[str, str] = {}
-    for outer, key, value in strict_json.bounded_members(text.lstrip(" \t\n\r"), ("weight_map",)):
-        strict_json.refuse_lone_surrogate(key)
-        if key in (weight_map if outer is not None else found):
-            raise strict_json.JsonError(f"key {key!r} is repeated")
-        if outer is not None:
-            weight_map[key] = _file_name(key, value, names, file)
-        elif key == "metadata":
-            found[key] = strict_json.plain(value)
-        else:
-            strict_json.refuse_unreadable(value)
-            found[key] = type(value)
-    if found.get("weight_map") is not tuple:
-        kind = found.get("weight_map", type(None))
-        raise InvalidIndexError(
-            "the index has no weight_map",
-            file=file,
-            expected="an object 'weight_map' of tensor names to file names",
-            found="nothing" if kind is type(None) else getattr(kind, "__name__", ""),
-        )
-    return WeightIndex(weight_map, _metadata(found.get("metadata"), file))
+    with checks.parsing("the index"):
+        text = data.decode().lstrip(" \t\n\r")
+        for outer, key, value in strict_json.members(text, ("weight_map",)):
+            strict_json.refuse_lone_surrogate(key)
+            if outer is not None:
+                weight_map[key] = _file_name(key, value, names, checks)
+                continue
+            strict_json.refuse_unreadable(value)  # other members are checked, and not kept
+            if key == "weight_map":
+                kind = type(value)
+            elif key == "metadata":
+                metadata = strict_json.plain(value)
+    if kind is not tuple:
+        found = "nothing" if kind is None or kind is type(None) else kind.__name__
+        expected = "an object 'weight_map' of tensor names to file names"
+        checks.refuse("the index has no weight_map", expected, found)
+    if not isinstance(metadata, dict | None):
+        checks.refuse("malformed metadata", "an object", type(metadata).__name__)
+    return WeightIndex(weight_map, metadata or {})
 
 
-def _file_name(tensor: str, name: object, names: dict[str, str], file: str) -> str:
+def _file_name(tensor: str, name: object, names: dict[str, str], checks: Schema) -> str:
     if not isinstance(name, str):
-        raise InvalidIndexError(
-            "malformed weight_map",
-            file=file,
-            tensor=tensor,
-            expected="a file name",
-            found=repr(strict_json.plain(name))[:80],
-        )
+        found = repr(strict_json.plain(name))[:80]
+        checks.refuse("malformed weight_map", "a file name", found, tensor)
     if name not in names:
         strict_json.refuse_lone_surrogate(name)
-        check_file_name(name, tensor, file)
+        check_file_name(name, checks, tensor)
     return names.setdefault(name, name)
 
 
-def check_file_name(name: str, tensor: str, file: str) -> None:
-    """Refuses a file name of an index that leads out of its folder on any system.
-
-    Raises:
-        InvalidIndexError: The name leads out of the folder, or is not of a `.safetensors` file.
-    """
+def check_file_name(name: str, checks: Schema, tensor: str | None = None) -> None:
+    """Refuses a file name that leads out of its folder on any system, or of another format."""
     leaves = (
         "\\" in name
         or _DRIVE.match(name)
@@ -109,28 +89,8 @@ def check_file_name(name: str, tensor: str, file: str) -> None:
         or any(part in ("", ".", "..") for part in name.split("/"))
     )
     if leaves:
-        raise InvalidIndexError(
-            "the index names a file outside of its folder",
-            file=file,
-            tensor=tensor,
-            expected="a file name, or a relative path without '..' and '\\'",
-            found=repr(name),
-        )
+        expected = "a file name, or a relative path without '..' and '\\'"
+        checks.refuse("a file name leads outside of its folder", expected, repr(name), tensor)
     if not name.endswith(SUFFIX):
-        raise InvalidIndexError(
-            "the index names a file of another format",
-            file=file,
-            tensor=tensor,
-            expected=f"a name that ends in {SUFFIX}",
-            found=repr(name),
-        )
-
-
-def _metadata(value: object, file: str) -> dict[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise InvalidIndexError(
-            "malformed metadata", file=file, expected="an object", found=type(value).__name__
-        )
-    return value
+        expected = f"a name that ends in {SUFFIX}"
+        checks.refuse("a file name is of another format", expected, repr(name), tensor)

@@ -18,8 +18,7 @@ from .dtypes import ONE_A_BYTE, DType
 from .pieces import StoredPieces, dump_pieces, parse_pieces
 from .schema import Schema, short_repr
 from .shardings import ShardingRecord, dump_sharding, parse_sharding
-from .tree import Node, TensorLeaf, leaves
-from .tree_json import dump_tree, parse_tree
+from .tree import Node, TensorLeaf, dump_tree, leaves, parse_tree
 
 MANIFEST = "orbax_safetensors_layout.json"
 VERSION = 1
@@ -50,11 +49,10 @@ class Manifest:
     pieces: StoredPieces | None = None
 
     def dtypes(self) -> dict[str, DType]:
-        """Dtypes of the tensors whose sub-byte elements are stored one a byte, by name."""
-        found = () if self.tree is None else leaves(self.tree)
+        """Return dtypes of the tensors whose sub-byte elements are stored one a byte, by name."""
         return {
             leaf.tensor: ONE_A_BYTE[leaf.dtype]
-            for leaf in found
+            for leaf in (() if self.tree is None else leaves(self.tree))
             if isinstance(leaf, TensorLeaf) and leaf.dtype is not None
         }
 
@@ -66,22 +64,12 @@ class Manifest:
         return dataclasses.replace(self, pieces=pieces)
 
     def to_json(self) -> bytes:
-        """Return the file's bytes: one member a line, and the same bytes for the same manifest.
+        """Return the file's bytes: one member a line, the same bytes for the same manifest.
 
         Raises:
             TypeError: The custom metadata is not a JSON value.
             ValueError: A name is not Unicode text.
             InvalidManifestError: It is larger than what is read again.
-
-        Example:
-            >>> from orbax_safetensors_layout.format import Container, TensorLeaf, ValueLeaf
-            >>> tree = Container("dict", (TensorLeaf("w"), ValueLeaf(7)), ("w", "step"))
-            >>> print(Manifest("hf", tree).to_json().decode())
-            {
-            "orbax_safetensors_layout":1,
-            "layout":"hf",
-            "tree":[{"dict":["w","step"]},{"tensor":"w"},{"value":7}]
-            }
         """
         document: dict[str, object] = {_VERSION_KEY: VERSION, "layout": self.layout}
         if self.tree is not None:
@@ -107,23 +95,14 @@ class Manifest:
 
 
 def parse_manifest(data: bytes, *, file: str) -> Manifest:
-    """Parses and validates a manifest.
-
-    Args:
-        data: The file's bytes.
-        file: The file's path, for errors.
+    """Parses and validates the bytes of a manifest file.
 
     Raises:
         InvalidManifestError: It is not JSON, repeats a key, is of a newer version, or is malformed.
         UnsupportedDtypeError: A piece has a dtype that the format does not define.
-
-    Example:
-        >>> data = b'{"orbax_safetensors_layout": 1, "layout": "hf", "tree": [{"list": 0}]}'
-        >>> parse_manifest(data, file=MANIFEST).tree
-        Container(kind='list', children=(), keys=(), type=None)
     """
     checks = Schema(file)
-    with strict_json.errors_of("manifest", InvalidManifestError, file):
+    with checks.parsing("the manifest"):
         return _parse(_document(data.decode(), checks), checks)
 
 
@@ -131,19 +110,15 @@ def _document(text: str, checks: Schema) -> dict[str, object]:
     """Return the members, raw, of a version that this package reads."""
     document: dict[str, object] = {}
     look_closely = strict_json.has_surrogate_escape(text)
-    for key, value in strict_json.members(text.lstrip(" \t\n\r")):
-        if key in document:
-            raise strict_json.JsonError(f"key {key!r} is repeated")
+    whole = strict_json.members(text.lstrip(" \t\n\r"), longest=strict_json.UNBOUNDED)
+    for _, key, value in whole:
         if look_closely:
             strict_json.refuse_unreadable(value)
         document[key] = value
     version = document.get(_VERSION_KEY)
     if type(version) is not int or version < 1:
-        checks.refuse(
-            f"malformed version {_VERSION_KEY!r}",
-            expected="a positive integer",
-            found=short_repr(version),
-        )
+        problem = f"malformed version {_VERSION_KEY!r}"
+        checks.refuse(problem, "a positive integer", short_repr(version))
     if version > VERSION:
         raise InvalidManifestError(
             "the checkpoint was written by a newer version of this package",
@@ -158,7 +133,7 @@ def _document(text: str, checks: Schema) -> dict[str, object]:
 def _parse(document: dict[str, object], checks: Schema) -> Manifest:
     layout = document.get("layout")
     if layout not in ("hf", "sharded"):
-        checks.refuse("unknown layout", expected="'hf' or 'sharded'", found=short_repr(layout))
+        checks.refuse("unknown layout", "'hf' or 'sharded'", short_repr(layout))
     shardings = tuple(
         parse_sharding(raw, checks)
         for raw in checks.items(document.get("shardings", []), "shardings")
@@ -169,11 +144,9 @@ def _parse(document: dict[str, object], checks: Schema) -> Manifest:
     if "pieces" in document:
         pieces = parse_pieces(document["pieces"], checks)
     if (pieces is not None) != (layout == "sharded"):
-        checks.refuse(
-            "layout and pieces do not fit",
-            expected="pieces in layout 'sharded', and there alone",
-            found=f"layout {layout!r} {'without' if pieces is None else 'with'} pieces",
-        )
+        expected = "pieces in layout 'sharded', and there alone"
+        found = f"layout {layout!r} {'without' if pieces is None else 'with'} pieces"
+        checks.refuse("layout and pieces do not fit", expected, found)
     if tree is not None and pieces is not None:
         _check_stored(tree, pieces, checks)
     metadata = checks.members(document.get("metadata", ()), "metadata")
@@ -188,39 +161,29 @@ def _parse(document: dict[str, object], checks: Schema) -> Manifest:
 
 
 def _check_stored(tree: Node, pieces: StoredPieces, checks: Schema) -> None:
-    found = [leaf for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)]
-    missing = [leaf.tensor for leaf in found if leaf.tensor not in pieces.tensors]
+    tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)]
+    missing = [leaf.tensor for leaf in tensors if leaf.tensor not in pieces.tensors]
     if missing:
-        checks.refuse(
-            "the tree names tensors that have no pieces",
-            tensor=missing[0],
-            expected="pieces of every tensor of the tree",
-            found=f"none of {len(missing)}: {short_repr(missing)}",
-        )
-    for leaf in found:
+        problem = "the tree names tensors that have no pieces"
+        found = f"none of {len(missing)}: {short_repr(missing)}"
+        checks.refuse(problem, "pieces of every tensor of the tree", found, missing[0])
+    for leaf in tensors:
         code = pieces.tensors[leaf.tensor].dtype
         if leaf.dtype is not None and ONE_A_BYTE[leaf.dtype].code != code:
-            checks.refuse(
-                "the tree records a dtype that the pieces' code does not stand for",
-                tensor=leaf.tensor,
-                expected=f"{ONE_A_BYTE[leaf.dtype].code} for {leaf.dtype}",
-                found=code,
-            )
+            problem = "the tree records a dtype that does not fit the pieces' code"
+            expected = f"{ONE_A_BYTE[leaf.dtype].code} for {leaf.dtype}"
+            checks.refuse(problem, expected, code, leaf.tensor)
 
 
 def _dump_custom(custom: object) -> dict[str, object]:
     """The custom metadata as it is, or as text where it is JSON to Python alone, as NaN is."""
+    text = json.dumps({"custom": custom})
     try:
-        strict_json.plain(_raw(custom))
+        for _, _, value in strict_json.members(text, longest=strict_json.UNBOUNDED):
+            strict_json.refuse_unreadable(value)
     except strict_json.JsonError:
         return {"custom_text": json.dumps(custom)}
     return {"custom": custom}
-
-
-def _raw(custom: object) -> object:
-    text = json.dumps({"custom": custom})
-    ((_, value),) = strict_json.members(text)
-    return value
 
 
 def _parse_custom(document: dict[str, object], checks: Schema) -> object:
@@ -230,9 +193,7 @@ def _parse_custom(document: dict[str, object], checks: Schema) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InvalidManifestError(
-            "malformed custom_text", file=checks.file, expected="JSON", found=str(error)
-        ) from error
+        raise checks.error("malformed custom_text", "JSON", str(error)) from error
 
 
 def _dumps(value: object) -> str:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.errors import InvalidIndexError
 from orbax_safetensors_layout.geometry import Box, cover
 
 from .dtypes import dtype_from_code
@@ -27,13 +26,7 @@ NO_SAVE_ID = "0" * 32
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor that is stored as one tensor in one file.
-
-    Attributes:
-        start: First index along each dimension.
-        stop: One past the last index along each dimension.
-        file: Number of the file in `StoredPieces.files`.
-    """
+    """A half-open box of a tensor, stored as one tensor in the file of this number."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -46,13 +39,7 @@ class StoredBox(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that is stored in pieces.
-
-    Attributes:
-        dtype: Its dtype's code, for instance `"BF16"`.
-        shape: Its whole shape.
-        number: Number of its class of boxes in `StoredPieces.classes`.
-    """
+    """A tensor that is stored in pieces: its dtype's code, shape, and number of class."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +48,7 @@ class StoredTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredPieces:
-    """Where the pieces of all tensors are.
+    """The places of the pieces of all tensors.
 
     Attributes:
         files: File names, relative to the folder.
@@ -85,8 +72,6 @@ def piece_name(name: str, shape: Sequence[int], box: Box | StoredBox) -> str:
     """Return the name of a tensor's piece in its file. No two pieces have the same name.
 
     Example:
-        >>> piece_name("kernel", (8, 4), Box((0, 0), (8, 4)))
-        'kernel'
         >>> piece_name("kernel", (8, 4), Box((4, 0), (8, 4)))
         'kernel@4,0'
     """
@@ -97,12 +82,7 @@ def piece_name(name: str, shape: Sequence[int], box: Box | StoredBox) -> str:
 
 
 def piece_file_prefix(process: int) -> str:
-    """Return the prefix of the name of a process's file of pieces.
-
-    Example:
-        >>> piece_file_prefix(0)
-        'shard-00001-of-'
-    """
+    """Return the prefix of the name of a process's file of pieces."""
     return f"shard-{process + 1:05}-of-"
 
 
@@ -127,14 +107,7 @@ def parse_pieces(raw: object, checks: Schema) -> StoredPieces:
     fields = checks.members(raw, "pieces")
     files = checks.texts(fields.get("files"), "files of pieces")
     for name in files:
-        try:
-            check_file_name(name, "", checks.file)
-        except InvalidIndexError as error:
-            checks.refuse(
-                error.message.replace("the index", "the manifest"),
-                expected=error.expected,
-                found=error.found,
-            )
+        check_file_name(name, checks)
     classes = tuple(
         _boxes(boxes, len(files), checks)
         for boxes in checks.items(fields.get("classes"), "classes of pieces")
@@ -152,12 +125,8 @@ def parse_pieces(raw: object, checks: Schema) -> StoredPieces:
 
 def _tensor(name: str, item: object, classes: int, checks: Schema) -> StoredTensor:
     if type(item) is not list or len(item) != 3:
-        checks.refuse(
-            "malformed tensor of pieces",
-            tensor=name,
-            expected="an array of a dtype code, a shape and a class number",
-            found=short_repr(item),
-        )
+        expected = "an array of a dtype code, a shape and a class number"
+        checks.refuse("malformed tensor of pieces", expected, short_repr(item), name)
     code = checks.text(item[0], "dtype of a tensor of pieces")
     dtype_from_code(code, file=checks.file, tensor=name)
     shape = checks.sizes(item[1], "shape of a tensor of pieces")
@@ -168,15 +137,11 @@ def _boxes(raw: object, files: int, checks: Schema) -> tuple[StoredBox, ...]:
     boxes = []
     for item in checks.items(raw, "class of pieces"):
         if type(item) is not list or len(item) != 3:
-            checks.refuse(
-                "malformed box", expected="an array of start, stop and file", found=short_repr(item)
-            )
-        start, stop = (
-            checks.sizes(item[0], "start of a box"),
-            checks.sizes(item[1], "stop of a box"),
-        )
+            checks.refuse("malformed box", "an array of start, stop and file", short_repr(item))
+        start = checks.sizes(item[0], "start of a box")
+        stop = checks.sizes(item[1], "stop of a box")
         if len(start) != len(stop) or any(a > b for a, b in zip(start, stop, strict=True)):
-            checks.refuse("malformed box", expected="start <= stop", found=short_repr(item))
+            checks.refuse("malformed box", "start <= stop", short_repr(item))
         boxes.append(StoredBox(start, stop, checks.size(item[2], "file of a box", below=files)))
     if len(set(boxes)) != len(boxes):
         checks.refuse("a box is given twice in the same file", found=short_repr(boxes))
@@ -196,9 +161,4 @@ def _check_cover(
         problem = "boxes do not cover their tensor exactly"
     else:
         return
-    checks.refuse(
-        problem,
-        tensor=name,
-        expected=f"boxes that tile the shape {shape}",
-        found=short_repr(boxes, 300),
-    )
+    checks.refuse(problem, f"boxes that tile the shape {shape}", short_repr(boxes, 300), name)

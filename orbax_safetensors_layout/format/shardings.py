@@ -22,14 +22,7 @@ SpecPart: TypeAlias = str | tuple[str, ...] | Unconstrained | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshRecord:
-    """A mesh of devices.
-
-    Attributes:
-        axis_names: Names of its axes.
-        sizes: Number of devices along each axis.
-        axis_types: `"auto"`, `"explicit"` or `"manual"` for each axis.
-        devices: Position of each device in `jax.devices()`, in row-major order of the mesh.
-    """
+    """A mesh of devices, which are positions in `jax.devices()`, in row-major order."""
 
     axis_names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -39,12 +32,9 @@ class MeshRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedRecord:
-    """A `NamedSharding`.
+    """A `NamedSharding`; `memory_kind` is None where it is the devices' default.
 
-    Attributes:
-        mesh: Its mesh.
-        spec: What splits each dimension: nothing, a mesh axis, several, or what the compiler likes.
-        memory_kind: Its memory, None where that is the devices' default.
+    The spec splits each dimension by nothing, a mesh axis, several, or as the compiler likes.
     """
 
     mesh: MeshRecord
@@ -54,12 +44,7 @@ class NamedRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SingleDeviceRecord:
-    """A `SingleDeviceSharding`.
-
-    Attributes:
-        device: Position of its device in `jax.devices()`.
-        memory_kind: Its memory, None where that is the device's default.
-    """
+    """A `SingleDeviceSharding`; its device is a position in `jax.devices()`."""
 
     device: int
     memory_kind: str | None = None
@@ -85,11 +70,7 @@ def dump_sharding(record: ShardingRecord) -> dict[str, object]:
 
 
 def parse_sharding(raw: object, checks: Schema) -> ShardingRecord:
-    """Parses and validates a sharding.
-
-    Raises:
-        InvalidManifestError: It is malformed.
-    """
+    """Parses and validates a sharding."""
     fields = checks.members(raw, "sharding")
     memory_kind = fields.get("memory_kind")
     if memory_kind is not None:
@@ -98,13 +79,11 @@ def parse_sharding(raw: object, checks: Schema) -> ShardingRecord:
         return SingleDeviceRecord(checks.size(fields["device"], "device"), memory_kind)
     mesh = _mesh(fields, checks)
     spec = tuple(_part(part, checks) for part in checks.items(fields.get("spec"), "spec"))
-    axes = [axis for part in spec for axis in _axes(part)]
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    axes = [axis for part in parts for axis in part if isinstance(axis, str)]
     if not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
-        checks.refuse(
-            "malformed spec",
-            expected=f"each of the mesh axes {short_repr(mesh.axis_names)} at most once",
-            found=short_repr(spec),
-        )
+        expected = f"each of the mesh axes {short_repr(mesh.axis_names)} at most once"
+        checks.refuse("malformed spec", expected, short_repr(spec))
     return NamedRecord(mesh, spec, memory_kind)
 
 
@@ -115,11 +94,9 @@ def _mesh(fields: dict[str, object], checks: Schema) -> MeshRecord:
     devices = checks.sizes(fields.get("devices"), "devices of a mesh")
     fits = len(types) == len(axes) and math.prod(sizes) == len(set(devices)) == len(devices)
     if not fits or not devices:
-        checks.refuse(
-            "malformed mesh",
-            expected="a type for each axis, and distinct devices, as many as the sizes multiply to",
-            found=f"axes {short_repr(axes)}, {len(types)} types, {len(devices)} devices",
-        )
+        expected = "a type for each axis, and distinct devices, as many as the sizes multiply to"
+        found = f"axes {short_repr(axes)}, {len(types)} types, {len(devices)} devices"
+        checks.refuse("malformed mesh", expected, found)
     return MeshRecord(tuple(axes), sizes, types, devices)
 
 
@@ -131,9 +108,3 @@ def _part(raw: object, checks: Schema) -> SpecPart:
     if raw == ((UNCONSTRAINED.value, True),):
         return UNCONSTRAINED
     return checks.text(raw, "spec")
-
-
-def _axes(part: SpecPart) -> tuple[str, ...]:
-    if isinstance(part, str):
-        return (part,)
-    return part if isinstance(part, tuple) else ()

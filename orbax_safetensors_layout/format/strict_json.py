@@ -9,15 +9,13 @@ repeated keys visible; `plain` turns them into dicts and refuses what `serde_jso
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
-from orbax_safetensors_layout.errors import FormatError
-
+UNBOUNDED = sys.maxsize
 _LONGEST_VALUE = 1 << 16  # characters
 _OPENED = object()
 _MAX_DEPTH = 127  # serde_json: 128 levels "exceed the recursion limit"
@@ -31,28 +29,6 @@ _skip_close = re.compile(r"[ \t\n\r]*\}[ \t\n\r]*").match
 
 class JsonError(ValueError):
     """The text is not JSON that `serde_json` would read, or repeats a key."""
-
-
-@contextlib.contextmanager
-def errors_of(what: str, kind: type[FormatError], file: str) -> Iterator[None]:
-    """Turns errors of decoding and parsing a text, called `what`, into errors of a kind.
-
-    Raises:
-        FormatError: The text is not UTF-8 or not JSON, is nested too deeply, or too large.
-    """
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        found = f"{error.reason} at byte {error.start}"
-        raise kind(
-            f"the {what} is not UTF-8", file=file, expected="UTF-8 text", found=found
-        ) from error
-    except JsonError as error:
-        raise kind(
-            f"the {what} is not valid JSON", file=file, expected="one JSON object", found=str(error)
-        ) from error
-    except (RecursionError, MemoryError) as error:
-        raise kind(f"the {what} is too large or nested too deeply", file=file) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -70,26 +46,14 @@ _MINUS_ZERO_DECODER = json.JSONDecoder(
 )
 
 
-def members(text: str) -> Iterator[tuple[str, object]]:
-    """Yields the members of the object that `text` consists of, one by one and in order.
-
-    Args:
-        text: A JSON object; white space may follow it, but not precede it.
-
-    Yields:
-        Each key with its raw value: objects are tuples of pairs, `plain` makes dicts of them.
-        Repeated keys are yielded repeatedly.
-
-    Raises:
-        JsonError: The text is malformed.
-    """
-    return ((key, value) for _, key, value in _members(text, (), len(text)))
-
-
-def bounded_members(
-    text: str, opened: Collection[str] = (), longest: int = _LONGEST_VALUE
+def members(
+    text: str,
+    opened: Collection[str] = (),
+    longest: int = _LONGEST_VALUE,
+    *,
+    may_repeat: bool = False,
 ) -> Iterator[tuple[str | None, str, object]]:
-    """Yields the members of an object, none of which may be large.
+    """Yields the members of the object that `text` consists of, one by one and in order.
 
     A hostile text of 100 MB can be a list of 33 million lists, which take 5 GB and a minute; cut
     into values of 1 MB it still takes half a minute, most of it Python's garbage collector.
@@ -97,18 +61,27 @@ def bounded_members(
     garbage collector never sees more than one member's containers.
 
     Args:
-        text: As for `members`.
+        text: A JSON object; white space may follow it, but not precede it.
         opened: Keys whose objects may be large: their members are yielded one by one, too.
-        longest: Most characters of a value other than a string.
+        longest: Most characters of a value other than a string; `UNBOUNDED` for any.
+        may_repeat: Whether keys of the object, but not of opened ones, may be repeated.
 
     Yields:
-        None, a key and its raw value. The value of an opened key, if it is an object, is `()`;
-        what it holds comes next: the opened key, an inner key and its raw value.
+        None, a key and its raw value: objects are tuples of pairs, `plain` makes dicts of them. The
+        value of an opened key, if it is an object, is `()`; its members come next: the opened key,
+        an inner key and its raw value.
 
     Raises:
-        JsonError: The text is malformed, or a value other than a string is too long.
+        JsonError: The text is malformed, a key is repeated, or a value is too long.
     """
-    return _members(text, opened, longest)
+    seen: dict[str | None, set[str]] = {}
+    for outer, key, value in _members(text, opened, longest):
+        if outer is not None or not may_repeat:
+            keys = seen.setdefault(outer, set())
+            if key in keys:
+                raise JsonError(f"key {key!r} is repeated")
+            keys.add(key)
+        yield outer, key, value
 
 
 def _members(
@@ -203,17 +176,9 @@ def _end(match: re.Match[str] | None, problem: str = "", position: int = 0) -> i
     return match.end()
 
 
-def plain(value: object, depth: int = 2) -> object:
-    """Return `value` with its objects as dicts; refuses what `serde_json` would not read.
-
-    Args:
-        value: A raw value, as `members` yields it.
-        depth: Number of open objects and arrays, a container `value` included.
-
-    Raises:
-        JsonError: As `refuse_unreadable`.
-    """
-    refuse_unreadable(value, depth)
+def plain(value: object) -> object:
+    """Return a raw value with its objects as dicts; refuses it as `refuse_unreadable` does."""
+    refuse_unreadable(value)
     return _with_dicts(value)
 
 
@@ -225,18 +190,14 @@ def _with_dicts(value: object) -> object:
     return value
 
 
-def refuse_unreadable(value: object, depth: int = 2) -> None:
-    """Refuses what `serde_json` would not read; builds nothing.
-
-    Args:
-        value: A raw value, as `members` yields it.
-        depth: As for `plain`.
+def refuse_unreadable(value: object) -> None:
+    """Refuses a member's raw value that `serde_json` would not read.
 
     Raises:
         JsonError: A key is repeated, a number does not fit a double, a string has a lone surrogate,
             or the nesting is too deep.
     """
-    _refuse_items((value,), depth)
+    _refuse_items((value,), depth=2)  # a container is within the object
 
 
 def _refuse_items(items: Iterable[Any], depth: int) -> None:
@@ -267,11 +228,7 @@ def _values(pairs: tuple[tuple[str, object], ...]) -> list[object]:
 
 
 def refuse_lone_surrogate(text: str) -> None:
-    """Refuses a string that is not Unicode text.
-
-    Raises:
-        JsonError: An escape for one half of a surrogate pair comes without the other.
-    """
+    """Refuses a string with an escape for one half of a surrogate pair without the other."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,26 @@
-"""The structure of a saved tree: containers, and leaves that are tensors or plain values."""
+"""The structure of a saved tree: containers, and leaves that are tensors or plain values.
+
+As JSON it is a flat array: each node is followed by its children, one after the other with theirs.
+So the nesting of the JSON does not grow with the tree's, and neither way recurses.
+
+    {"dict": ["params", "step"]}, {"tuple": 2}, {"tensor": "params.0", "sharding": 0}, null,
+    {"value": 7}
+
+Keys and values are JSON's own where JSON has them exactly, else an object: `{"float": "nan"}`,
+`{"int": "0x10000000000000000"}`, `{"str": HEX}` for text that is not Unicode, `{"tuple": [...]}`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+import sys
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, NoReturn, TypeAlias, cast
+
+from .dtypes import ONE_A_BYTE
+from .schema import Schema, short_repr
 
 MAX_DEPTH = 400
 """Containers within containers: few enough for Python's recursion limit."""
@@ -17,14 +33,22 @@ ContainerKind = Literal[
 ]
 TensorKind = Literal["jax", "numpy", "numpy_scalar", "key"]
 
+_NODE_KINDS: tuple[ContainerKind | Literal["tensor", "value"], ...] = (
+    "tensor", "value", "dict", "ordered_dict", "list", "tuple", "namedtuple", "box", "node"
+)  # fmt: skip
+_TENSOR_KINDS = ("jax", "numpy", "numpy_scalar", "key")
+_MAX_KEY_DEPTH = 32
+_JSON_INTEGER = 1 << 64  # beyond it other readers of JSON, and Python's limit on digits, give up
+_is_hex_integer = re.compile(r"-?0x[0-9a-f]+\Z").match
+
 
 class TensorLeaf(NamedTuple):
     """A leaf whose value is in the files. A NamedTuple: there may be 100,000 of them.
 
     Attributes:
         tensor: Name of the tensor in the files.
-        kind: What the value was: a `jax.Array`, a `numpy.ndarray`, a numpy scalar, or an array of
-            typed PRNG keys, whose data the tensor is.
+        kind: A `jax.Array`, a `numpy.ndarray`, a numpy scalar, or an array of typed PRNG keys,
+            whose data the tensor is.
         dtype: The dtype of the value, where the files hold another, for instance `"int4"` that is
             stored as I8.
         sharding: Number of its sharding in `Manifest.shardings`; None where none is recorded.
@@ -51,6 +75,7 @@ class ValueLeaf(NamedTuple):
 
 
 Leaf: TypeAlias = TensorLeaf | ValueLeaf
+_TENSOR_FIELDS = frozenset(TensorLeaf._fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +83,8 @@ class Container:
     """An inner node of the tree.
 
     Attributes:
-        kind: What it was. `box` is a node with the one attribute `value`, such as `nnx.Variable`;
-            `node` is any other registered pytree node.
+        kind: `box` is a node with the one attribute `value`, such as `nnx.Variable`; `node` is any
+            other registered pytree node.
         children: In the order of the container, for dicts the one of insertion.
         keys: Of each child: the key of a dict, the field of a namedtuple, the attribute or key of
             a `node`. Empty where children are counted: list, tuple, and a `node` of numbered
@@ -82,12 +107,7 @@ Node: TypeAlias = Container | TensorLeaf | ValueLeaf
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
-    """Yields the leaves below a node (or itself), in the order of the containers.
-
-    Example:
-        >>> list(leaves(Container("list", (ValueLeaf(1), Container("none"), ValueLeaf("b")))))
-        [ValueLeaf(value=1), ValueLeaf(value='b')]
-    """
+    """Yields the leaves below a node (or itself), in the order of the containers."""
     stack: list[Node] = [node]
     while stack:
         top = stack.pop()
@@ -101,11 +121,6 @@ def leaf_names(node: Node) -> Iterator[tuple[str, Leaf]]:
     """Yields the leaves with their dotted names, as in the original pytree.
 
     A box around a leaf adds nothing to its name, as in `pytree.unboxed_name`.
-
-    Example:
-        >>> tree = Container("dict", (Container("list", (ValueLeaf(1),)), ValueLeaf(2)), ("a", "b"))
-        >>> [name for name, _ in leaf_names(tree)]
-        ['a.0', 'b']
     """
     stack: list[tuple[str | None, Node]] = [(None, node)]
     while stack:
@@ -119,3 +134,198 @@ def leaf_names(node: Node) -> Iterator[tuple[str, Leaf]]:
         prefix = "" if name is None else f"{name}."
         names = [f"{prefix}{label}" for label in reversed(top.labels)]
         stack.extend(zip(names, reversed(top.children), strict=True))
+
+
+def dump_tree(root: Node) -> list[object]:
+    """Return the tree as a JSON value."""
+    dumped: list[object] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        dumped.append(_dump_node(node))
+        if isinstance(node, Container):
+            stack.extend(reversed(node.children))
+    return dumped
+
+
+def _dump_node(node: Node) -> object:
+    if isinstance(node, TensorLeaf):
+        fields: dict[str, object] = {"tensor": node.tensor}
+        if node.kind != "jax":
+            fields["kind"] = node.kind
+        fields |= {
+            name: value
+            for name, value in zip(node._fields[2:], node[2:], strict=True)
+            if value is not None
+        }
+        return fields
+    if isinstance(node, ValueLeaf):
+        return {"value": _dump_scalar(node.value)}
+    if node.kind == "none":
+        return None
+    if node.kind in ("dict", "ordered_dict"):
+        return {node.kind: [_dump_scalar(key) for key in node.keys]}
+    if node.kind in ("list", "tuple"):
+        return {node.kind: len(node.children)}
+    if node.kind == "box":
+        return {"box": node.type}
+    if node.kind == "namedtuple":
+        return {"namedtuple": node.type, "fields": node.keys}
+    if node.children and not node.keys:
+        return {"node": node.type, "length": len(node.children)}
+    return {"node": node.type, "keys": [_dump_scalar(key) for key in node.keys]}
+
+
+def _dump_scalar(value: Key) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_JSON_INTEGER < value < _JSON_INTEGER else {"int": hex(value)}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, tuple):
+        return {"tuple": [_dump_scalar(item) for item in value]}
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return {"str": value.encode("utf-8", "surrogatepass").hex()}
+    return value
+
+
+def parse_tree(raw: object, checks: Schema, *, shardings: int) -> Node:
+    """Parses and validates a tree, whose leaves may refer to so many shardings.
+
+    Raises:
+        InvalidManifestError: It is malformed, or nested too deeply.
+    """
+    parser = _NodeParser(checks, shardings)
+    stack: list[tuple[Node, int]] = []  # nodes with all below them, and their depth
+    for item in reversed(checks.items(raw, "tree")):
+        node, length = parser.node(item)
+        depth = 0
+        if isinstance(node, Container):
+            if length > len(stack):
+                expected = "each container with its children"
+                checks.refuse("the tree ends before all of its nodes came", expected)
+            below = [stack.pop() for _ in range(length)]
+            depth = 1 + max((depth for _, depth in below), default=0)
+            if depth > MAX_DEPTH:
+                expected = f"at most {MAX_DEPTH} containers within one another"
+                checks.refuse("the tree is nested too deeply", expected)
+            children = tuple(child for child, _ in below)
+            node = Container(node.kind, children, node.keys, node.type)
+        stack.append((node, depth))
+    if not stack:
+        checks.refuse("the tree ends before all of its nodes came", "a node", "an empty array")
+    if len(stack) > 1:
+        checks.refuse("the tree goes on after its last node", "one root", f"{len(stack)} roots")
+    return stack[0][0]
+
+
+class _NodeParser:
+    """Turns single raw nodes into leaves, or containers without their children."""
+
+    def __init__(self, checks: Schema, shardings: int) -> None:
+        self._checks = checks
+        self._shardings = shardings
+
+    def node(self, raw: object) -> tuple[Node, int]:
+        """Return a leaf, or a container without its children, and their number."""
+        if raw is None:
+            return Container("none"), 0
+        checks = self._checks
+        fields = checks.members(raw, "node of the tree")
+        kind = next((kind for kind in _NODE_KINDS if kind in fields), None)
+        if kind == "tensor":
+            return self._tensor(fields), 0
+        if kind == "value":
+            return self._value(fields[kind]), 0
+        if kind == "dict" or kind == "ordered_dict":
+            keys = self._keys(fields[kind])
+            return Container(kind, (), keys), len(keys)
+        if kind == "list" or kind == "tuple":
+            return Container(kind), checks.size(fields[kind], f"length of a {kind}")
+        if kind == "namedtuple":
+            names = checks.texts(fields.get("fields"), "fields of a namedtuple")
+            self._refuse_repeated(names)
+            return Container(kind, (), names, self._type(fields[kind])), len(names)
+        if kind == "box":
+            return Container(kind, (), ("value",), self._type(fields[kind])), 1
+        if kind == "node":
+            type_ = self._type(fields[kind])
+            if "length" in fields:
+                return Container(kind, (), (), type_), checks.size(fields["length"], "length")
+            keys = self._keys(fields.get("keys"))
+            return Container(kind, (), keys, type_), len(keys)
+        expected = f"one of {', '.join(_NODE_KINDS)}"
+        checks.refuse("unknown kind of node in the tree", expected, short_repr(list(fields)))
+
+    def _tensor(self, fields: dict[str, object]) -> TensorLeaf:
+        checks = self._checks
+        tensor = checks.text(fields["tensor"], "tensor name")
+        if len(fields) == 1:
+            return TensorLeaf(tensor)
+        if not fields.keys() <= _TENSOR_FIELDS:
+            expected = f"the keys {', '.join(TensorLeaf._fields)}"
+            checks.refuse("malformed tensor leaf", expected, short_repr(list(fields)), tensor)
+        kind = fields.get("kind", "jax")
+        if kind not in _TENSOR_KINDS:
+            expected = f"one of {', '.join(_TENSOR_KINDS)}"
+            checks.refuse("unknown kind of tensor leaf", expected, short_repr(kind), tensor)
+        dtype, sharding, key_impl = map(fields.get, ("dtype", "sharding", "key_impl"))
+        if dtype is not None:
+            dtype = checks.text(dtype, "dtype of a leaf")
+            if dtype not in ONE_A_BYTE:
+                expected = f"one of {', '.join(ONE_A_BYTE)}"
+                checks.refuse("unknown dtype of a tensor leaf", expected, short_repr(dtype), tensor)
+        return TensorLeaf(
+            tensor,
+            cast(TensorKind, kind),
+            dtype,
+            None if sharding is None else checks.size(sharding, "sharding", below=self._shardings),
+            None if key_impl is None else checks.text(key_impl, "key_impl of a leaf"),
+        )
+
+    def _value(self, raw: object) -> ValueLeaf:
+        value = self._scalar(raw)
+        if value is None or isinstance(value, tuple):
+            self._refuse_scalar(raw)
+        return ValueLeaf(value)
+
+    def _type(self, raw: object) -> str:
+        return sys.intern(self._checks.text(raw, "type of a node"))
+
+    def _keys(self, raw: object) -> tuple[Key, ...]:
+        keys = tuple(
+            key if type(key) is str else self._scalar(key)
+            for key in self._checks.items(raw, "keys of a node")
+        )
+        self._refuse_repeated(keys)
+        return keys
+
+    def _refuse_repeated(self, keys: tuple[Key, ...]) -> None:
+        if len(set(keys)) != len(keys):
+            problem = "a key of a node is repeated"
+            self._checks.refuse(problem, "each key once", short_repr(keys))
+
+    def _scalar(self, raw: object, depth: int = 0) -> Key:
+        if raw is None or isinstance(raw, str | bool | int | float):
+            return raw
+        if isinstance(raw, tuple) and len(raw) == 1:
+            ((kind, inner),) = raw
+            if kind == "tuple" and isinstance(inner, list) and depth < _MAX_KEY_DEPTH:
+                return tuple(self._scalar(item, depth + 1) for item in inner)
+            if kind == "float" and inner in ("nan", "inf", "-inf"):
+                return float(inner)
+            if kind == "int" and isinstance(inner, str) and _is_hex_integer(inner):
+                return int(inner, 16)
+            if kind == "str" and isinstance(inner, str):
+                try:
+                    return bytes.fromhex(inner).decode("utf-8", "surrogatepass")
+                except ValueError:
+                    pass
+        self._refuse_scalar(raw)
+
+    def _refuse_scalar(self, raw: object) -> NoReturn:
+        expected = "a bool, a number, a string, or for keys null"
+        self._checks.refuse("malformed key or value in the tree", expected, short_repr(raw))

@@ -24,6 +24,7 @@ from programs import run_processes
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
 from orbax_safetensors_layout.analysis.structure_check import StructureCheck
+from orbax_safetensors_layout.conversion import chunk_bytes
 from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
 from orbax_safetensors_layout.geometry.blocks import chunk_parts
 from orbax_safetensors_layout.storage.local import LocalStorage
@@ -91,7 +92,7 @@ def test_all_findings_are_told_together(tmp_path):
     assert [f for f in texts(report, "index") if "'stray'" in f and "no file" in f]
     assert [f for f in texts(report, "index") if f"'{lost}'" in f and "it is not" in f]
     notes = [f.text for f in report.findings if not f.is_error]
-    assert notes == ["consolidated.safetensors belongs to nothing and is ignored"]
+    assert notes == ["consolidated.safetensors is not a file of this checkpoint and is ignored"]
     assert "finding" in str(report)
 
 
@@ -200,7 +201,7 @@ def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
     assert found.startswith(f"{victim.name} has CRC-32 ")
     assert osl.verify(folder, digests=False).ok
     victim.rename(folder / "elsewhere")
-    assert [t for t in texts(osl.verify(folder)) if "there is a checksum of it" in t]
+    assert [t for t in texts(osl.verify(folder)) if "is missing; it has a checksum" in t]
 
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
@@ -678,11 +679,11 @@ def test_few_chunks_are_decoded_at_once(tmp_path, monkeypatch, budget):
     save_v0(tmp_path / "columns", {"w": place(values, P(None, "x"), mesh)})
     chunks = []
 
-    def read(source, wanted):
-        boxes = [(source.chunk(array), box) for array, box in wanted]
+    def read(source, blocks):
+        boxes = [(source.chunk(array), box) for array, box in blocks]
         counts = [len([*chunk_parts(box, chunk)]) for chunk, box in boxes]
-        chunks.append(sum(counts) * source.largest_chunk_bytes(wanted[0][0]))
-        return original(source, wanted)
+        chunks.append(sum(counts) * chunk_bytes(source, blocks[0][0]))
+        return original(source, blocks)
 
     original = OrbaxReader.read
     monkeypatch.setattr(OrbaxReader, "read", read)

@@ -45,7 +45,7 @@ def test_what_orbax_saved_below_a_folder_is_told_apart(tmp_path):
     with pytest.raises(osl.CheckpointNotFoundError) as raised:
         osl.load(tmp_path)
     assert "Give a checkpoint below it: 4/default." in str(raised.value)
-    assert "In Orbax's own format stand below it: 3/params." in str(raised.value)
+    assert "Below it are in Orbax's own format: 3/params." in str(raised.value)
 
 
 def test_a_step_is_read_at_its_item(tmp_path):

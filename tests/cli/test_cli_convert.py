@@ -87,12 +87,12 @@ SLOWED = """
 import os, signal, sys
 from orbax_safetensors_layout.conversion import journal
 from orbax_safetensors_layout import cli
-real = journal.JournalWriter.add
+real = journal.Journal.add
 def add(self, group, digests):
     real(self, group, digests)
     if group == 2:
         os.kill(os.getpid(), signal.SIGINT)
-journal.JournalWriter.add = add
+journal.Journal.add = add
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -617,3 +617,14 @@ def test_a_bit_that_is_written_wrong_is_found(tmp_path, hf):
         osl.convert(hf, tmp_path / "to", format="hf")
     osl.convert(hf, tmp_path / "to", format="hf", restart=True)
     assert bits(osl.load(tmp_path / "to")) == bits(osl.load(hf))
+
+
+def test_leaves_that_take_no_array_of_an_orbax_source(tmp_path):
+    write_v0(tmp_path / "stock", {"w": np.arange(6.0)})
+    mapping = osl.Mapping(
+        [osl.rule("w", osl.tensor("w")), osl.rule("zeros", osl.fill((4, 2), 0, "float32"))]
+    )
+    osl.convert(tmp_path / "stock", tmp_path / "to", format="hf", mapping=mapping, inverse=False)
+    found = osl.load(tmp_path / "to")
+    np.testing.assert_array_equal(found["w"], np.arange(6.0))
+    np.testing.assert_array_equal(found["zeros"], np.zeros((4, 2), np.float32))

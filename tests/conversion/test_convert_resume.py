@@ -58,13 +58,13 @@ def child(source, target, form, kill):
     watched(local.LocalStorage, "read_into", kill, count, lambda self, file, offset, buffers:
             log("read", file, offset, offset + sum(len(b) for b in buffers)))
     watched(orbax_reader.OrbaxReader, "read", kill, count,
-            lambda self, wanted: [log("read", a.stored, list(b.start), list(b.stop))
-                                  for a, b in wanted])
+            lambda self, blocks: [log("read", a.stored, list(b.start), list(b.stop))
+                                  for a, b in blocks])
     watched(resumable.ResumableFile, "write_at", kill, count)
     watched(resumable.ResumableFile, "flush", kill, count)
-    watched(orbax_target.OrbaxWriter, "write", kill, count)
+    watched(orbax_target.OrbaxTarget, "write", kill, count)
     watched(orbax_target.OrbaxTarget, "commit", kill, count, None, lambda *_: log("committed"))
-    watched(journal.JournalWriter, "_write", kill, count, None,
+    watched(journal.Journal, "_write", kill, count, None,
             lambda self, line: log("recorded", line))
     watched(pipeline.Conversion, "_publish", kill, count)
     options = osl.ConvertOptions(memory_budget_bytes=128 << 10)  # blocks of 8 KiB
@@ -325,9 +325,9 @@ def test_a_line_that_a_crash_cut_off_is_no_line(server, tmp_path):
 @pytest.mark.parametrize("line", ["{", "[]", "1", '{"group": 1}', "null", '"text"'])
 def test_a_damaged_journal_is_named(tmp_path, line):
     journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
-    writer = journal.open(0)
-    writer.add(0, ["a"])
-    writer.close()
+    journal.open(0)
+    journal.add(0, ["a"])
+    journal.close()
     file = tmp_path / "journal-0.jsonl"
     head, *groups = file.read_text().splitlines()
     for lines in ([line, *groups], [head, line, *groups]):

@@ -318,10 +318,10 @@ def test_nearly_full_stack_is_a_typed_error() -> None:
 
 
 def test_memory_error_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(header_module.strict_json, "bounded_members", fail)
+    monkeypatch.setattr(header_module.strict_json, "members", fail)
     error = refusal("{}", b"")
     assert "does not fit into memory" in str(error)
 

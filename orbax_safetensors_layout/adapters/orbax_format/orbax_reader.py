@@ -109,7 +109,7 @@ class OrbaxReader:
                 found.append((place, status.st_size, status.st_mtime_ns))
         return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
 
-    def lease(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
+    def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
         """None: whole chunks are decoded."""
         return None
 
@@ -118,11 +118,11 @@ class OrbaxReader:
         opened = self._open[array.stored]
         return cut(array.shape, array.dtype.itemsize, most_bytes, chunk=opened.chunk)
 
-    def read(self, wanted: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
+    def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
         """Some of the blocks."""
-        reads = [self._open[array.stored].store[box.slices].read() for array, box in wanted]
+        reads = [self._open[array.stored].store[box.slices].read() for array, box in blocks]
         found = []
-        for (array, box), values in zip(wanted, reads, strict=True):
+        for (array, box), values in zip(blocks, reads, strict=True):
             try:
                 found.append(np.ascontiguousarray(values.result()).reshape(box.shape))
             except ValueError as error:  # TensorStore's
@@ -137,10 +137,6 @@ class OrbaxReader:
     def chunk(self, array: SourceArray) -> tuple[int, ...]:
         """Shape of what is decoded at once."""
         return self._open[array.stored].chunk
-
-    def largest_chunk_bytes(self, array: SourceArray) -> int:
-        """A chunk, decoded."""
-        return math.prod(self.chunk(array)) * array.dtype.itemsize
 
     def chunk_count(self, array: SourceArray) -> int:
         """In how many chunks an array is stored."""

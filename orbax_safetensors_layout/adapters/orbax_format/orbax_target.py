@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -18,7 +19,6 @@ from orbax_safetensors_layout.conversion import (
     LeafRegion,
     SourceArray,
     TargetArray,
-    TargetLeaf,
     Topology,
     arrays_in,
 )
@@ -65,7 +65,7 @@ class OrbaxTarget:
     def __init__(
         self,
         tree: Any,
-        leaves: Sequence[TargetLeaf],
+        leaves: Sequence[TargetArray],
         shards: Mapping[str, tuple[int, ...]],
         array_format: ArrayFormat,
         *,
@@ -82,6 +82,10 @@ class OrbaxTarget:
         self._most_chunk_bytes = most_chunk_bytes
         self._context = context(array_format)
         self._chunks: dict[object, tuple[int, ...] | None] = {}
+        self._written = ""
+        self._process = 0
+        self._stores: dict[str, Any] = {}
+        self._lock = threading.Lock()
         self._refuse_empty()
         self._refuse_names()
         self._refuse_dtypes()
@@ -115,19 +119,19 @@ class OrbaxTarget:
                 hint="Decode them with a mapping, or leave them out.",
             )
 
-    def _chunk(self, leaf: TargetLeaf) -> tuple[int, ...] | None:
+    def _chunk(self, leaf: TargetArray) -> tuple[int, ...] | None:
         """Shape of a chunk, as TensorStore has it; None for a dtype that it does not store."""
         key = (leaf.shape, self._shards[leaf.name], leaf.dtype)
         if key not in self._chunks:
             try:
-                spec = ts.Spec(self.spec(leaf, "/", 0) | {"kvstore": "memory://"})
+                spec = ts.Spec(self._spec(leaf, "/", 0) | {"kvstore": "memory://"})
                 store: Any = ts.open(spec, create=True).result()
                 self._chunks[key] = tuple(store.chunk_layout.read_chunk.shape or ())
             except (ValueError, TypeError):
                 self._chunks[key] = None
         return self._chunks[key]
 
-    def spec(self, leaf: TargetLeaf, folder: str, process: int) -> dict[str, Any]:
+    def _spec(self, leaf: TargetArray, folder: str, process: int) -> dict[str, Any]:
         """TensorStore's specification of a leaf, as Orbax makes it."""
         shard = self._shards[leaf.name]
         nbytes = int(np.prod(shard, dtype=np.int64)) * leaf.dtype.itemsize
@@ -142,7 +146,7 @@ class OrbaxTarget:
             context=self._context,
         )
 
-    def regions(self, leaf: TargetLeaf, most_bytes: int) -> list[LeafRegion]:
+    def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         """Whole chunks."""
         chunk = self._chunk(leaf)
         assert chunk is not None
@@ -156,73 +160,37 @@ class OrbaxTarget:
         shards = sorted(self._shards.items())
         return self._format, self._item, self._custom, shards, str(structure), values
 
-    def open(self, folder: str, process: int) -> OrbaxWriter:
+    def open(self, folder: str, process: int) -> None:
         """Begins, or continues, to write arrays."""
-        written = os.path.join(folder, _WRITTEN)
-        os.makedirs(written, exist_ok=True)
-        return OrbaxWriter(self, written, process, self._context)
-
-    def commit(self, folder: str) -> None:
-        """Lets Orbax make a checkpoint of what is written."""
-        save_written(
-            os.path.join(folder, FINISHED),
-            jax.tree.map(self._saved, self._tree),
-            os.path.join(folder, _WRITTEN),
-            self._format,
-            item=self._item,
-            custom=self._custom,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
-
-    def _saved(self, leaf: Any) -> Any:
-        return Written(leaf.name, leaf.dtype) if isinstance(leaf, TargetArray) else leaf
-
-
-class OrbaxWriter:
-    """Writes regions with TensorStore.
-
-    Args:
-        target: Says how.
-        folder: Where the arrays are written.
-        process: The process.
-        ts_context: TensorStore's context.
-    """
-
-    def __init__(self, target: OrbaxTarget, folder: str, process: int, ts_context: Any) -> None:
-        self._target = target
-        self._folder = folder
-        self._process = process
-        self._context = ts_context
-        self._stores: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._written, self._process = os.path.join(folder, _WRITTEN), process
+        os.makedirs(self._written, exist_ok=True)
 
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         """Writes whole chunks, and waits until they are on the disk."""
-        self._open([region.leaf for region in regions])
+        self._open_stores([region.leaf for region in regions])
         pairs = zip(regions, values, strict=True)
         writes = [self._stores[leaf.name][box.slices].write(v) for (leaf, box), v in pairs]
         for region, written in zip(regions, writes, strict=True):
             self._wait(written, region.leaf)
 
-    def _open(self, leaves: Sequence[TargetLeaf]) -> None:
+    def _open_stores(self, leaves: Sequence[TargetArray]) -> None:
         with self._lock:
             missing = {leaf.name: leaf for leaf in leaves if leaf.name not in self._stores}
             opening = {}
             for name, leaf in missing.items():
-                spec = ts.Spec(self._target.spec(leaf, self._folder, self._process))
+                spec = ts.Spec(self._spec(leaf, self._written, self._process))
                 opening[name] = ts.open(spec, create=True, open=True, context=self._context)
             for name, store in opening.items():
                 self._stores[name] = self._wait(store, missing[name])
 
-    def _wait(self, done: Any, leaf: TargetLeaf) -> Any:
+    def _wait(self, done: Any, leaf: TargetArray) -> Any:
         try:
             return done.result()
         except ValueError as error:  # TensorStore's
             text = str(error).split("\n")[0]
             raise StorageError(
                 "writing chunks failed",
-                file=self._folder,
+                file=self._written,
                 tensor=leaf.name,
                 found=text,
                 hint=FULL if os.strerror(errno.ENOSPC) in text else None,
@@ -235,6 +203,22 @@ class OrbaxWriter:
     def close(self) -> None:
         """Lets go of all."""
         self._stores.clear()
+
+    def commit(self, folder: str) -> None:
+        """Lets Orbax make a checkpoint of what is written."""
+        save_written(
+            os.path.join(folder, FINISHED),
+            jax.tree.map(self._saved, self._tree),
+            self._written,
+            self._format,
+            item=self._item,
+            custom=self._custom,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+
+    def _saved(self, leaf: Any) -> Any:
+        return Written(leaf.name, leaf.dtype) if isinstance(leaf, TargetArray) else leaf
 
 
 def orbax_target(
@@ -270,7 +254,7 @@ def orbax_target(
     _refuse_values(tree)
     return OrbaxTarget(
         jax.tree.map(lambda leaf: _with_keys(leaf, source, arrays), tree),
-        [array.leaf(_dtype(array, options)) for array in streamed],
+        [dataclasses.replace(array, dtype=_dtype(array, options)) for array in streamed],
         shards,
         ArrayFormat(
             use_ocdbt=options.use_ocdbt,
