@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import os
 import re
 import threading
@@ -71,13 +72,10 @@ class SafetensorsLayoutError(Exception):
     def collect(
         cls, problems: Sequence[Self], what: str = "problems", *, hint: str | None = None
     ) -> Self:
-        """Return one error for many problems.
+        """Return one error for at least one problem.
 
-        Args:
-            problems: At least one. The result has the class that all have, else this one, and the
-                fields of the first; its text has a line for each, shortened by `group_lines`.
-            what: What there are so many of, a noun in the plural.
-            hint: What the user can do about all of them.
+        It has the class that all have, else this one, and the fields of the first; its text counts
+        `what`, a noun in the plural, and has a line for each, shortened by `group_lines`.
         """
         first = problems[0]
         if len(problems) == 1:
@@ -97,7 +95,7 @@ class SafetensorsLayoutError(Exception):
         return error
 
     def _pattern(self) -> tuple[object, ...]:
-        """Return what errors have in common that differ in numbers only."""
+        """What errors have in common that differ in numbers only."""
         names = pattern_of(self.tensor or ""), pattern_of(self.message)
         return type(self), *names, str(self.expected), str(self.found)
 
@@ -214,9 +212,8 @@ _SECRET = re.compile(
 def redact_urls(text: str) -> str:
     """Return a text whose URLs have no user info, query strings and fragments.
 
-    Example:
-        >>> redact_urls("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
-        'GET https://host/model 403'
+    >>> redact_urls("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
+    'GET https://host/model 403'
     """
     return _URL.sub(lambda found: found["scheme"] + found["rest"], text)
 
@@ -224,11 +221,8 @@ def redact_urls(text: str) -> str:
 def redact(text: str) -> str:
     """Return a text without these, without queries outside of URLs, and without named secrets.
 
-    Example:
-        >>> redact("Max retries exceeded with url: /model?sig=abc")
-        'Max retries exceeded with url: /model'
-        >>> redact("Authorization: Bearer hf_abcdefghijkl")
-        'Authorization: Bearer ***'
+    >>> redact("Authorization: Bearer hf_abcdefghijkl with url: /model?sig=abc")
+    'Authorization: Bearer *** with url: /model'
     """
     text = _QUERY.sub("", redact_urls(text))
     return _SECRET.sub(lambda found: found["name"] + "***", text)
@@ -242,19 +236,12 @@ class Sent:
     """Secrets that requests have sent, to remove from the answers of servers. Thread-safe.
 
     A server that repeats a header or a URL, as sent or decoded, does not reveal it.
-
-    Example:
-        >>> sent = Sent()
-        >>> sent.add("https://host/model?sig=a%20b+c", {"Authorization": "Basic bWU6cGFzc3dvcmQ="})
-        >>> sent.redact("400 what is bWU6cGFzc3dvcmQ=, password and 'a b+c'?")
-        "400 what is ***, *** and '***'?"
     """
 
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._requests: set[tuple[str, ...]] = set()
         self._secrets: set[str] = set()
-        self._keep(secrets)
 
     def add(self, url: str, headers: Mapping[str, str]) -> None:
         """Adds a request: all after the host of its URL, and all but common headers, is secret."""
@@ -269,8 +256,9 @@ class Sent:
         for value in values:
             scheme, _, word = value.partition(" ")
             secrets += [value, word, *(_login(word) if scheme.lower() == "basic" else ())]
-        self._keep(secrets)
+        forms = set(itertools.chain(*map(_forms, secrets)))
         with self._lock:
+            self._secrets |= {form for form in forms if len(form) >= _SHORTEST_SECRET}
             self._requests.add(request)
 
     def redact(self, text: str) -> str:
@@ -281,20 +269,12 @@ class Sent:
             text = text.replace(secret, "***")
         return redact(text)
 
-    def _keep(self, secrets: Iterable[str]) -> None:
-        forms = {
-            form
-            for secret in secrets
-            for form in (
-                secret,
-                urllib.parse.unquote(secret),
-                urllib.parse.unquote_plus(secret),
-                urllib.parse.quote(secret),
-                urllib.parse.quote(urllib.parse.unquote(secret), safe=""),
-            )
-        }
-        with self._lock:
-            self._secrets |= {form for form in forms if len(form) >= _SHORTEST_SECRET}
+
+def _forms(secret: str) -> tuple[str, ...]:
+    """How a server may write a secret: as sent, decoded, or encoded."""
+    decoded, encoded = urllib.parse.unquote(secret), urllib.parse.quote(secret)
+    strictly = urllib.parse.quote(decoded, safe="")
+    return secret, decoded, urllib.parse.unquote_plus(secret), encoded, strictly
 
 
 def _login(word: str) -> list[str]:
@@ -306,28 +286,18 @@ def _login(word: str) -> list[str]:
     return [login, login.partition(":")[2]]
 
 
-MOST_LINES = 50
-"""About as many lines has a message; further ones are counted."""
+MOST_LINES = 50  # of a message, about; further ones are counted
 _MOST_OF_A_KEY = 3
-
 _NUMBERS = re.compile(r"(?<![^.'])[0-9]+(?![^.'])")
 
 
 def pattern_of(text: str) -> str:
-    """Return a text in which `#` replaces numbers that are components of dotted names.
-
-    >>> pattern_of("'layers.7.mlp.w1' is missing")
-    "'layers.#.mlp.w1' is missing"
-    """
+    """Return a text with `#` for numbers in dotted names: `'layers.#.mlp.w1' is missing`."""
     return _NUMBERS.sub("#", text)
 
 
 def group_lines(items: Iterable[tuple[Hashable, str]]) -> list[str]:
-    """Return the first texts of each key, and how many more there are.
-
-    >>> group_lines([("#.w", f"no '{i}.w'.") for i in range(9)] + [("b", "no 'b'.")])
-    ["no '0.w'.", "no '1.w'.", "no '2.w'.", '... 6 more that differ in numbers only', "no 'b'."]
-    """
+    """Return the first texts of each key, and how many more there are."""
     texts: dict[Hashable, list[str]] = {}
     for key, text in items:
         texts.setdefault(key, []).append(text)

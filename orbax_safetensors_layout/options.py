@@ -7,7 +7,6 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
@@ -34,8 +33,7 @@ class StorageProfile:
             local reads what a core's cache holds.
         concurrency: Requests in flight at once.
         cached_concurrency: The same for files in the host's page cache.
-        least_request_bytes: Long ranges are not split into shorter requests to keep all streams
-            busy. A disk is not faster for more streams.
+        least_request_bytes: Long ranges are split no further to keep all streams busy.
     """
 
     latency_seconds: float
@@ -54,9 +52,8 @@ class StorageProfile:
     def balanced_request_bytes(self, total_bytes: int) -> int:
         """Return the length of requests that costs least time, where streams limit a load.
 
-        Of requests of `n` bytes, latency takes the share `gap / n` of the time, `gap` being
-        `max_gap_bytes`; at the end streams idle for half a request, the share
-        `n * concurrency / (2 * total_bytes)`. The sum is least at this length.
+        Of requests of `n` bytes, latency takes the share `max_gap_bytes / n` of the time; at the
+        end streams idle for half a request, the share `n * concurrency / (2 * total_bytes)`.
         """
         each = total_bytes / self.concurrency
         return max(self.least_request_bytes, int(math.sqrt(2 * self.max_gap_bytes * each)))
@@ -66,16 +63,6 @@ class StorageProfile:
         most = max(1, budget_bytes // (4 * self.staging_bytes))
         return dataclasses.replace(self, concurrency=min(self.concurrency, most))
 
-
-# A web server or a CDN: tens of milliseconds to the first byte, tens of MB/s a stream. These are
-# not measured; `ReadOptions` takes others.
-_WEB = StorageProfile(
-    latency_seconds=0.03,
-    bandwidth_bytes_per_second=50 * MIB,
-    request_bytes=32 * MIB,
-    staging_bytes=16 * MIB,
-    concurrency=32,
-)
 
 # One stream brings 85 to 90 MB/s from S3, after 0.1 to 0.2 s for a small object (Amazon's "Best
 # practices design patterns: optimizing Amazon S3 performance"), so about 32 fill 25 Gbit/s.
@@ -87,46 +74,70 @@ _OBJECT_STORE = StorageProfile(
     concurrency=32,
 )
 
-PROFILES: Mapping[str, StorageProfile] = MappingProxyType(
-    {
-        # 2.4 GiB/s: one cold virtio disk; a page-cached file is five times faster.
-        "local": StorageProfile(
-            latency_seconds=1e-5,
-            bandwidth_bytes_per_second=2.4 * GIB,
-            request_bytes=8 * MIB,
-            least_request_bytes=8 * MIB,
-            staging_bytes=2 * MIB,
-            # Copies out of the page cache need a thread a core, disks some requests in flight: of
-            # what O_DIRECT alone reaches, 4 reached 0.85, 8 0.92 (a virtio disk of 3.4 GiB/s).
-            concurrency=min(32, max(8, 2 * (os.cpu_count() or 1))),
-            cached_concurrency=min(32, max(2, os.cpu_count() or 1)),
-        ),
-        # docs/storage.md says where these come from: the clouds' own guides.
-        "gs": _OBJECT_STORE,
-        "s3": _OBJECT_STORE,
-        "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
-        "hf": _WEB,
-        "https": _WEB,
-    }
+# A web server or a CDN; not measured, and `ReadOptions` takes others.
+_WEB = StorageProfile(
+    latency_seconds=0.03,
+    bandwidth_bytes_per_second=50 * MIB,
+    request_bytes=32 * MIB,
+    staging_bytes=16 * MIB,
+    concurrency=32,
 )
+
+# 2.4 GiB/s: one cold virtio disk; a page-cached file is five times faster. Copies out of the page
+# cache need a thread a core, disks some requests in flight: of what O_DIRECT alone reaches, 4
+# reached 0.85, 8 0.92 (a virtio disk of 3.4 GiB/s).
+_LOCAL = StorageProfile(
+    latency_seconds=1e-5,
+    bandwidth_bytes_per_second=2.4 * GIB,
+    request_bytes=8 * MIB,
+    least_request_bytes=8 * MIB,
+    staging_bytes=2 * MIB,
+    concurrency=min(32, max(8, 2 * (os.cpu_count() or 1))),
+    cached_concurrency=min(32, max(2, os.cpu_count() or 1)),
+)
+
+PROFILES: Mapping[str, StorageProfile] = {
+    "local": _LOCAL,
+    # docs/storage.md says where these come from: the clouds' own guides.
+    "gs": _OBJECT_STORE,
+    "s3": _OBJECT_STORE,
+    "az": dataclasses.replace(_OBJECT_STORE, bandwidth_bytes_per_second=60 * MIB),
+    "hf": _WEB,
+    "https": _WEB,
+}
 
 
 class Progress(NamedTuple):
-    """The argument of progress callbacks, after each tensor.
-
-    Attributes:
-        done_bytes: Finished bytes of this process's share.
-        total_bytes: Bytes of this process's share.
-        tensor: The tensor that was finished last.
-    """
+    """The argument of progress callbacks, after each tensor; bytes are of this process's share."""
 
     done_bytes: int
     total_bytes: int
-    tensor: str
+    tensor: str  # the one that was finished last
+
+
+class _CheckedOptions:
+    """Options that make no sense are refused by name; None is accepted where it is the default."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        kind, fields = type(self).__name__, dataclasses.fields(self)  # type: ignore[arg-type]
+        for name, default in ((field.name, field.default) for field in fields):
+            value = getattr(self, name)
+            if value is None and default is None:
+                continue
+            if name == "dtype":
+                object.__setattr__(self, name, _floating_dtype(kind, value))
+            elif name == "metadata":
+                _check_metadata(kind, value)
+            else:
+                expected, accepts = _RULE_OF[name]
+                if not accepts(value):
+                    raise ValueError(f"{kind}.{name} must be {expected}, not {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
+class RetryPolicy(_CheckedOptions):
     """How long a request to a remote storage is retried when it fails temporarily.
 
     Temporary failures are: time-out, connection reset, HTTP status 408, 429 or 5xx, a body that
@@ -134,12 +145,10 @@ class RetryPolicy:
     where the server asks for it (`Retry-After`).
 
     Attributes:
-        attempts: The most tries of one request, the first included; 1 never tries again.
+        attempts: The most tries of one request, the first included.
         total_seconds: After this time, counted from the first try, no other is begun.
         attempt_seconds: How long one try may take.
-        base_seconds: The longest first pause.
-        max_seconds: The longest pause.
-        jitter: Which share of a pause is random, 0 to 1, so that many hosts do not come back at
+        jitter: The share of a pause that is random, 0 to 1, so that many hosts do not come back at
             the same moment.
     """
 
@@ -150,42 +159,35 @@ class RetryPolicy:
     max_seconds: float = 15.0
     jitter: float = 1.0
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOptions:
+class ReadOptions(_CheckedOptions):
     """How a checkpoint is read.
 
     Attributes:
         memory_budget_bytes: Host bytes that reads may hold beyond the arrays that are returned:
             staging buffers, and buffers whose shard is not yet on its device. On the CPU backend
             arrays adopt the buffers they were read into, so those do not count.
-        concurrency: Requests in flight at once; `None` takes the storage class's default.
-        request_bytes: Largest single request; `None` takes the storage class's default.
+        concurrency: Requests in flight at once; None takes the storage class's default.
+        request_bytes: Largest single request; None takes the storage class's default.
         latency_seconds: Per storage class (`{"local": 1e-5}`), instead of the default.
         bandwidth_bytes_per_second: Per storage class, instead of the default.
-        replicated: What becomes of bytes that several processes need, because a tensor is
-            replicated or partly so, or because they lie in short gaps between what each needs.
-            `"each"`: each process reads them; there is no communication. `"read_once"`: one process
-            reads them, and gathers and exchanges among the devices spread them; all processes must
-            load the same tree with the same options. What is read before it is spread takes at most
-            a quarter of `memory_budget_bytes` on a host, what is being spread as much on a device,
-            or two of the largest shards.
+        replicated: Who reads bytes that several processes need, because a tensor is replicated or
+            partly so, or because they lie in short gaps between what each needs. `"each"`: each
+            process, without communication. `"read_once"`: one process, and the devices exchange
+            them; all processes must load the same tree with the same options. What waits to be
+            exchanged takes at most a quarter of `memory_budget_bytes` on a host; what is being
+            exchanged takes as much on a device, or two of the largest shards.
         timeout_seconds: With `"read_once"`: how long a process waits for the others at each step.
         mmap: Let arrays on the CPU backend adopt the mapped pages of local files where the data is
-            64-byte aligned, instead of reading them. The file must then not be overwritten in
-            place or truncated while an array lives (replacing it by rename is safe), and numpy
-            arrays are read-only.
-        verify: Hold what is read against the checksums of a save with `WriteOptions(digests=True)`:
-            of the manifest, the index and every file that something is read of. What a load leaves
-            out of such a file is read as well, so this suits loads of whole files. Nothing is
-            mapped. A checkpoint without checksums is refused.
+            64-byte aligned. Such a file must not be overwritten in place or truncated while an
+            array lives (replacing it by rename is safe), and numpy arrays are read-only.
+        verify: Compare with the checksums of a save with `WriteOptions(digests=True)`: the
+            manifest, the index and every file that something is read of, wholly, so this suits
+            loads of whole files. Nothing is mapped. A checkpoint without checksums is refused.
         strict: Refuse a checkpoint that has tensors which the abstract tree does not name.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
-        retries: How long requests to a remote storage are tried.
     """
 
     memory_budget_bytes: int = 2 * GIB
@@ -201,18 +203,8 @@ class ReadOptions:
     progress: bool | Callable[[Progress], None] = False
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-        _check_by_storage_class("latency_seconds", self.latency_seconds)
-        _check_by_storage_class("bandwidth_bytes_per_second", self.bandwidth_bytes_per_second)
-
     def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
-        """Return the cost model of a storage class with this object's overrides applied.
-
-        Args:
-            kind: The storage class.
-            total_bytes: Bytes to read, for requests that are not too long for them.
-        """
+        """Return the cost model of a storage class, for a read of so many bytes."""
         base = PROFILES[kind]
         profile = dataclasses.replace(
             base,
@@ -237,34 +229,29 @@ class ReadOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOptions:
+class WriteOptions(_CheckedOptions):
     """How a checkpoint is written.
 
     Attributes:
         layout: `"hf"`: whole tensors in files that `safetensors` and `transformers` open.
             `"sharded"`: every process writes its own shards to its own file and nothing is
             exchanged; `consolidate` makes it `"hf"` later.
-        max_file_bytes: In layout `"hf"` the most bytes of tensors in one file, by default 5 GB; a
-            larger tensor has a file of its own. Files are what processes share out among them, so
-            several a process keep a save in balance.
+        max_file_bytes: In layout `"hf"` the most bytes of tensors in one file; a larger tensor has
+            a file of its own. Processes share out files, so several a process keep a save in
+            balance.
         metadata: `__metadata__` strings of every file; `format` is `"pt"` unless given.
         dtype: Writes floating-point tensors in this dtype, rounded as numpy does.
         memory_budget_bytes: Host bytes that a save may hold beyond its arrays. The blocking part
             of an asynchronous save then lasts until what is left to copy fits it, from devices with
             memory of their own and of numpy arrays; None copies everything at once.
-        concurrency: Writes in flight at once; None takes one a core, or two where files are
-            flushed to the disk, at most eight.
+        concurrency: Writes in flight at once; None takes one a core, two with `fsync`, at most 8.
         fsync: Flush every file to the disk before the save counts as done. Without it a crash of
             the machine, not of the process, can lose a save that was reported as done.
         replicate_below_bytes: In layout `"sharded"` tensors up to this size are written by every
-            process that holds them, or a shard of them, so that a restore on the same processes
-            opens one file each.
-        digests: Keep a checksum of every file beside them, worked out while they are written, for
-            `verify`.
-        progress: False, True (a bar where stderr is a terminal and the `progress` extra is
-            installed, else lines at intervals), or a callable that is given a `Progress`.
+            process that holds a part, so that a restore on the same processes opens one file each.
+        digests: Keep a checksum of every file beside them, for `verify`.
+        progress: As in `ReadOptions`.
         timeout_seconds: How long a process waits for the others at each step of a save.
-        retries: How long requests to a remote storage are tried.
     """
 
     layout: Literal["hf", "sharded"] = "hf"
@@ -280,11 +267,6 @@ class WriteOptions:
     timeout_seconds: float = 1800.0
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-        _check_dtype(self)
-        _check_metadata(self)
-
     @property
     def writers(self) -> int:
         """Threads that write: one a core that copies, two where they also wait for the disk."""
@@ -292,23 +274,20 @@ class WriteOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions:
+class ConvertOptions(_CheckedOptions):
     """How a checkpoint is converted.
 
     Attributes:
         memory_budget_bytes: Host bytes that a conversion may hold, whatever the checkpoint's size.
             Arrays of an Orbax checkpoint that are larger than half of it pass through a temporary
             file beside the target.
-        dtype: Writes floating-point arrays in this dtype, rounded as numpy does.
         max_file_bytes: In format `"hf"` the most bytes of tensors in one file.
         metadata: `__metadata__` strings of safetensors files, besides the source's.
         use_ocdbt: In format `"orbax"` whether arrays are in OCDBT databases.
         use_zarr3: In format `"orbax"` whether arrays are of version 3 of zarr, or of 2.
         use_compression: In format `"orbax"` whether arrays are compressed with zstd.
         verify: Read back what was written, and compare every bit with what was read.
-        progress: False, True (a bar on stderr; needs the `progress` extra), or a callable that is
-            given a `Progress`.
-        timeout_seconds: How long a process waits for the others at each step.
+        progress: As in `ReadOptions`.
     """
 
     memory_budget_bytes: int = 2 * GIB
@@ -322,21 +301,12 @@ class ConvertOptions:
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 7 * 24 * 3600.0
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-        _check_dtype(self)
-        _check_metadata(self)
-
 
 OptionsT = TypeVar("OptionsT", ReadOptions, WriteOptions, ConvertOptions)
 
 
 def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT:
-    """Return the caller's options, or the defaults.
-
-    Raises:
-        TypeError: They are of another kind.
-    """
+    """Return the caller's options, or the defaults; refuses those of another kind."""
     if options is None:
         return kind()
     if not isinstance(options, kind):
@@ -344,6 +314,7 @@ def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT
     return options
 
 
+# Short names, as files have them in capitals, to numpy's.
 _DTYPE_NAMES = {
     "bf16": "bfloat16",
     "f8_e4m3": "float8_e4m3fn",
@@ -354,42 +325,69 @@ _DTYPE_NAMES = {
     "fp32": "float32",
     "f64": "float64",
 }
-"""Short names, as files have them in capitals, to numpy's."""
-
-
-def _check_dtype(options: WriteOptions | ConvertOptions) -> None:
-    """Makes `options.dtype` a numpy dtype: a floating-point one of whole bytes."""
-    if options.dtype is None:
-        return
-    kind = type(options).__name__
-    try:
-        found: np.dtype = np.dtype(
-            _DTYPE_NAMES.get(options.dtype.lower(), options.dtype)
-            if isinstance(options.dtype, str)
-            else options.dtype
-        )
-    except TypeError as error:
-        raise ValueError(f"{kind}.dtype is {options.dtype!r}, which is not a dtype.") from error
-    if not is_floating(found) or found.name.startswith(("float4_", "float6_")):
-        raise ValueError(
-            f"{kind}.dtype is {found}; floating-point tensors are written in a floating-point"
-            " dtype of whole bytes."
-        )
-    object.__setattr__(options, "dtype", found)
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype holds floating-point numbers, those of ml_dtypes included.
-
-    Older releases of JAX do not know all of these.
-    """
+    """Whether a dtype is floating-point; of ml_dtypes' older releases of JAX do not know all."""
     is_extended = dtype.type.__module__ == ml_dtypes.bfloat16.__module__
     return dtype.kind == "f" or (is_extended and "float" in dtype.name)
 
 
-def _check_metadata(options: WriteOptions | ConvertOptions) -> None:
-    metadata: Any = options.metadata
-    kind = type(options).__name__
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_by_class(values: Any) -> bool:
+    return (
+        isinstance(values, Mapping)
+        and set(values) <= set(PROFILES)
+        and all(isinstance(v, numbers.Real) and 0 <= float(v) < math.inf for v in values.values())
+    )
+
+
+_BY_CLASS = f"a dict of storage classes ({', '.join(PROFILES)}) to"
+_COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts"
+_FLAGS = "mmap strict verify fsync digests use_ocdbt use_zarr3 use_compression"
+# Names of options, what their values must be, and whether one is that.
+_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (_COUNTS, "a positive integer", lambda v: _is_integer(v) and v > 0),
+    ("replicate_below_bytes", "a non-negative integer", lambda v: _is_integer(v) and v >= 0),
+    (_FLAGS, "True or False", lambda v: isinstance(v, bool)),
+    ("timeout_seconds attempt_seconds", "a positive number", lambda v: _is_number(v) and v > 0),
+    ("total_seconds base_seconds max_seconds", "a number of seconds", _is_number),
+    ("latency_seconds", f"{_BY_CLASS} numbers of seconds", _is_by_class),
+    (
+        "bandwidth_bytes_per_second",
+        f"{_BY_CLASS} positive numbers",
+        lambda v: _is_by_class(v) and all(v.values()),
+    ),
+    ("jitter", "a number from 0 to 1", lambda v: _is_number(v) and v <= 1),
+    ("replicated", '"each" or "read_once"', lambda v: v in ("each", "read_once")),
+    ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
+    ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
+    ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),
+)
+_RULE_OF = {name: (text, test) for names, text, test in _RULES for name in names.split()}
+
+
+def _floating_dtype(kind: str, value: Any) -> np.dtype:
+    try:
+        dtype: np.dtype = np.dtype(_DTYPE_NAMES.get(str(value).lower(), value))
+    except TypeError as error:
+        raise ValueError(f"{kind}.dtype is {value!r}, which is not a dtype.") from error
+    if not is_floating(dtype) or dtype.name.startswith(("float4_", "float6_")):
+        raise ValueError(
+            f"{kind}.dtype is {dtype}; floating-point tensors are written in a floating-point"
+            " dtype of whole bytes."
+        )
+    return dtype
+
+
+def _check_metadata(kind: str, metadata: Any) -> None:
     if not isinstance(metadata, Mapping):
         raise ValueError(f"{kind}.metadata is {metadata!r}; a dict of strings.")
     for pair in metadata.items():
@@ -400,62 +398,3 @@ def _check_metadata(options: WriteOptions | ConvertOptions) -> None:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"{kind}.metadata: {text!r} is no text.") from error
-
-
-def _check_by_storage_class(name: str, values: Any) -> None:
-    """Checks a number for some storage classes."""
-    if not isinstance(values, Mapping):
-        raise ValueError(
-            f"ReadOptions.{name} must be a dict of storage classes such as {{'local': ...}}, not"
-            f" {values!r}."
-        )
-    unknown = sorted(set(values) - set(PROFILES))
-    if unknown:
-        raise ValueError(
-            f"ReadOptions.{name} names unknown storage classes {unknown};"
-            f" known: {sorted(PROFILES)}."
-        )
-    for kind, value in values.items():
-        is_number = isinstance(value, numbers.Real) and 0 <= float(value) < math.inf
-        if not is_number or (value == 0 and name != "latency_seconds"):
-            raise ValueError(
-                f"ReadOptions.{name}[{kind!r}] must be a positive number, not {value!r}."
-            )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-_POLICY = "a RetryPolicy(attempts=..., ...)"
-_COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts"
-_FLAGS = "mmap strict verify fsync digests use_ocdbt use_zarr3 use_compression"
-_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    (_COUNTS, "a positive integer", lambda v: _is_integer(v) and v > 0),
-    ("replicate_below_bytes", "a non-negative integer", lambda v: _is_integer(v) and v >= 0),
-    (_FLAGS, "True or False", lambda v: isinstance(v, bool)),
-    ("timeout_seconds attempt_seconds", "a positive number", lambda v: _is_seconds(v) and v > 0),
-    ("total_seconds base_seconds max_seconds", "a number of seconds", _is_seconds),
-    ("jitter", "a number from 0 to 1", lambda v: _is_seconds(v) and v <= 1),
-    ("replicated", '"each" or "read_once"', lambda v: v in ("each", "read_once")),
-    ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
-    ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
-    ("retries", _POLICY, lambda v: isinstance(v, RetryPolicy)),
-)
-"""Names of options, what their values must be, and whether one is that."""
-_RULE_OF = {name: (text, test) for names, text, test in _RULES for name in names.split()}
-
-
-def _check_fields(options: RetryPolicy | ReadOptions | WriteOptions | ConvertOptions) -> None:
-    """Refuses a value that its rule does not accept; None is accepted where it is the default."""
-    for field in dataclasses.fields(options):
-        expected, accepts = _RULE_OF.get(field.name, ("", bool))
-        value = getattr(options, field.name)
-        is_default = value is None and field.default is None
-        if expected and not is_default and not accepts(value):
-            kind = type(options).__name__
-            raise ValueError(f"{kind}.{field.name} must be {expected}, not {value!r}.")

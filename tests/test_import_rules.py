@@ -28,7 +28,6 @@ MAY_IMPORT_JAX = (
     "pytree.abstract",
     "pytree.prng",
     "pytree.treedef",
-    "mapping.abstract_leaves",
     "reading._jax",
     "reading.all_gather",
     "reading.assemble",
@@ -313,11 +312,7 @@ def run_python(code: str) -> None:
 
 @pytest.mark.parametrize("folder", PURE_FOLDERS)
 def test_pure_folder_runs_without_jax_and_orbax(folder):
-    modules = [
-        f"{PACKAGE}.{module}"
-        for module in HOUSE
-        if part(module) == folder and module != "mapping.abstract_leaves"
-    ]
+    modules = [f"{PACKAGE}.{module}" for module in HOUSE if part(module) == folder]
     assert modules, f"{folder}/ is missing"
     run_python(
         "import importlib, sys\n"

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from orbax_safetensors_layout.errors import MappingError, MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.mapping import TensorSpec
-from orbax_safetensors_layout.pytree import prng
+from orbax_safetensors_layout.pytree import nested_dicts, prng
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 
 from .checkpoint_reader import SourceArray, arrays_of, values_of
@@ -50,14 +50,11 @@ def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, 
         )
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
     bound = mapping.inverse().bind(specs) if inverse else mapping.bind(specs)
-    target: dict[str, Any] = {}
-    for name, expr in bound.expressions.items():
-        *folders, last = [name] if inverse else name.split(".")
-        node = target
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[last] = TargetArray(name, expr.shape, expr.dtype, "jax", expr)
-    return target
+    arrays = {
+        name: TargetArray(name, expr.shape, expr.dtype, "jax", expr)
+        for name, expr in bound.expressions.items()
+    }
+    return arrays if inverse else nested_dicts(arrays)
 
 
 class Topology:

@@ -17,15 +17,26 @@ from .affine.leaf_pieces import (
     assemble_box,
     strided,
 )
-from .casting import Subject, cast, cast_into, check_castable, python_scalar
+from .casting import (
+    Subject,
+    assign,
+    cast,
+    cast_into,
+    check_castable,
+    is_number,
+    is_whole,
+    python_scalar,
+    rounded,
+    to_whole,
+)
 from .expr.concat_stack import concat, stack
 from .expr.expression import Expr, fill, tensor
 from .expr.opaque_ops import Whole, opaque
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
-from .expr.values import Cast, ValueOp, apply_ops, assign, in_chunks, is_number, rounded, undone
-from .integers import is_whole, to_whole
+from .expr.values import Cast, ValueOp, apply_ops, in_chunks, undone
 from .lookup import find_mapping
-from .rules import Mapping, check_mapping, fingerprint, rule
+from .matching import rule
+from .rules import Mapping, check_mapping, fingerprint
 from .shapes import TensorSpec, TensorSpecs
 
 if TYPE_CHECKING:

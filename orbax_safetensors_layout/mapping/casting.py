@@ -1,15 +1,97 @@
-"""Casts host values: floats round, and where that is not intended every value must survive."""
+"""Dtypes of numbers and casts of host values.
+
+Floats round. Where that is not intended, and in integers and booleans, every value must survive.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError
+from orbax_safetensors_layout.format import NARROW_INTEGERS
 
-from .expr.values import assign, is_number, rounded
-from .integers import is_whole, to_whole, whole_or_lost
+
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype holds numbers or booleans."""
+    return dtype.kind in "biufc" or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
+
+
+def is_integer(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype holds integers, also such narrower than a byte."""
+    return dtype.kind in "iu" or dtype.name in NARROW_INTEGERS
+
+
+def is_whole(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype holds integers or booleans."""
+    return is_integer(dtype) or dtype.kind == "b"
+
+
+def cast_problem(source: np.dtype[Any], dtype: np.dtype[Any]) -> str | None:
+    """Return what is wrong with a cast, whatever the values are."""
+    if not (is_number(source) and is_number(dtype)):
+        return "has no numeric meaning"
+    if source.kind == "c" and dtype.kind != "c":
+        return "would drop the imaginary part"
+    return None
+
+
+def whole_range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return the least and the greatest value of an integer dtype, or of booleans."""
+    if dtype.kind == "b":
+        return 0, 1
+    narrow: Any = ml_dtypes.iinfo  # untyped
+    bounds = narrow(dtype) if dtype.name in NARROW_INTEGERS else np.iinfo(dtype)
+    return int(bounds.min), int(bounds.max)
+
+
+def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return values in an integer dtype or as booleans, and for each whether it is kept.
+
+    Where it is not, the result is undefined. Checked by range, not by a round trip: C leaves the
+    cast of a number out of range undefined.
+    """
+    low, high = whole_range(dtype)
+    kept = np.ones(values.shape, np.bool_)
+    if not is_whole(values.dtype):
+        with np.errstate(invalid="ignore"):  # of signalling NaN
+            values = values.astype(np.float64)  # holds every float of 32 bits and fewer
+            # As floats: `high + 1` is a power of two and exact, `high` may not be.
+            kept = np.isfinite(values) & (np.trunc(values) == values)
+            kept &= (values >= low) & (values < float(high + 1))
+    elif values.dtype.kind != "b":
+        if values.dtype.name in NARROW_INTEGERS:
+            values = values.astype(np.int8)
+        bounds = np.iinfo(values.dtype)
+        if low > bounds.min:
+            kept &= values >= low
+        if high < bounds.max:
+            kept &= values <= high
+    with np.errstate(invalid="ignore"):
+        if dtype.name in NARROW_INTEGERS:
+            values = values.astype(np.int8)  # numpy has no cast from all floats
+        return values.astype(dtype), kept
+
+
+def rounded(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return `values.astype(dtype)`; see `assign`."""
+    result = np.empty_like(values, dtype)
+    assign(result, values)
+    return result
+
+
+def assign(target: np.ndarray, values: np.ndarray) -> None:
+    """`target[...] = values`, also between small dtypes of which ml_dtypes has no cast.
+
+    Those go through float32, which holds every value of both.
+    """
+    with np.errstate(all="ignore"):
+        try:
+            target[...] = values
+        except TypeError:
+            target[...] = values.astype(np.float32)
 
 
 class Subject(NamedTuple):
@@ -21,21 +103,11 @@ class Subject(NamedTuple):
 
 
 def check_castable(source: np.dtype, dtype: np.dtype) -> None:
-    """Refuses a cast from complex to real, or from or to a dtype that is not a number.
-
-    Args:
-        source: The dtype in the file.
-        dtype: The dtype of the abstract tree.
-    """
-    if source == dtype:
-        return
-    if not (is_number(source) and is_number(dtype)):
-        problem = "a cast that has no numeric meaning"
-    elif source.kind == "c" and dtype.kind != "c":
-        problem = "a cast from complex to real numbers would drop the imaginary part"
-    else:
-        return
-    raise DtypeMismatchError(problem, expected=f"{dtype} (the abstract tree)", found=source)
+    """Refuses a cast from complex to real, or from or to a dtype that is not a number."""
+    problem = None if source == dtype else cast_problem(source, dtype)
+    if problem:
+        expected = f"{dtype} (the abstract tree)"
+        raise DtypeMismatchError(f"the cast {problem}", expected=expected, found=source)
 
 
 def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, subject: Subject) -> np.ndarray:
@@ -48,26 +120,21 @@ def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, subject: Subject) -
 def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subject) -> None:
     """Cast `value` into `out`.
 
-    Floating-point targets round as numpy does, unless `exact`. Integer and boolean targets must
-    hold every value.
-
-    Args:
-        out: Where the values go.
-        value: Some values of a tensor.
-        exact: Every value must survive: the cast was not asked for, JAX imposes it (x64 is off).
-        subject: The leaf, for the error.
+    Floating-point targets round as numpy does, unless the cast has to be `exact`, as one that was
+    not asked for: JAX imposes it (x64 is off). Integer and boolean targets must hold every value.
 
     Raises:
         DtypeMismatchError: A value would change.
     """
     if is_whole(out.dtype):
-        result, lost = to_whole(value, out.dtype)
-        _refuse(lost, out.dtype, subject, exact or not is_whole(value.dtype))
+        result, kept = to_whole(value, out.dtype)
+        if not kept.all():
+            raise _lost(value[~kept], out.dtype, subject, exact or not is_whole(value.dtype))
         out[...] = result
         return
     assign(out, value)
-    if exact:
-        _refuse(value[~_survived(value, out)], out.dtype, subject, exact)
+    if exact and not (kept := _survived(value, out)).all():
+        raise _lost(value[~kept], out.dtype, subject, exact)
 
 
 def _survived(value: np.ndarray, result: np.ndarray) -> np.ndarray:
@@ -76,12 +143,30 @@ def _survived(value: np.ndarray, result: np.ndarray) -> np.ndarray:
     kept: np.ndarray
     with np.errstate(invalid="ignore"):  # of signalling NaN
         if is_whole(value.dtype):
-            back, held = whole_or_lost(real, value.dtype)
+            back, held = to_whole(real, value.dtype)
             kept = held & (back == value)
         else:
             back = rounded(real, value.dtype)
             kept = (back == value) | ((back != back) & (value != value))
     return kept
+
+
+def _lost(lost: np.ndarray, dtype: np.dtype, subject: Subject, exact: bool) -> DtypeMismatchError:
+    source = subject.source
+    hint = "Ask for a dtype that holds the values."
+    if exact and source.itemsize == 8 and dtype.itemsize == 4:
+        hint = (
+            "If the tree asks for 64 bits: JAX's are off; set"
+            " jax.config.update('jax_enable_x64', True), or ask for a dtype that holds the values."
+        )
+    return DtypeMismatchError(
+        f"{lost.size} values do not fit {dtype}",
+        file=subject.file,
+        tensor=subject.name,
+        expected=dtype,
+        found=f"{source}, for instance {lost[0]}",
+        hint=hint,
+    )
 
 
 def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int | float:
@@ -101,23 +186,3 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
             found=f"{number} ({value.dtype})",
         )
     return scalar
-
-
-def _refuse(lost: np.ndarray, dtype: np.dtype, subject: Subject, exact: bool) -> None:
-    if not lost.size:
-        return
-    source = subject.source
-    hint = "Ask for a dtype that holds the values."
-    if exact and source.itemsize == 8 and dtype.itemsize == 4:
-        hint = (
-            "If the tree asks for 64 bits: JAX's are off; set"
-            " jax.config.update('jax_enable_x64', True), or ask for a dtype that holds the values."
-        )
-    raise DtypeMismatchError(
-        f"{lost.size} values do not fit {dtype}",
-        file=subject.file,
-        tensor=subject.name,
-        expected=dtype,
-        found=f"{source}, for instance {lost[0]}",
-        hint=hint,
-    )

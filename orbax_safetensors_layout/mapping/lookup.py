@@ -38,10 +38,7 @@ def find_mapping(name: str, config: Config | None = None) -> Mapping:
     """Return the mapping of a name.
 
     Args:
-        name: `llama`, `llama:maxtext`, `llama:maxtext-unscanned`: a family, a model side, whether
-            its layers are stacked, and `-quantized` to keep quantised tensors; `auto` in the place
-            of the family takes it from the configuration. Or `package.module:attribute`, or
-            `path/to/file.py:attribute`: a `Mapping`, or a function that makes one of `config`.
+        name: One of `FORMS`. An attribute is a `Mapping`, or a function that makes one of `config`.
         config: The Hugging Face checkpoint, its `config.json`, or the content of that as a dict.
             Families need it.
 
@@ -49,12 +46,6 @@ def find_mapping(name: str, config: Config | None = None) -> Mapping:
         MappingError: The name means nothing, or its module cannot be imported; there is no ready
             mapping for the model.
         CheckpointNotFoundError: There is no configuration at the path.
-
-    Example:
-        >>> config = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16,
-        ...           "num_attention_heads": 2}
-        >>> find_mapping("llama:maxtext-unscanned", config).rules[4].target
-        'params.decoder.layers_1.pre_self_attention_layer_norm.scale'
     """
     before, colon, after = name.partition(":")
     if before == _AUTO or before in _FAMILIES:
@@ -87,7 +78,6 @@ def _family(family: str, side: str, config: Config | None) -> Mapping:
 
 
 def _module(where: str) -> ModuleType:
-    """Import a module by its dotted name, or by its file's path."""
     try:
         if where.endswith(".py"):
             return _from_file(where)

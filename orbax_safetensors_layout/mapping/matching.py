@@ -7,10 +7,10 @@ import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from orbax_safetensors_layout.errors import pattern_of
+from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.format import natural_key
 
-from .expr.expression import Expr
+from .expr.expression import Expr, as_expr
 from .names import NameTree, substitute, wildcards
 from .problems import Problem
 from .shapes import TensorSpecs
@@ -24,7 +24,7 @@ _Bindings: TypeAlias = dict[tuple[tuple[str, str], ...], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of the leaves of one name pattern; see `rules.rule`."""
+    """The rule of the leaves of one name pattern; see `rule`."""
 
     target: str
     expr: Expr | None
@@ -37,6 +37,48 @@ class Rule:
         return f"rule({self.target!r}, {self.expr!r}{tied}{optional})"
 
 
+def rule(
+    target_pattern: str, expr: Expr | None, *, tied_to: str | None = None, optional: bool = False
+) -> Rule:
+    """Return a rule that makes the leaves of one name pattern.
+
+    Args:
+        target_pattern: Dotted names of leaves. `{i}` stands for one component, or for a part of
+            one, and for the same text in the names of `expr`.
+        expr: The expression of each. None, for a tied leaf: that of the other leaf.
+        tied_to: The leaf that holds the same values. It is the one that is saved, unless `expr`
+            takes a tensor that the other leaf does not.
+        optional: Whether a checkpoint may have none of the tensors of `expr`, and the model no such
+            leaf. Otherwise that is an error.
+
+    Raises:
+        MappingError: A wildcard of `expr` is in neither the target nor a `stack`, or in both.
+
+    Example:
+        >>> from orbax_safetensors_layout.mapping import tensor
+        >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
+        rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
+    """
+    expr = None if expr is None else as_expr(expr, "rule")
+    result = Rule(target_pattern, expr, tied_to, optional)
+    captured = set(wildcards(target_pattern))
+    if expr is None and tied_to is None:
+        raise MappingError(f"{result!r} has neither an expression nor a leaf to be tied to")
+    stacked = frozenset() if expr is None else expr.stacked_over()
+    both = sorted(captured & stacked)
+    if both:
+        raise MappingError(f"{result!r}: {both[0]!r} is stacked over, and in the target too")
+    patterns = [] if expr is None else [(p, captured | stacked) for p in expr.patterns()]
+    for pattern, known in [*patterns, (tied_to or "", captured)]:
+        unknown = [name for name in wildcards(pattern) if name not in known]
+        if unknown:
+            raise MappingError(
+                f"{result!r}: nothing gives {{{unknown[0]}}} of {pattern!r} a value: it must be in"
+                " the target, or in a stack(..., over=...)"
+            )
+    return result
+
+
 class RuleTarget(NamedTuple):
     """A leaf and the rule that makes it."""
 
@@ -46,73 +88,61 @@ class RuleTarget(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """The leaves of a mapping.
+    """The leaves of a mapping."""
 
-    Attributes:
-        targets: Leaves with the one rule that makes them.
-        ambiguous: Leaves with each of several rules.
-        problems: Leaves without a rule or with several, and rules without a leaf.
-    """
-
-    targets: list[RuleTarget]
-    ambiguous: list[RuleTarget]
-    problems: list[Problem]
+    targets: list[RuleTarget]  # leaves with the one rule that makes them
+    ambiguous: list[RuleTarget]  # leaves with each of several rules
+    problems: list[Problem]  # leaves without a rule or with several, and rules without a leaf
 
 
 def match_rules(rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | None) -> Matches:
     """Find the rule of each leaf.
 
     Where several rules match a leaf, those count that the checkpoint has tensors for, so that the
-    choice is the same whether leaves are given or not.
-
-    Args:
-        rules: The rules.
-        specs: The tensors of the checkpoint; only their names count.
-        leaves: The leaves; None takes all that the checkpoint gives, and required ones.
+    choice is the same whether leaves are given or not. Of the tensors only the names count. Where
+    `leaves` is None, the leaves are all that the checkpoint gives, and required ones.
     """
     problems: list[Problem] = []
     if leaves is None:
-        found = _given(rules, specs, problems)
-        _add_required(rules, found, problems)
+        matches = _given(rules, specs, problems)
+        _add_required(rules, matches, problems)
     else:
-        found = {leaf: [] for leaf in leaves}
+        matches = {leaf: [] for leaf in leaves}
         tree = NameTree(leaves)
         for rule in rules:
             for leaf, captures in tree.match(rule.target):
-                found[leaf].append(RuleTarget(leaf, rule, captures))
-        if any(len(matches) > 1 for matches in found.values()):
+                matches[leaf].append(RuleTarget(leaf, rule, captures))
+        if any(len(targets) > 1 for targets in matches.values()):
             given = _given(rules, specs, [])
-            for leaf, matches in found.items():
-                if len(matches) > 1:
-                    found[leaf] = given.get(leaf, matches)
-    several = [matches for matches in found.values() if len(matches) > 1]
-    for matches in several:
-        targets = [repr(match.rule.target) for match in matches]
-        if len(set(targets)) < len(targets):  # only their expressions differ
-            targets = [repr(match.rule.expr) for match in matches]
-        listed = " and ".join(targets)
-        text = f"{len(matches)} rules make leaf {matches[0].leaf!r}: those for {listed}"
-        problems.append(Problem(text, f"the rules for {listed}"))
-    for first, others in group_by_pattern([leaf for leaf, matches in found.items() if not matches]):
+            for leaf, targets in matches.items():
+                if len(targets) > 1:
+                    matches[leaf] = given.get(leaf, targets)
+    ambiguous = []
+    for leaf, targets in matches.items():
+        if len(targets) > 1:
+            ambiguous += targets
+            names = [repr(target.rule.target) for target in targets]
+            if len(set(names)) < len(names):  # only their expressions differ
+                names = [repr(target.rule.expr) for target in targets]
+            listed = " and ".join(names)
+            text = f"{len(targets)} rules make leaf {leaf!r}: those for {listed}"
+            problems.append(Problem(text, f"the rules for {listed}"))
+    for first, others in group_by_pattern([leaf for leaf, rest in matches.items() if not rest]):
         problems.append(Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule"))
-    single = [match for matches in found.values() if len(matches) == 1 for match in matches]
-    return Matches(
-        [_untied(target, rules, found) for target in single],
-        [match for matches in several for match in matches],
-        problems,
-    )
+    single = [targets[0] for targets in matches.values() if len(targets) == 1]
+    return Matches([_untied(target, rules, matches) for target in single], ambiguous, problems)
 
 
 def _given(
     rules: Sequence[Rule], specs: TensorSpecs, problems: list[Problem]
 ) -> dict[str, list[RuleTarget]]:
     """Return the leaves that the checkpoint has tensors for, each with all rules that match."""
-    found: dict[str, list[RuleTarget]] = {}
+    matches: dict[str, list[RuleTarget]] = {}
     for rule in sorted(rules, key=lambda rule: rule.expr is None):
-        for captures in _captures(rule, specs, found, problems):
+        for captures in _captures(rule, specs, matches, problems):
             leaf = substitute(rule.target, captures)
-            found.setdefault(leaf, []).append(RuleTarget(leaf, rule, captures))
-    return found
+            matches.setdefault(leaf, []).append(RuleTarget(leaf, rule, captures))
+    return matches
 
 
 def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -> RuleTarget:
@@ -144,12 +174,12 @@ def group_by_pattern(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _captures(
-    rule: Rule, specs: TensorSpecs, found: Iterable[str], problems: list[Problem]
+    rule: Rule, specs: TensorSpecs, leaves: Iterable[str], problems: list[Problem]
 ) -> Iterator[dict[str, str]]:
     """Yields the values of a target's wildcards, from the tensors that a checkpoint has."""
     names = wildcards(rule.target)
     if rule.expr is None:
-        tree, patterns = NameTree(found), [rule.tied_to or ""]
+        tree, patterns = NameTree(leaves), [rule.tied_to or ""]
     else:
         tree, patterns = specs.tree, list(dict.fromkeys(rule.expr.patterns()))
     if not patterns and not names:
@@ -173,17 +203,16 @@ def _captures(
 
 
 def _add_required(
-    rules: Sequence[Rule], found: dict[str, list[RuleTarget]], problems: list[Problem]
+    rules: Sequence[Rule], leaves: dict[str, list[RuleTarget]], problems: list[Problem]
 ) -> None:
     """Adds the leaves of rules that are not optional and have no tensor in the checkpoint."""
-    used = {id(target.rule) for matches in found.values() for target in matches}
+    used = {id(target.rule) for targets in leaves.values() for target in targets}
     for rule in rules:
         if rule.optional or rule.expr is None or id(rule) in used:
             continue
         patterns = [*rule.expr.patterns()]
         if not wildcards(rule.target):
-            if rule.target not in found:
-                found[rule.target] = [RuleTarget(rule.target, rule, {})]
+            leaves.setdefault(rule.target, [RuleTarget(rule.target, rule, {})])
         elif patterns:
             text = f"there is no tensor {patterns[0]!r}, and so no leaf {rule.target!r}"
             hint = "If there need not be any, say so: rule(..., optional=True)."

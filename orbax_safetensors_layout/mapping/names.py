@@ -20,31 +20,18 @@ WILDCARD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # that a numpy index can be
 
 
-class Component(NamedTuple):
-    """One dotted component of a pattern: literal text and wildcards in alternation.
+class _Component(NamedTuple):
+    """One dotted component of a pattern."""
 
-    Attributes:
-        texts: The literal text before each wildcard, and after the last.
-        wildcards: The names of the wildcards.
-    """
-
-    texts: tuple[str, ...]
+    text: str
     wildcards: tuple[str, ...]
-
-    def format(self, captures: Captures) -> str | None:
-        """Return the text, or None where a wildcard has no value."""
-        parts = [self.texts[0]]
-        for name, literal in zip(self.wildcards, self.texts[1:], strict=True):
-            if name not in captures:
-                return None
-            parts += captures[name], literal
-        return "".join(parts)
+    regex: re.Pattern[str] | None  # None where one wildcard is all
 
     def match(self, text: str, captures: dict[str, str]) -> dict[str, str] | None:
         """Return the captures with those of `text`, or None where it does not match."""
-        if len(self.wildcards) == 1 and self.texts == ("", ""):
+        if self.regex is None:
             return {**captures, self.wildcards[0]: text}
-        match = _compiled(self).fullmatch(text)
+        match = self.regex.fullmatch(text)
         if match is None:
             return None
         merged = dict(captures)
@@ -54,57 +41,41 @@ class Component(NamedTuple):
         return merged
 
 
-@functools.lru_cache(1024)
-def _compiled(component: Component) -> re.Pattern[str]:
-    return re.compile("(.+)".join(map(re.escape, component.texts)))
-
-
-def parse_pattern(pattern: str) -> tuple[Component, ...]:
+def parse_pattern(pattern: str) -> tuple[_Component, ...]:
     """Return the components of a pattern.
 
     `{name}` stands for one dotted component of a name, or for a part of one: `layers.{i}.kernel`
     or `layers_{i}.kernel`. The same wildcard stands for the same text everywhere.
-
-    Raises:
-        MappingError: It is not a string, a brace is left alone, or a wildcard has no name.
     """
     return _parse_pattern(text(pattern, "a pattern of names"))
 
 
 @functools.lru_cache(1 << 14)
-def _parse_pattern(pattern: str) -> tuple[Component, ...]:
+def _parse_pattern(pattern: str) -> tuple[_Component, ...]:
     components = []
     for dotted in pattern.split("."):
         parts = WILDCARD.split(dotted)
-        names = parts[1::2]
-        if not all(name.isidentifier() for name in names) or any(
-            brace in literal for literal in parts[::2] for brace in "{}"
-        ):
+        literals, names = parts[::2], tuple(parts[1::2])
+        if not all(map(str.isidentifier, names)) or any(set("{}") & set(x) for x in literals):
             raise MappingError(
                 f"name pattern {pattern!r}: a wildcard is written as {{name}}, in one component"
             )
-        components.append(Component(tuple(parts[::2]), tuple(names)))
+        is_all = literals == ["", ""]
+        regex = None if is_all else re.compile("(.+)".join(map(re.escape, literals)))
+        components.append(_Component(dotted, names, regex))
     return tuple(components)
 
 
 def wildcards(pattern: str) -> tuple[str, ...]:
-    """Return the names of a pattern's wildcards, each once.
-
-    >>> wildcards("layers.{i}.experts.{e}.kernel")
-    ('i', 'e')
-    """
+    """Return the names of a pattern's wildcards, each once."""
     return tuple(dict.fromkeys(n for part in parse_pattern(pattern) for n in part.wildcards))
 
 
 def substitute(pattern: str, captures: Captures) -> str:
-    """Return a pattern with the wildcards that have a value replaced.
-
-    >>> substitute("layers.{i}.experts.{e}", {"i": "3"})
-    'layers.3.experts.{e}'
-    """
+    """Return a pattern with the wildcards that have a value replaced."""
     if "{" not in pattern:
         return pattern
-    return WILDCARD.sub(lambda found: captures.get(found[1], found[0]), pattern)
+    return WILDCARD.sub(lambda match: captures.get(match[1], match[0]), pattern)
 
 
 def is_index(text: str) -> bool:
@@ -123,22 +94,15 @@ class NameTree:
                 node = node.children.setdefault(part, _Node())
             node.ends = True
 
-    def match(
-        self, pattern: str, captures: Captures | None = None
-    ) -> Iterator[tuple[str, dict[str, str]]]:
+    def match(self, pattern: str) -> Iterator[tuple[str, dict[str, str]]]:
         """Yields the names that match a pattern, each with the values of all wildcards.
 
         Only branches that can match are visited.
 
-        Args:
-            pattern: The pattern.
-            captures: Required values of some wildcards.
-
         >>> list(NameTree(["a.0.w", "a.1.w", "a.1.b"]).match("a.{i}.w"))
         [('a.0.w', {'i': '0'}), ('a.1.w', {'i': '1'})]
         """
-        components = parse_pattern(pattern)
-        yield from _match(self._root.children, components, 0, "", dict(captures or {}))
+        yield from _match(self._root.children, parse_pattern(pattern), 0, "", {})
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,20 +113,21 @@ class _Node:
 
 def _match(
     children: dict[str, _Node],
-    components: tuple[Component, ...],
+    components: tuple[_Component, ...],
     depth: int,
     prefix: str,
     captures: dict[str, str],
 ) -> Iterator[tuple[str, dict[str, str]]]:
     component = components[depth]
-    literal = component.format(captures)
-    parts = children if literal is None else [literal] if literal in children else []
+    literal = substitute(component.text, captures)
+    is_open = any(name not in captures for name in component.wildcards)
+    parts = children if is_open else [literal] if literal in children else []
     for part in parts:
-        found = captures if literal is not None else component.match(part, captures)
-        if found is None:
+        values = component.match(part, captures) if is_open else captures
+        if values is None:
             continue
         node, name = children[part], prefix + part
         if depth + 1 < len(components):
-            yield from _match(node.children, components, depth + 1, f"{name}.", found)
+            yield from _match(node.children, components, depth + 1, f"{name}.", values)
         elif node.ends:
-            yield name, found
+            yield name, values

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MOST_LINES, MappingError
 
+S = TypeVar("S")
 T = TypeVar("T")
 _MAX_ALIKE = 3
 _MAX_NEAREST = 20
@@ -16,27 +17,18 @@ _NEAREST = {
     "file": "The nearest tensors are",
     "leaf": "The nearest leaves are",
     "rule": "The nearest targets of rules are",
-    "lacking": "Rules take, and the checkpoint lacks,",
+    "lacking": "Rules take, and the checkpoint lacks,",  # names that rules take
 }
 
 
 class Problem(NamedTuple):
-    """One problem.
+    """One problem of a mapping."""
 
-    Attributes:
-        text: A sentence without a final period.
-        kind: Of many problems of one kind only the first are listed.
-        seek: A name whose nearest existing names are listed.
-        among: Where to seek: names of tensors (`"file"`) or leaves (`"leaf"`), targets of rules
-            (`"rule"`), or names that rules take and the checkpoint lacks (`"lacking"`).
-        hint: The remedy.
-    """
-
-    text: str
-    kind: str = ""
-    seek: str | None = None
-    among: str = "file"
-    hint: str | None = None
+    text: str  # a sentence without a final period
+    kind: str = ""  # of many problems of one kind only the first are listed
+    seek: str | None = None  # a name whose nearest existing names are listed,
+    among: str = "file"  # of this kind, a key of `_NEAREST`
+    hint: str | None = None  # the remedy
 
 
 class Problems(MappingError):
@@ -44,8 +36,7 @@ class Problems(MappingError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        texts = [problem.text for problem in self.problems]
-        super().__init__(texts[0] if len(texts) == 1 else "\n".join(texts))
+        super().__init__("\n".join(problem.text for problem in self.problems))
 
 
 def problems_of(error: MappingError) -> tuple[Problem, ...]:
@@ -55,13 +46,13 @@ def problems_of(error: MappingError) -> tuple[Problem, ...]:
     return (Problem(error.message, hint=error.hint),)
 
 
-def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """Return the results of all calls; the problems of all that fail are one `Problems`."""
+def gather(call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Return the results for all items; the problems of all that fail are one `Problems`."""
     results: list[T] = []
     problems: list[Problem] = []
-    for call in calls:
+    for item in items:
         try:
-            results.append(call())
+            results.append(call(item))
         except MappingError as error:
             problems += problems_of(error)
     if problems:
@@ -77,25 +68,18 @@ def within(error: MappingError, where: str) -> Problems:
 def mapping_error(
     what: str, problems: Collection[Problem], names: Mapping[str, Collection[str]]
 ) -> MappingError:
-    """Return one error for all problems.
-
-    Args:
-        what: The begin of its text.
-        problems: At least one.
-        names: For each `Problem.among` the names that exist.
-    """
+    """Return one error for at least one problem; `names` are those that exist, by kind."""
     unique = list(dict.fromkeys(problems))
     count = f"{len(unique)} problems" if len(unique) > 1 else "1 problem"
     lines, sought, left = [f"{what}: {count}."], 0, 0
-    shown: dict[str, int] = {}
+    shown: collections.Counter[str] = collections.Counter()
     totals = collections.Counter(problem.kind for problem in unique)
     for problem in unique:
-        seen = shown[problem.kind] = shown.get(problem.kind, 0) + 1
-        if problem.kind and seen > _MAX_ALIKE:
-            if seen == _MAX_ALIKE + 1:
-                lines.append(
-                    f"  - {totals[problem.kind] - _MAX_ALIKE} more like it ({problem.kind})."
-                )
+        kind, more = problem.kind, totals[problem.kind] - _MAX_ALIKE
+        shown[kind] += 1
+        if kind and shown[kind] > _MAX_ALIKE:
+            if shown[kind] == _MAX_ALIKE + 1:
+                lines.append(f"  - {more} more like it ({kind}).")
             continue
         if len(lines) > MOST_LINES:
             left += 1

@@ -1,10 +1,8 @@
 """Mappings: rules that make a model's leaves of a checkpoint's tensors, and their inverse.
 
-Loading binds rules to the tensors' shapes: each leaf is an expression over tensors. Saving
-
-1. takes the tensors' shapes from a checkpoint, or infers them from the leaves' (`Expr.infer`);
-2. binds the rules to them;
-3. inverts the bound expressions (`invert`): each tensor is an expression over leaves.
+Loading binds rules to the tensors' shapes: each leaf is an expression over tensors. Saving takes
+these shapes from a checkpoint, or infers them from the leaves' (`Expr.infer`), binds the rules to
+them, and inverts the bound expressions (`invert`): each tensor is an expression over leaves.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from orbax_safetensors_layout.errors import MappingError, pattern_of
 
 from .affine.binding import Binder, BoundMapping
 from .argument_checks import several
-from .expr.expression import Apply, Expr, as_expr
+from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
 from .expr.ops import ValueOperation
 from .expr.values import Scale
 from .inverse.inference import Extent, Inference
 from .inverse.invert import invert
 from .matching import LeafShapes, Rule, RuleTarget, match_rules
-from .names import substitute, wildcards
+from .names import substitute
 from .problems import Problem, mapping_error, problems_of
 from .shapes import Shapes, TensorSpec, TensorSpecs
 
@@ -41,53 +39,16 @@ Checkpoint = Shapes | str | os.PathLike[str]
 _MOST_KINDS = 5
 
 
-def rule(
-    target_pattern: str, expr: Expr | None, *, tied_to: str | None = None, optional: bool = False
-) -> Rule:
-    """Return a rule that makes the leaves of one name pattern.
-
-    Args:
-        target_pattern: Dotted names of leaves. `{i}` stands for one component, or for a part of
-            one, and for the same text in the names of `expr`.
-        expr: The expression of each. None, for a tied leaf: that of the other leaf.
-        tied_to: The leaf that holds the same values. It is the one that is saved, unless `expr`
-            takes a tensor that the other leaf does not.
-        optional: Whether a checkpoint may have none of the tensors of `expr`, and the model no such
-            leaf. Otherwise that is an error.
-
-    Raises:
-        MappingError: A wildcard of `expr` is in neither the target nor a `stack`, or in both.
-
-    Example:
-        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
-        >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
-        rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
-    """
-    expr = None if expr is None else as_expr(expr, "rule")
-    result = Rule(target_pattern, expr, tied_to, optional)
-    known = set(wildcards(target_pattern))
-    if expr is None and tied_to is None:
-        raise MappingError(f"{result!r} has neither an expression nor a leaf to be tied to")
-    if expr is not None:
-        both = sorted(known & expr.stacked_over())
-        if both:
-            raise MappingError(f"{result!r}: {both[0]!r} is stacked over, and in the target too")
-        known |= expr.stacked_over()
-        for pattern in expr.patterns():
-            _check_known(result, pattern, known)
-    if tied_to is not None:
-        _check_known(result, tied_to, set(wildcards(target_pattern)))
-    return result
-
-
 class Mapping:
     """Rules that make a model's leaves of a checkpoint's tensors.
 
     Every leaf must be made by one rule, every rule must make a leaf unless it is optional, every
-    tensor must be used or ignored, and every shape must fit. One error lists all problems.
+    tensor must be used or ignored, and every shape must fit: else a `MappingError` lists all
+    problems. Where methods take a checkpoint, it is its path, or name to shape and dtype of its
+    tensors.
 
     Args:
-        rules: The rules, as `rule` makes them. Their order does not matter.
+        rules: The rules, as `osl.rule` makes them. Their order does not matter.
         ignore: Patterns of tensors that no leaf needs: `*` (dots included), `?`, `[...]`, `{a,b}`
             and `{0..15}`.
         strict: Refuse tensors that are neither used nor ignored.
@@ -103,13 +64,10 @@ class Mapping:
         files: The names, shapes and dtypes of the tensors that are saved, if known; see `like`.
 
     Example:
-        >>> import numpy as np
-        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
-        >>> from orbax_safetensors_layout.mapping.expr.concat_stack import stack
+        >>> from orbax_safetensors_layout.mapping import rule, stack, tensor
         >>> up = stack(tensor("model.layers.{i}.up.weight").transpose(), over="i")
         >>> mapping = Mapping([rule("layers.up.kernel", up)], ignore="*.rotary.inv_freq")
-        >>> f32 = np.dtype("float32")
-        >>> files = {f"model.layers.{i}.up.weight": ((16, 8), f32) for i in range(3)}
+        >>> files = {f"model.layers.{i}.up.weight": ((16, 8), np.float32) for i in range(3)}
         >>> mapping.leaf_facts(files)
         {'layers.up.kernel': TensorSpec(shape=(3, 8, 16), dtype=dtype('float32'))}
     """
@@ -124,8 +82,7 @@ class Mapping:
         buffers: str | Iterable[str] = (),
     ) -> None:
         self.rules = several(rules, "Mapping")
-        items: Iterable[object] = self.rules
-        for item in items:
+        for item in self.rules:
             if not isinstance(item, Rule):
                 raise MappingError(
                     "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(item)
@@ -149,14 +106,15 @@ class Mapping:
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
         """Return each leaf as an expression over a checkpoint's tensors: the loading direction.
 
+        Of a path only the headers of files that hold a tensor of the mapping are read.
+
         Args:
-            checkpoint: Its path, or name to shape and dtype of its tensors. Of a path only the
-                headers of files that hold a tensor of the mapping are read.
+            checkpoint: The checkpoint.
             leaves: Name to shape of the leaves to load, where a shape may be None. None takes all
                 leaves that the checkpoint gives.
 
         Raises:
-            MappingError: The mapping does not fit; lists all problems.
+            MappingError: The mapping does not fit.
             CheckpointNotFoundError: There is no checkpoint at the path.
             FormatError: A file of it is malformed.
         """
@@ -168,25 +126,22 @@ class Mapping:
         return bound
 
     def needs(self, names: Iterable[str], leaves: Iterable[str] | None = None) -> list[str]:
-        """Return the tensors whose shapes `bind` takes.
-
-        Args:
-            names: All tensors of a checkpoint.
-            leaves: The leaves to load; None for all.
-        """
+        """Return those of a checkpoint's tensors whose shapes `bind` takes; None for all leaves."""
         specs = TensorSpecs({}, names)
         shapes = None if leaves is None else dict.fromkeys(leaves)
         targets = match_rules(self.rules, specs, shapes).targets
         return list(dict.fromkeys(n for target in targets for n in _names_taken(target, specs)))
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
-        """Return the leaves that a checkpoint of tensors `names` gives."""
+        """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""
         specs = TensorSpecs({}, names)
         matches = match_rules(self.rules, specs, None)
         return [
             target.leaf
             for target in (*matches.targets, *matches.ambiguous)
-            if _is_given(target, specs)
+            if target.rule.expr is None
+            or not any(target.rule.expr.patterns())
+            or any(_names_taken(target, specs))
         ]
 
     def _specs(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> TensorSpecs:
@@ -198,46 +153,29 @@ class Mapping:
             return TensorSpecs(shapes, catalog.names)
 
     def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-        """Return shape and dtype of the leaves that a checkpoint gives, by dotted name.
-
-        Raises:
-            MappingError: The mapping does not fit the checkpoint.
-        """
+        """Return shape and dtype of the leaves that a checkpoint gives, by dotted name."""
         return self.bind(checkpoint).specs()
 
     def abstract(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return the abstract tree of a checkpoint: add shardings to it, and load it.
 
-        Args:
-            checkpoint: Its path, or name to shape and dtype of its tensors.
-
-        Returns:
-            Nested dicts of `jax.ShapeDtypeStruct`, without shardings.
-
-        Raises:
-            MappingError: The mapping does not fit the checkpoint.
+        These are nested dicts of `jax.ShapeDtypeStruct`, without shardings.
         """
-        from .abstract_leaves import abstract_tree
+        from orbax_safetensors_layout.pytree import abstract_dicts
 
-        return abstract_tree(self.leaf_facts(checkpoint))
+        return abstract_dicts(self.leaf_facts(checkpoint))
 
     def explain(self, checkpoint: Checkpoint, abstract: Any = None) -> str:
         """Return a table: each leaf, its shape, its expression, and the tensors that it takes.
 
-        Args:
-            checkpoint: Its path, or name to shape and dtype of its tensors.
-            abstract: The abstract tree, or the shapes of its leaves by name; None takes all leaves
-                that the checkpoint gives.
-
-        Raises:
-            MappingError: The mapping does not fit.
+        `abstract` is the abstract tree, or the shapes of its leaves by name; None takes all leaves
+        that the checkpoint gives.
         """
-        leaves = abstract
-        if leaves is not None and not _are_shapes(leaves):
-            from .abstract_leaves import leaf_shapes
+        if abstract is not None and not _are_shapes(abstract):
+            from orbax_safetensors_layout.pytree import leaf_shapes
 
-            leaves = leaf_shapes(abstract)
-        return self.bind(checkpoint, leaves).explain()
+            abstract = leaf_shapes(abstract)
+        return self.bind(checkpoint, abstract).explain()
 
     def like(self, checkpoint: Checkpoint, *, leave_out: str | Iterable[str] = ()) -> Mapping:
         """Return the mapping that saves a checkpoint's names and shapes, and its dtypes at casts.
@@ -245,16 +183,8 @@ class Mapping:
         Otherwise these follow from the leaves. They do not for `reshape`, nor for `concat` without
         sizes, and a `cast` is not undone, since its operand's dtype is unknown.
 
-        Args:
-            checkpoint: Its path, or name to shape and dtype of its tensors.
-            leave_out: Patterns, as for `ignore`, of tensors that no rule takes and that the saved
-                checkpoint will lack.
-
-        Raises:
-            MappingError: The checkpoint has other tensors that no rule takes, and that are no
-                buffers.
-            CheckpointNotFoundError: There is no checkpoint at the path.
-            FormatError: A file of it is malformed.
+        The saved checkpoint will lack tensors that no rule takes; all of them have to match the
+        patterns of `leave_out`, written as for `ignore`, or be buffers.
         """
         files = self._specs(checkpoint, None)
         patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out), *self._spare]
@@ -322,15 +252,11 @@ class InverseMapping:
             leaves: Name to shape and dtype of the model's leaves.
             checkpoint: The names and shapes of the tensors, or the path of a checkpoint that has
                 them. None takes those of `Mapping.like`, or infers them from the leaves.
-
-        Raises:
-            MappingError: The mapping does not fit, or an expression does not invert; lists all
-                problems.
         """
         own = TensorSpecs(leaves)
         shapes = {name: spec.shape for name, spec in own.items()}
         if checkpoint is None:
-            checkpoint = self._completed(own, shapes)
+            checkpoint = self._inferred(own, shapes)
         forward = self.mapping.bind(checkpoint, shapes)
         saved = {n: expr for n, expr in forward.expressions.items() if n not in forward.ties}
         try:
@@ -347,16 +273,11 @@ class InverseMapping:
         """Return a table: each tensor, its shape, the leaves that it takes; see `bind`."""
         return self.bind(leaves, checkpoint).explain()
 
-    def _completed(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
-        """Return the tensors to save: those of `Mapping.like`, and a tied leaf's own ones."""
-        files = self.mapping.files
-        more = self._inferred(leaves, shapes)
-        if files is None:
-            return TensorSpecs(more)
-        return TensorSpecs({**more, **dict(files.known())}, [*files, *more], files.pieces)
+    def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
+        """Return the tensors to save, their shapes inferred from the leaves'.
 
-    def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> dict[str, TensorSpec]:
-        """Infer the tensors' shapes from the leaves'; beside known files those of ties alone."""
+        Beside the tensors of `Mapping.like` these are a tied leaf's own ones.
+        """
         inference, files = Inference(), self.mapping.files
         targets, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
         taken = {
@@ -380,7 +301,10 @@ class InverseMapping:
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             raise mapping_error("The mapping cannot save", problems, names)
-        return inference.specs()
+        inferred = inference.specs()
+        if files is None:
+            return TensorSpecs(inferred)
+        return TensorSpecs({**inferred, **dict(files.known())}, [*files, *inferred], files.pieces)
 
 
 def check_mapping(mapping: object) -> None:
@@ -396,21 +320,10 @@ def fingerprint(mapping: Mapping) -> str:
     """Return a digest that is equal for equal mappings, in every process.
 
     Unlike the `repr` of an expression it covers all indices. Functions count by their names.
-
-    Example:
-        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
-        >>> ways = [[*range(20)], [*range(18), 19, 18]]
-        >>> a, b = (Mapping([rule("a", tensor("b").take(0, way))]) for way in ways)
-        >>> repr(a) == repr(b), fingerprint(a) == fingerprint(b)
-        (True, False)
     """
+    rules = [_encoded(rule) for rule in mapping.rules]
     files = None if mapping.files is None else [*mapping.files.known()]
-    parts = (
-        [_encoded(rule) for rule in mapping.rules],
-        (*mapping.buffers, *mapping.ignore),
-        mapping.strict,
-        files,
-    )
+    parts = (rules, (*mapping.buffers, *mapping.ignore), mapping.strict, files)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -426,7 +339,7 @@ def _encoded(value: Any) -> object:
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:
-    """Yields the operations of an expression that never invert."""
+    """Yields the problems of operations that never invert."""
     if isinstance(expr, Compute):
         yield Problem(f"{expr!r} does not invert")
         return
@@ -446,13 +359,6 @@ def _names_taken(target: RuleTarget, specs: TensorSpecs) -> Iterator[str]:
         yield from (name for name, _ in specs.tree.match(substitute(pattern, target.captures)))
 
 
-def _is_given(target: RuleTarget, specs: TensorSpecs) -> bool:
-    """Whether a checkpoint has a tensor of a leaf, or the leaf takes none."""
-    expr = target.rule.expr
-    takes_none = expr is None or next(expr.patterns(), None) is None
-    return takes_none or next(_names_taken(target, specs), None) is not None
-
-
 def _compiled(where: str, patterns: str | Iterable[str]) -> list[re.Pattern[str]]:
     listed = [patterns] if isinstance(patterns, str) else several(patterns, where)
     try:
@@ -466,12 +372,3 @@ def _are_shapes(leaves: Any) -> bool:
         shape is None or (isinstance(shape, tuple) and all(isinstance(n, int) for n in shape))
         for shape in leaves.values()
     )
-
-
-def _check_known(owner: Rule, pattern: str, known: set[str]) -> None:
-    unknown = [name for name in wildcards(pattern) if name not in known]
-    if unknown:
-        raise MappingError(
-            f"{owner!r}: nothing gives {{{unknown[0]}}} of {pattern!r} a value: it must be in the"
-            " target, or in a stack(..., over=...)"
-        )

@@ -29,7 +29,7 @@ class TensorSpecs(Mapping[str, TensorSpec]):
 
     Args:
         shapes: Name to shape and dtype.
-        names: All names; None are those of `shapes`. Others have no shape and dtype.
+        names: All names, also of tensors without shape and dtype; None are those of `shapes`.
         pieces: For tensors that are stored in pieces their boxes, each with a name for it.
     """
 
@@ -48,16 +48,13 @@ class TensorSpecs(Mapping[str, TensorSpec]):
 
     @classmethod
     def of(cls, shapes: Shapes) -> TensorSpecs:
-        """Return `shapes` as this class."""
         return shapes if isinstance(shapes, TensorSpecs) else cls(shapes)
 
     def known(self) -> Iterable[tuple[str, TensorSpec]]:
-        """Return the names that have a shape and dtype, with these."""
         return self._specs.items()
 
     @functools.cached_property
     def tree(self) -> NameTree:
-        """The names by their components."""
         return NameTree(self._names)
 
     def __getitem__(self, name: str) -> TensorSpec:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -16,22 +16,16 @@ from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.sharding import Placement, is_abstract
 
 from . import prng
-from .keys import dotted_name, unboxed_name
-
-PLACEHOLDER = ...
-"""A leaf that is left out: nothing is read for it, and it is returned as it is."""
+from .keys import dotted_name, nested_dicts, unboxed_name
 
 _SCALARS = (bool, int, float, str)
 
 
 class AbstractLeaf(NamedTuple):
-    """What the caller asks for of one leaf.
+    """What the caller asks for of one leaf; None takes the file's shape and dtype.
 
     Attributes:
-        name: Dotted key path.
         unboxed: The name without the attribute of a flax box around the leaf, if it has one.
-        shape: Required shape; None takes the file's.
-        dtype: Requested dtype; None takes the file's.
         placement: Sharding or format of a `jax.Array`; None for a host value.
         scalar: The Python type of a scalar leaf, `np.generic` for a numpy scalar; None for arrays.
         is_placed: Whether the tree names a placement. Otherwise a sharding that was saved with the
@@ -42,12 +36,12 @@ class AbstractLeaf(NamedTuple):
         as_saved: Whether numpy arrays and numbers are returned as such, whatever `placement` is.
     """
 
-    name: str
-    unboxed: str | None
-    shape: tuple[int, ...] | None
-    dtype: np.dtype | None
-    placement: Placement | None
-    scalar: type[bool | int | float | str | np.generic] | None
+    name: str  # the dotted key path
+    unboxed: str | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: np.dtype | None = None
+    placement: Placement | None = None
+    scalar: type[bool | int | float | str | np.generic] | None = None
     is_placed: bool = True
     key_impl: str | None = None
     takes_keys: bool = False
@@ -64,27 +58,21 @@ class HostLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedLeaf:
-    """An abstract leaf that asks for the type and the placement that were saved.
+    """An abstract leaf that asks for the type and the placement that were saved."""
 
-    Attributes:
-        shape: Its shape; of typed PRNG keys, theirs or their data's.
-        dtype: Its dtype.
-        sharding: Where an array goes if none was saved, or not for these devices; None: everywhere.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of typed PRNG keys, theirs or their data's
     dtype: Any
-    sharding: Sharding | None = None
+    sharding: Sharding | None = None  # if none was saved, or not for these devices
 
 
 class AbstractTree(NamedTuple):
     """An abstract tree and its leaves.
 
     Attributes:
-        leaves: All leaves of the tree, placeholders among them.
-        wants: The parsed leaves; None for a placeholder.
-        skipped: Names of the placeholders, with and without a flax box. One stands for all
-            tensors below it.
+        leaves: All leaves of the tree, those that are left out (`...`) among them.
+        wants: The parsed leaves; None for one that is left out.
+        skipped: Names of those left out, with and without a flax box. One stands for all tensors
+            below it.
         build: Makes the tree of values.
     """
 
@@ -95,40 +83,44 @@ class AbstractTree(NamedTuple):
 
     @classmethod
     def parse(cls, abstract: Any) -> AbstractTree:
-        """Parses an abstract tree.
+        """Parses any pytree.
 
-        Args:
-            abstract: Any pytree. Leaves may be `jax.ShapeDtypeStruct` (or anything with `shape`,
-                `dtype` and `sharding`), concrete arrays as templates, numpy arrays (or anything
-                with `shape` and `dtype` alone) for host arrays, Python scalars and strings or
-                their types, `orbax.checkpoint` restore arguments, and `...`.
+        Leaves may be `jax.ShapeDtypeStruct` (or anything with `shape`, `dtype` and `sharding`),
+        concrete arrays as templates, numpy arrays (or anything with `shape` and `dtype` alone) for
+        host arrays, Python scalars and strings or their types, `orbax.checkpoint` restore
+        arguments, and `...`.
         """
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        wants = [None if leaf is PLACEHOLDER else _parse_leaf(path, leaf) for path, leaf in paths]
-        skipped = {
-            name
-            for path, leaf in paths
-            if leaf is PLACEHOLDER
-            for name in (dotted_name(path), unboxed_name(path))
-            if name is not None
-        }
+        wants = [None if leaf is ... else _parse_leaf(path, leaf) for path, leaf in paths]
+        left_out = [path for path, leaf in paths if leaf is ...]
+        names = {name for path in left_out for name in (dotted_name(path), unboxed_name(path))}
+        skipped = {name for name in names if name is not None}
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)
         return cls([leaf for _, leaf in paths], wants, skipped, build)
 
     @classmethod
     def of_tensors(cls, names: Sequence[str]) -> AbstractTree:
         """A flat dict of numpy arrays, as they are in the files."""
-        wants = [AbstractLeaf(name, None, None, None, None, None) for name in names]
-        build = functools.partial(_dict_of, names)
-        return cls([None] * len(names), [*wants], set(), build)
+
+        def build(values: Sequence[Any]) -> dict[str, Any]:
+            return dict(zip(names, values, strict=True))
+
+        return cls([None] * len(names), [AbstractLeaf(name) for name in names], set(), build)
 
 
-def _dict_of(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(names, values, strict=True))
+def abstract_dicts(specs: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, Any]:
+    """Return shapes and dtypes by dotted name as nested dicts of `jax.ShapeDtypeStruct`."""
+    struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
+    return nested_dicts({name: struct(shape, dtype) for name, (shape, dtype) in specs.items()})
 
 
-def replicated_everywhere() -> NamedSharding:
-    """Return the sharding of leaves that name none: every device holds everything."""
+def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
+    """Return the shape of each leaf of a tree by name, as loading names it; None without one."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {unboxed_name(key) or dotted_name(key): getattr(x, "shape", None) for key, x in leaves}
+
+
+def _replicated_everywhere() -> NamedSharding:
     spec: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]
     return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), spec)
 
@@ -136,9 +128,9 @@ def replicated_everywhere() -> NamedSharding:
 def _parse_leaf(path: Sequence[Any], leaf: Any) -> AbstractLeaf:
     name, unboxed = dotted_name(path), unboxed_name(path)
     if isinstance(leaf, type) and issubclass(leaf, _SCALARS) and not issubclass(leaf, np.generic):
-        return AbstractLeaf(name, unboxed, (), None, None, leaf)
+        return AbstractLeaf(name, unboxed, (), scalar=leaf)
     if isinstance(leaf, _SCALARS) and not isinstance(leaf, np.generic):
-        return AbstractLeaf(name, unboxed, (), None, None, type(leaf))
+        return AbstractLeaf(name, unboxed, (), scalar=type(leaf))
     if hasattr(leaf, "restore_type"):
         return _parse_restore_args(name, unboxed, leaf)
     if isinstance(leaf, np.ndarray | np.generic) or not hasattr(leaf, "sharding"):
@@ -148,19 +140,22 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> AbstractLeaf:
                 "jax.ShapeDtypeStruct, an array, a Python scalar or its type, or `...`."
             )
         scalar = np.generic if isinstance(leaf, np.generic) else None
-        return AbstractLeaf(
-            name, unboxed, tuple(leaf.shape), _dtype(name, leaf.dtype), None, scalar
-        )
+        dtype = _dtype(name, leaf.dtype)
+        return AbstractLeaf(name, unboxed, tuple(leaf.shape), dtype, scalar=scalar)
     placement = _placement(leaf)
     as_saved = isinstance(leaf, SavedLeaf)
-    is_placed = placement is not None and not as_saved
     impl = prng.implementation(leaf) if prng.is_key(leaf) else None
     data = leaf if impl is None else jax.eval_shape(jax.random.key_data, leaf)
-    shape = None if data.shape is None else tuple(data.shape)
-    dtype = _dtype(name, data.dtype)
-    placement = placement or replicated_everywhere()
     return AbstractLeaf(
-        name, unboxed, shape, dtype, placement, None, is_placed, impl, as_saved, as_saved
+        name,
+        unboxed,
+        shape=None if data.shape is None else tuple(data.shape),
+        dtype=_dtype(name, data.dtype),
+        placement=placement or _replicated_everywhere(),
+        is_placed=placement is not None and not as_saved,
+        key_impl=impl,
+        takes_keys=as_saved,
+        as_saved=as_saved,
     )
 
 
@@ -172,22 +167,23 @@ def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> AbstractLe
     if (args.restore_type or default) is not jax.Array:
         scalar = args.restore_type if args.restore_type in _SCALARS else None
         shape = () if scalar else None
+        leaf = AbstractLeaf(name, unboxed, shape, dtype, scalar=scalar)
         if args.restore_type is not None:
-            return AbstractLeaf(name, unboxed, shape, dtype, None, scalar)
-        return AbstractLeaf(
-            name, unboxed, None, dtype, None, None, is_placed=False, takes_keys=True, as_saved=True
-        )
-    placement = getattr(args, "sharding", None)
-    if placement is not None and not isinstance(placement, Sharding | Format):
-        placement = placement.to_jax_sharding()  # orbax's ShardingMetadata
+            return leaf
+        return leaf._replace(is_placed=False, takes_keys=True, as_saved=True)
+    placement = _of_jax(getattr(args, "sharding", None))
     if placement is None and getattr(args, "mesh", None) and args.mesh_axes is not None:
         placement = NamedSharding(args.mesh, args.mesh_axes)
     shape = getattr(args, "global_shape", None) or getattr(args, "shape", None)
-    shape = None if shape is None else tuple(shape)
-    is_placed = placement is not None
-    placement = placement or replicated_everywhere()
     return AbstractLeaf(
-        name, unboxed, shape, dtype, placement, None, is_placed, impl, takes_keys=True
+        name,
+        unboxed,
+        shape=None if shape is None else tuple(shape),
+        dtype=dtype,
+        placement=placement or _replicated_everywhere(),
+        is_placed=placement is not None,
+        key_impl=impl,
+        takes_keys=True,
     )
 
 
@@ -203,19 +199,22 @@ def _placement(leaf: Any) -> Placement | None:
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding) and is_abstract(sharding):
         return _with_devices(sharding)
-    if sharding is not None and not isinstance(sharding, Sharding):
-        sharding = sharding.to_jax_sharding()  # orbax's ShardingMetadata
-    found: Sharding | None = sharding
-    return found
+    return _of_jax(sharding)
+
+
+def _of_jax(placement: Any) -> Placement | None:
+    """Return JAX's own form of a placement, which may be orbax's `ShardingMetadata`."""
+    if placement is None or isinstance(placement, Sharding | Format):
+        return placement
+    return cast(Sharding, placement.to_jax_sharding())
 
 
 def in_host_memory(sharding: Sharding | None) -> bool:
-    """Return whether a sharding names another memory than its devices' default."""
+    """Whether a sharding names another memory than its devices' default."""
     if sharding is None or sharding.memory_kind is None or is_abstract(sharding):
         return False
     device: Any = next(iter(sharding.device_set))
-    found: bool = sharding.memory_kind != device.default_memory().kind
-    return found
+    return bool(sharding.memory_kind != device.default_memory().kind)
 
 
 def _with_devices(sharding: NamedSharding) -> NamedSharding:
@@ -241,5 +240,4 @@ def _dtype(name: str, dtype: Any) -> np.dtype | None:
             hint="Load the key data as uint32 and wrap it with jax.random.wrap_key_data, or leave"
             " the leaf alone with `...`.",
         )
-    parsed: np.dtype = np.dtype(dtype)
-    return parsed
+    return cast(np.dtype, np.dtype(dtype))

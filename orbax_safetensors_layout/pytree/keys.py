@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbax_safetensors_layout.errors import MappingError
 
 
-def component(key: object) -> str:
-    """Return one key of a key path as text: a dict key, an index or an attribute name."""
+def component(key: object) -> Any:
+    """Return one key of a key path: a dict key, an index, an attribute name, else its text."""
     # DictKey and FlattenedIndexKey, SequenceKey, GetAttrKey
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
-            return str(getattr(key, attribute))
+            return getattr(key, attribute)
     return str(key)
 
 
@@ -20,7 +23,21 @@ def dotted_name(path: Sequence[object]) -> str:
     A dict key with dots is taken as it is, so a flat dict of Hugging Face names and the nested dict
     of their parts name the same tensors.
     """
-    return ".".join(map(component, path))
+    return ".".join(str(component(key)) for key in path)
+
+
+def nested_dicts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted name as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *folders, last = name.split(".")
+        node: Any = tree
+        for folder in folders:
+            node = node.setdefault(folder, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            raise MappingError("the name of a leaf is the prefix of another's", tensor=name)
+        node[last] = value
+    return tree
 
 
 def unboxed_name(path: Sequence[object]) -> str | None:

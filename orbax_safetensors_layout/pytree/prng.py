@@ -13,26 +13,13 @@ _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def is_key(value: Any) -> bool:
-    """Return whether a value, or its abstract form, is an array of typed keys.
-
-    Example:
-        >>> is_key(jax.random.key(0)), is_key(jax.random.PRNGKey(0))
-        (True, False)
-    """
+    """Whether a value, or its abstract form, is an array of typed keys."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def implementation(keys: Any) -> str:
-    """Return the name of the implementation of keys, which may be abstract.
-
-    Raises:
-        UnsupportedDtypeError: They are abstract, and not of an implementation of JAX itself.
-
-    Example:
-        >>> implementation(jax.ShapeDtypeStruct((), jax.random.key(0, impl="rbg").dtype))
-        'rbg'
-    """
+    """Return the name of the implementation of keys, which may be abstract if it is JAX's own."""
     if isinstance(keys, jax.Array):
         return str(jax.random.key_impl(keys))
     for name in _IMPLEMENTATIONS:

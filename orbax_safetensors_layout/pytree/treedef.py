@@ -8,15 +8,15 @@ import keyword
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from orbax_safetensors_layout.format import MAX_DEPTH, Container, Key, Leaf, Node
 
-KeyPath = tuple[Any, ...]
+from .keys import component
 
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+KeyPath = tuple[Any, ...]
 
 
 def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
@@ -26,19 +26,10 @@ def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
         tree: The pytree; `None` in it is a node without leaves, as for JAX.
         leaf: Called with the key path and the value of each leaf, in the order of
             `jax.tree_util.tree_leaves(tree)`. The path leaves out the attribute of a flax box
-            around the leaf (`nnx.Variable`, `linen.Partitioned`), so that
-            `pytree.dotted_name` of it is the name without the box.
+            around the leaf (`nnx.Variable`, `linen.Partitioned`).
 
     Raises:
         ValueError: The tree is nested too deeply, or two keys of one node have the same text.
-
-    Example:
-        >>> from orbax_safetensors_layout.format.tree import TensorLeaf
-        >>> from orbax_safetensors_layout.pytree.keys import dotted_name
-        >>> tree = {"layers": [1.0, None]}
-        >>> node = encode_treedef(tree, lambda path, value: TensorLeaf(dotted_name(path)))
-        >>> decode_treedef(node, lambda leaf: leaf.tensor)
-        {'layers': ['layers.0', None]}
     """
     return _Encoder(leaf).node((), tree)
 
@@ -97,22 +88,23 @@ def _container(
     kind = type(value)
     if kind in (list, tuple):
         return Container("list" if kind is list else "tuple", tuple(nodes))
-    if kind in _DICTS:
-        if kind is collections.OrderedDict:
-            return Container("ordered_dict", tuple(nodes), _keys(path, entries))
+    if kind is collections.OrderedDict:
+        return Container("ordered_dict", tuple(nodes), _keys(path, entries))
+    if kind in (dict, collections.defaultdict):
         number = {key.key: i for i, (key, _) in enumerate(entries)}  # JAX sorts the keys
         order = [number[key] for key in value]
         keys = _keys(path, [entries[i] for i in order])
         return Container("dict", tuple(nodes[i] for i in order), keys)
     if _is_namedtuple(value, entries):
         return Container("namedtuple", tuple(nodes), tuple(kind._fields), _type_name(kind))
-    numbers = [_number(key) for key, _ in entries]
+    positional = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
+    numbers = [component(key) if isinstance(key, positional) else None for key, _ in entries]
     keys = () if numbers == list(range(len(entries))) else _keys(path, entries)
     return Container("node", tuple(nodes), keys, _type_name(kind))
 
 
 def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
-    """Return whether a node is a named tuple whose children are its fields."""
+    """Whether a node is a named tuple whose children are its fields."""
     if not isinstance(value, tuple) or not hasattr(value, "_fields"):
         return False
     return [getattr(key, "name", None) for key, _ in entries] == list(value._fields) and all(
@@ -121,7 +113,7 @@ def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
 
 
 def _is_box(value: Any, entries: list[tuple[Any, Any]]) -> bool:
-    """Return whether `unboxed_name` looks through a node."""
+    """Whether `unboxed_name` looks through a node."""
     return (
         len(entries) == 1
         and getattr(entries[0][0], "name", None) == "value"
@@ -130,7 +122,7 @@ def _is_box(value: Any, entries: list[tuple[Any, Any]]) -> bool:
 
 
 def _keys(path: KeyPath, entries: list[tuple[Any, Any]]) -> tuple[Key, ...]:
-    keys = tuple(_key(key) for key, _ in entries)
+    keys = tuple(_plain_key(component(key)) for key, _ in entries)
     if len(set(keys)) != len(keys):
         raise ValueError(
             f"Keys of the node at {jax.tree_util.keystr(path) or 'the root'} have the same text:"
@@ -139,32 +131,12 @@ def _keys(path: KeyPath, entries: list[tuple[Any, Any]]) -> tuple[Key, ...]:
     return keys
 
 
-def _key(entry: Any) -> Key:
-    for attribute in ("key", "idx", "name"):  # as in keys.component
-        if hasattr(entry, attribute):
-            return _plain_key(getattr(entry, attribute))
-    return str(entry)
-
-
 def _plain_key(key: Any) -> Key:
     """Return the key itself if JSON can represent it, else its text."""
     if key is None or type(key) in (str, int, bool, float):
-        plain: Key = key
-        return plain
-    if type(key) is tuple:
-        parts = tuple(map(_plain_key, key))
-        return parts if parts == key else str(key)
-    return str(key)
-
-
-def _number(entry: Any) -> int | None:
-    """Return the position of a child that has no name."""
-    number: Any = None
-    if isinstance(entry, jax.tree_util.SequenceKey):
-        number = entry.idx
-    elif isinstance(entry, jax.tree_util.FlattenedIndexKey):
-        number = entry.key
-    return number if isinstance(number, int) else None
+        return cast(Key, key)
+    parts = tuple(map(_plain_key, key)) if type(key) is tuple else None
+    return parts if parts is not None and parts == key else str(key)
 
 
 def _type_name(kind: type) -> str:
@@ -211,26 +183,18 @@ def _assemble(node: Container, parts: list[Any]) -> Any:
 
 
 def _namedtuple_class(type_name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    found = _imported(type_name)
-    if (
-        isinstance(found, type)
-        and issubclass(found, tuple)
-        and getattr(found, "_fields", None) == fields
-    ):
-        return found
-    return _stand_in(type_name, fields)
-
-
-def _imported(type_name: str) -> object:
-    """Return what `module:qualname` names, if it is loaded; runs no code of any module."""
+    """Return the class that `module:qualname` names, if it is loaded; runs no module's code."""
     module_name, _, qualname = type_name.partition(":")
-    found: object = sys.modules.get(module_name)
+    kind: object = sys.modules.get(module_name)
     for part in qualname.split("."):
-        if not isinstance(found, types.ModuleType | type):
-            return None
+        if not isinstance(kind, types.ModuleType | type):
+            return _stand_in(type_name, fields)
         # Plain attribute access could call a module's `__getattr__`, which may import.
-        found = object.__getattribute__(found, "__dict__").get(part)
-    return found
+        kind = object.__getattribute__(kind, "__dict__").get(part)
+    is_class = isinstance(kind, type) and issubclass(kind, tuple)
+    if is_class and getattr(kind, "_fields", None) == fields:
+        return cast("type[tuple[Any, ...]]", kind)
+    return _stand_in(type_name, fields)
 
 
 @functools.lru_cache(maxsize=1024)  # equal structures get one class, so that their treedefs agree

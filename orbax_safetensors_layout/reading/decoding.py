@@ -40,9 +40,10 @@ def one_a_byte(leaf: LeafRead, value: np.ndarray) -> np.ndarray:
     if stored.numpy.name not in NARROW_INTEGERS:
         mask = np.uint8((1 << DTYPES[stored.label].bits) - 1)
         return np.bitwise_and(value.view(np.uint8), mask).view(stored.numpy)
-    result, lost = to_whole(value.view(DTYPES[stored.code].numpy), stored.numpy)
-    if lost.size:
-        raise _no_values(leaf.file, leaf.name, f"values of {stored.numpy}", str(lost[0]))
+    values = value.view(DTYPES[stored.code].numpy)
+    result, kept = to_whole(values, stored.numpy)
+    if not kept.all():
+        raise _no_values(leaf.file, leaf.name, f"values of {stored.numpy}", str(values[~kept][0]))
     return result
 
 

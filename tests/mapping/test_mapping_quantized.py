@@ -11,6 +11,7 @@ from mapping_expressions import boxes_in, evaluate, facts_of, same
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.mapping import Mapping, rule
 from orbax_safetensors_layout.mapping.affine.leaf_pieces import ComputedPiece, affine_pieces
 from orbax_safetensors_layout.mapping.expr.concat_stack import stack
 from orbax_safetensors_layout.mapping.expr.expression import tensor
@@ -19,7 +20,6 @@ from orbax_safetensors_layout.mapping.expr.quantized import (
     dequantize_int4,
     dequantize_mxfp4,
 )
-from orbax_safetensors_layout.mapping.rules import Mapping, rule
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)

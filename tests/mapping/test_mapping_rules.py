@@ -11,11 +11,11 @@ from mapping_expressions import evaluate, facts_of, same
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
+from orbax_safetensors_layout.mapping import Mapping, fingerprint, rule
 from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
 from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
 from orbax_safetensors_layout.mapping.names import wildcards
-from orbax_safetensors_layout.mapping.rules import Mapping, rule
 
 F32 = np.dtype(np.float32)
 LAYERS = 6
@@ -422,6 +422,15 @@ def test_explain():
     assert costly.explain({"x": ((2, 2), F32)}).endswith(
         "inverse: every shard reads all that its opaque function takes."
     )
+
+
+def test_fingerprints_cover_all_indices():
+    """The `repr` of an expression shows only some."""
+    ways = [[*range(20)], [*range(18), 19, 18]]
+    a, b = (Mapping([rule("a", tensor("b").take(0, way))]) for way in ways)
+    assert repr(a) == repr(b)
+    assert fingerprint(a) != fingerprint(b)
+    assert fingerprint(a) == fingerprint(Mapping([rule("a", tensor("b").take(0, ways[0]))]))
 
 
 def test_repr_of_a_mapping():

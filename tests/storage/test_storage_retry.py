@@ -10,7 +10,7 @@ import pytest
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.errors import redact
+from orbax_safetensors_layout.errors import Sent, redact
 from orbax_safetensors_layout.runtime.tasks import Workers
 from orbax_safetensors_layout.storage.retry import (
     Failure,
@@ -294,3 +294,10 @@ def test_a_policy_must_make_sense(name, value):
 def test_options_take_a_policy_and_a_function(kind, wrong):
     with pytest.raises(ValueError, match=rf"{kind.__name__}.{next(iter(wrong))} must be "):
         kind(**wrong)
+
+
+def test_what_was_sent_is_removed_from_answers():
+    sent = Sent()
+    sent.add("https://host/model?sig=a%20b+c", {"Authorization": "Basic bWU6cGFzc3dvcmQ="})
+    text = sent.redact("400 what is bWU6cGFzc3dvcmQ=, password and 'a b+c'?")
+    assert text == "400 what is ***, *** and '***'?"

@@ -55,12 +55,7 @@ class Same(_Choice):
     """An expression, and another that must have the same bits where the checkpoint has it.
 
     A process compares only the regions that it loads. Saving writes both, or the first where the
-    names of the saved tensors are unknown.
-
-    Attributes:
-        first: The expression.
-        other: The one that is compared with it.
-        hint: The remedy where they differ.
+    names of the saved tensors are unknown. `hint` is the remedy where they differ.
     """
 
     hint: str
@@ -72,30 +67,21 @@ class Same(_Choice):
         other = self.other.bind_to(captures, specs)
         if (first.shape, first.dtype) != (other.shape, other.dtype):
             raise _differ(self, expected=given(first), found=given(other))
-        return Copies(first.shape, first.dtype, (first, other), self)
+        compared = _Compared(len(first.shape), self)
+        return Copies(first.shape, first.dtype, (first, other), compared)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Copies(BoundExpr):
-    """Two expressions of the same bits, for a `Same`."""
+class Copies(Computed):
+    """Expressions of the same bits; loading compares them, saving writes each."""
 
-    operands: tuple[BoundExpr, BoundExpr]
-    rule: Same
-
-    @property
-    def keeps_values(self) -> bool:
-        return False
-
-    def below(self) -> Sequence[BoundExpr]:
-        return self.operands
+    __slots__ = ()
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        if sink.saving:  # both are written
-            for operand in self.operands:
-                operand.pull(window, ops, sink)
-        else:
-            compared = _Compared(len(self.shape), self.rule)
-            Computed(self.shape, self.dtype, self.operands, compared).pull(window, ops, sink)
+        if not sink.saving:
+            super().pull(window, ops, sink)
+            return
+        for operand in self.operands:
+            operand.pull(window, ops, sink)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

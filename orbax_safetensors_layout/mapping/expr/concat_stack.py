@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -35,11 +34,9 @@ class Stack(Expr):
     def __repr__(self) -> str:
         axis = f", axis={self.axis}" if self.axis else ""
         indices = self.indices
-        if isinstance(indices, tuple):
-            indices_text = f", indices={ops.short_list(indices)}"
-        else:
-            indices_text = "" if indices is None else f", indices={indices}"
-        return f"stack({self.operand!r}, over={self.over!r}{axis}{indices_text})"
+        shown = ops.short_list(indices) if isinstance(indices, tuple) else indices
+        listed = "" if indices is None else f", indices={shown}"
+        return f"stack({self.operand!r}, over={self.over!r}{axis}{listed})"
 
     def below(self) -> Sequence[Expr]:
         return (self.operand,)
@@ -49,11 +46,9 @@ class Stack(Expr):
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         indices = self._resolve(captures, specs)
-        binders = [
-            functools.partial(self.operand.bind_to, {**captures, self.over: str(i)}, specs)
-            for i in indices
-        ]
-        parts = gather(binders)
+        parts = gather(
+            lambda i: self.operand.bind_to({**captures, self.over: str(i)}, specs), indices
+        )
         for index, part in zip(indices, parts, strict=True):
             if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
                 raise MappingError(
@@ -119,8 +114,7 @@ class Concat(Expr):
         return self.operands
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
-        binders = [functools.partial(op.bind_to, captures, specs) for op in self.operands]
-        parts = gather(binders)
+        parts = gather(lambda expr: expr.bind_to(captures, specs), self.operands)
         axis = ops.axis_of("concat", self.axis, len(parts[0].shape))
         first, *others = [(p.shape[:axis], p.shape[axis + 1 :], p.dtype) for p in parts]
         for number, other in enumerate(others, 1):
@@ -163,19 +157,19 @@ def stack(
             has. None takes all that it has. They must have no gaps.
 
     Example:
-        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
+        >>> from orbax_safetensors_layout.mapping import tensor
         >>> stack(tensor("model.layers.{i}.norm.weight"), over="i")
         stack(tensor('model.layers.{i}.norm.weight'), over='i')
     """
-    if indices is not None and not isinstance(indices, slice):
-        indices = integers(indices, "stack(indices=...)")
-        if not indices:
-            raise MappingError(f"stack over {over!r}: there are no indices")
     if isinstance(indices, slice):
         for bound in (indices.start, indices.stop, indices.step):
             integer(0 if bound is None else bound, "a slice of stack(indices=...)")
-    if isinstance(indices, slice) and ((indices.step or 1) < 1 or (indices.start or 0) < 0):
-        raise MappingError(f"stack over {over!r}: {indices} has to go up from 0 or more")
+        if (indices.step or 1) < 1 or (indices.start or 0) < 0:
+            raise MappingError(f"stack over {over!r}: {indices} has to go up from 0 or more")
+    elif indices is not None:
+        indices = integers(indices, "stack(indices=...)")
+        if not indices:
+            raise MappingError(f"stack over {over!r}: there are no indices")
     return Stack(
         as_expr(expr, "stack"), text(over, "stack(over=...)"), integer(axis, "stack"), indices
     )
@@ -184,11 +178,8 @@ def stack(
 def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None = None) -> Expr:
     """Concatenate expressions along an axis, as `numpy.concatenate`.
 
-    Args:
-        exprs: At least one.
-        axis: The axis.
-        sizes: The extent of each along the axis. Only saving without the shapes of the files
-            needs it, for all but one.
+    Saving without the shapes of the files needs `sizes`: the extent of each along the axis, where
+    one may be None.
     """
     operands = tuple(as_expr(expr, "concat") for expr in several(exprs, "concat"))
     if not operands:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,12 +18,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 class Pattern(NamedTuple):
-    """A parsed pattern, for arrays of one rank.
-
-    Attributes:
-        left: The operand's axes.
-        right: The result's axes, of the same names.
-    """
+    """The axes of the operand and of the result."""
 
     left: Groups
     right: Groups
@@ -38,9 +32,6 @@ class Pattern(NamedTuple):
 
 def parse(text: str) -> Pattern:
     """Parse a pattern; its `...` becomes a group of its own.
-
-    Raises:
-        MappingError: It is malformed, or its sides have different names.
 
     >>> parse("(h d) e -> e h d").left
     (('h', 'd'), ('e',))
@@ -69,10 +60,7 @@ def expand(pattern: Pattern, rank: int, side: str) -> Pattern:
     names = tuple((f"...{i}",) for i in range(hidden))
 
     def put(groups: Groups) -> Groups:
-        if _ELLIPSIS not in groups:
-            return groups
-        at = groups.index(_ELLIPSIS)
-        return (*groups[:at], *names, *groups[at + 1 :])
+        return tuple(n for group in groups for n in (names if group == _ELLIPSIS else (group,)))
 
     return Pattern(put(pattern.left), put(pattern.right))
 
@@ -83,11 +71,7 @@ def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> 
     Args:
         groups: The axes of one side.
         shape: Their extents.
-        sizes: Known extents of names.
-
-    Raises:
-        MappingError: An axis does not have the extent that its factors make, or two factors of
-            one axis are unknown.
+        sizes: Known extents of names; two of one axis cannot both be unknown.
     """
     extents = {name: Extent(n) for name, n in sizes.items()}
     for axis, (group, extent) in enumerate(zip(groups, shape, strict=True)):
@@ -109,11 +93,6 @@ def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> 
     return extents
 
 
-def merged_shape(groups: Groups, sizes: Mapping[str, Extent]) -> tuple[int, ...]:
-    """Return the extents of axes from those of their factors."""
-    return tuple(math.prod(sizes[name].n for name in group) for group in groups)
-
-
 def _side(text: str, side: str) -> Groups:
     groups: list[tuple[str, ...]] = []
     inside: list[str] | None = None
@@ -125,14 +104,12 @@ def _side(text: str, side: str) -> Groups:
             inside = None
         elif token == "..." and inside is None and _ELLIPSIS not in groups:
             groups.append(_ELLIPSIS)
-        elif token == "1":
+        elif token == "1" or token.isidentifier():
+            names = () if token == "1" else (token,)
             if inside is None:
-                groups.append(())
-        elif token.isidentifier():
-            if inside is None:
-                groups.append((token,))
+                groups.append(names)
             else:
-                inside.append(token)
+                inside.extend(names)
         else:
             raise _malformed(text, f"{token!r} is not understood here")
     if inside is not None:

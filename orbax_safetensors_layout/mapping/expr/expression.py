@@ -91,48 +91,35 @@ class Expr(abc.ABC):
     def cast(self, dtype: Any, *, lossy_inverse: bool = False) -> Expr:
         """Another dtype, by numpy's rounding; an integer dtype must hold every value.
 
-        Args:
-            dtype: The dtype.
-            lossy_inverse: Saving casts back. Where the dtype does not hold every value of the
-                file's, saving is refused unless this accepts that loading has rounded.
+        Saving casts back. Where the dtype does not hold every value of the file's, saving is
+        refused unless `lossy_inverse` accepts that loading has rounded.
         """
         return Apply(self, ops.ValueOperation(Cast(as_dtype(dtype), lossy_inverse)))
 
     def scale(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element times `c`, in the tensor's own dtype, to which `c` is rounded first.
 
-        Args:
-            c: The factor.
-            lossy_inverse: Saving divides. Where that does not restore every value, saving is
-                refused unless this accepts it. Powers of two are exact in a dtype that holds
-                every product: after a cast to a wider one.
+        Saving divides. Where that does not restore every value, saving is refused unless
+        `lossy_inverse` accepts it. Powers of two are exact in a dtype that holds every product:
+        after a cast to a wider one.
         """
         return Apply(self, ops.ValueOperation(Scale(number(c, "scale"), lossy_inverse)))
 
     def add(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element plus `c`, in the tensor's own dtype, to which `c` is rounded first.
 
-        Args:
-            c: The term.
-            lossy_inverse: Saving subtracts, which is exact for integers; for other values it is
-                refused unless this accepts the rounding.
+        Saving subtracts, which is exact for integers; for other values it is refused unless
+        `lossy_inverse` accepts the rounding.
         """
         return Apply(self, ops.ValueOperation(Add(number(c, "add"), lossy_inverse)))
 
     def bind(self, captures: Captures, specs: Shapes) -> BoundExpr:
-        """Return the expression with names, shapes and dtypes.
+        """Return the expression over tensors of known shape and dtype.
 
-        Args:
-            captures: The values of the wildcards in its names, but for those of `stack`.
-            specs: Shape and dtype of the tensors.
+        `captures` are the values of the wildcards in its names, but for those of `stack`.
 
         Raises:
             MappingError: A tensor is missing, or shapes do not fit.
-
-        Example:
-            >>> weight = {"layers.0.weight": ((8, 6), np.dtype("float32"))}
-            >>> tensor("layers.{i}.weight").transpose().bind({"i": "0"}, weight)
-            <Permuted [6, 8] float32>
         """
         return self.bind_to(captures, TensorSpecs.of(specs))
 
@@ -142,11 +129,7 @@ class Expr(abc.ABC):
 
     @abc.abstractmethod
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
-        """Record the tensors' shapes that follow from a leaf's.
-
-        Raises:
-            MappingError: The leaf's contradicts the expression, or does not determine them.
-        """
+        """Record the tensors' shapes that follow from a leaf's, which must determine them."""
 
     def below(self) -> Sequence[Expr]:
         """The operands."""
@@ -242,11 +225,10 @@ class Apply(Expr):
 
 
 def tensor(name_pattern: str) -> Expr:
-    """One tensor of the checkpoint.
+    """One tensor of the checkpoint, by its name.
 
-    Args:
-        name_pattern: Its name. Wildcards such as `{i}` have the values that they have in the target
-            of the rule, or the indices of a `stack`.
+    Wildcards such as `{i}` have the values that they have in the target of the rule, or are the
+    indices of a `stack`.
 
     Raises:
         MappingError: The pattern is malformed.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,15 +23,11 @@ from .values import as_dtype
 
 
 class Kernel(Protocol):
-    """A function of several expressions."""
+    """A function of several expressions; `describe` formats the user's call."""
 
-    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
-        """Apply it to bound expressions, whose shapes and dtypes must fit."""
-        ...
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr: ...
 
-    def describe(self, operands: Sequence[str]) -> str:
-        """Format the user's call."""
-        ...
+    def describe(self, operands: Sequence[str]) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -49,8 +44,7 @@ class Compute(Expr):
         return self.operands
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
-        binders = [functools.partial(op.bind_to, captures, specs) for op in self.operands]
-        operands = tuple(gather(binders))
+        operands = tuple(gather(lambda expr: expr.bind_to(captures, specs), self.operands))
         try:
             return self.kernel.bind(operands)
         except MappingError as error:
@@ -63,16 +57,21 @@ class Compute(Expr):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whole:
-    """A `Decoder` that calls a function on whole arrays of shapes `inputs`."""
+    """Any function of whole arrays, of shapes `inputs` when bound."""
 
     function: Callable[..., Any]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    inputs: tuple[tuple[int, ...], ...]
+    inputs: tuple[tuple[int, ...], ...] = ()
+    free: int = 0
 
-    @property
-    def free(self) -> int:
-        return 0
+    def describe(self, operands: Sequence[str]) -> str:
+        listed = ", ".join([_name(self.function), *operands])
+        return f"opaque({listed}, shape={self.shape}, dtype={self.dtype.name!r})"
+
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
+        decoder = dataclasses.replace(self, inputs=tuple(o.shape for o in operands))
+        return Computed(self.shape, self.dtype, operands, decoder)
 
     def widen(self, region: Box) -> Box:
         return Box.whole(self.shape)
@@ -92,23 +91,6 @@ class Whole:
         return result
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Opaque:
-    """A `Kernel` of any function."""
-
-    function: Callable[..., Any]
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
-        decoder = Whole(self.function, self.shape, self.dtype, tuple(o.shape for o in operands))
-        return Computed(self.shape, self.dtype, operands, decoder)
-
-    def describe(self, operands: Sequence[str]) -> str:
-        listed = ", ".join([_name(self.function), *operands])
-        return f"opaque({listed}, shape={self.shape}, dtype={self.dtype.name!r})"
-
-
 def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: Any) -> Expr:
     """Any function of whole arrays: the escape hatch.
 
@@ -123,14 +105,14 @@ def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: An
         dtype: The result's dtype.
 
     Example:
-        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
+        >>> from orbax_safetensors_layout.mapping import tensor
         >>> opaque(np.linalg.inv, tensor("rotation"), shape=(4, 4), dtype="float32")
         opaque(inv, tensor('rotation'), shape=(4, 4), dtype='float32')
     """
     if not callable(fn):
         raise MappingError("opaque takes a function, then expressions", found=repr(fn))
     operands = tuple(as_expr(expr, "opaque") for expr in exprs)
-    return Compute(operands, _Opaque(fn, as_shape(shape), as_dtype(dtype)))
+    return Compute(operands, Whole(fn, as_shape(shape), as_dtype(dtype)))
 
 
 def _name(function: Callable[..., Any]) -> str:

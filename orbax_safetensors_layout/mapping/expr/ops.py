@@ -1,10 +1,14 @@
-"""Operations on one expression: how each is written and bound, and its inverse on shapes."""
+"""Operations on one expression: how each is written and bound, and its inverse on shapes.
+
+`bind` applies one to a bound expression. `operand_extents` gives the operand's shape from the
+result's, which must determine it. The `str` of an operation is how a user calls it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,24 +19,12 @@ from .. import argument_checks
 from ..affine.bound import BoundExpr, Valued
 from ..affine.index_builders import padded, permuted, repeated, reshaped, sliced, taken
 from ..affine.index_nodes import inverse_permutation
-from ..integers import is_whole, whole_or_lost
+from ..casting import is_whole, rounded, to_whole
 from ..inverse.inference import LIKE, Extent, product, quotient
 from . import einops
-from .values import ValueOp, rounded
+from .values import ValueOp
 
 Extents = tuple[Extent, ...]
-
-
-class Op(Protocol):
-    """An operation on one expression; its `str` is how a user calls it."""
-
-    def bind(self, operand: BoundExpr) -> BoundExpr:
-        """Apply it to a bound expression, whose shape and dtype must fit."""
-        ...
-
-    def operand_extents(self, result: Extents) -> Extents:
-        """Return the operand's shape from the result's, which must determine it."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,10 +34,9 @@ class Transpose:
     axes: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"transpose({_listed(self.axes)})"
+        return f"transpose({', '.join(map(str, self.axes))})"
 
-    def order(self, rank: int) -> tuple[int, ...]:
-        """Return the axes, counted from 0."""
+    def _order(self, rank: int) -> tuple[int, ...]:
         if not self.axes:
             return tuple(reversed(range(rank)))
         order = tuple(axis + rank if axis < 0 else axis for axis in self.axes)
@@ -54,10 +45,10 @@ class Transpose:
         return order
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
-        return permuted(operand, self.order(len(operand.shape)))
+        return permuted(operand, self._order(len(operand.shape)))
 
     def operand_extents(self, result: Extents) -> Extents:
-        return tuple(result[axis] for axis in inverse_permutation(self.order(len(result))))
+        return tuple(result[axis] for axis in inverse_permutation(self._order(len(result))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,19 +61,18 @@ class Rearrange:
 
     @classmethod
     def of(cls, text: str, sizes: dict[str, int]) -> Rearrange:
-        """Parse a pattern that has all names of `sizes`."""
         pattern = einops.parse(argument_checks.text(text, "rearrange"))
         names = {name for group in pattern.left for name in group}
         unknown = sorted(set(sizes) - names)
         if unknown:
             raise MappingError(f"rearrange pattern {text!r} has no {', '.join(unknown)}")
-        sizes = {
+        checked = {
             name: argument_checks.integer(n, f"rearrange({name}=...)") for name, n in sizes.items()
         }
-        negative = [f"{name}={n}" for name, n in sizes.items() if n < 0]
+        negative = [f"{name}={n}" for name, n in checked.items() if n < 0]
         if negative:
             raise MappingError(f"rearrange: {', '.join(negative)} is no size")
-        return cls(text, tuple(sorted(sizes.items())), pattern)
+        return cls(text, tuple(sorted(checked.items())), pattern)
 
     def __str__(self) -> str:
         sizes = "".join(f", {name}={n}" for name, n in self.sizes)
@@ -94,7 +84,8 @@ class Rearrange:
         sizes = einops.solve(pattern.left, shape, dict(self.sizes))
         factors = tuple(sizes[name].n for group in pattern.left for name in group)
         moved = permuted(reshaped(operand, factors), pattern.axes)
-        return reshaped(moved, einops.merged_shape(pattern.right, sizes))
+        merged = [product(sizes[name] for name in group).n for group in pattern.right]
+        return reshaped(moved, merged)
 
     def operand_extents(self, result: Extents) -> Extents:
         pattern = einops.expand(self.pattern, len(result), "right")
@@ -109,7 +100,7 @@ class Reshape:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"reshape({_listed(self.shape)})"
+        return f"reshape({', '.join(map(str, self.shape))})"
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
         size, shape = math.prod(operand.shape), self.shape
@@ -152,22 +143,21 @@ class Slice:
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))
-        return (*result[:axis], self._extent(result[axis].n), *result[axis + 1 :])
-
-    def _extent(self, count: int) -> Extent:
-        start, stop = self.start or 0, self.stop
+        count, start, stop = result[axis].n, self.start or 0, self.stop
         if self.step > 0 and start >= 0 and stop is None:
             last = start + (count - 1) * self.step
-            return Extent(last + 1, exact=self.step == 1)
-        if self.step == 1 and start >= 0 and stop is not None and stop < 0:
-            return Extent(start + count - stop)
-        bounds = [abs(bound) for bound in (self.start, self.stop) if bound is not None]
-        return Extent(max([count, *bounds]), exact=False)
+            extent = Extent(last + 1, exact=self.step == 1)
+        elif self.step == 1 and start >= 0 and stop is not None and stop < 0:
+            extent = Extent(start + count - stop)
+        else:
+            bounds = [abs(bound) for bound in (self.start, self.stop) if bound is not None]
+            extent = Extent(max([count, *bounds]), exact=False)
+        return (*result[:axis], extent, *result[axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Take:
-    """`numpy.take` along an axis."""
+    """`numpy.take`."""
 
     axis: int
     indices: tuple[int, ...]
@@ -255,6 +245,9 @@ class ValueOperation:
         return result
 
 
+Op = Transpose | Rearrange | Reshape | Slice | Take | Pad | Repeat | ValueOperation
+
+
 def axis_of(op: object, axis: int, rank: int) -> int:
     """Return an axis of an array of `rank`, counted from 0."""
     if not -rank <= axis < rank:
@@ -270,7 +263,7 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
         held = np.asarray(
             argument_checks.number(value, f"{short_repr(value)} is no {dtype.name}; a value")
         )
-    result, kept = whole_or_lost(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
+    result, kept = to_whole(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
     if not np.all(kept) or (np.isfinite(held) and not np.isfinite(result)):
         raise MappingError(f"{short_repr(value)} is no {dtype.name}")
     return result[()]
@@ -281,7 +274,3 @@ def short_list(indices: Any, most: int = 8) -> str:
     more = len(indices) - most
     text = ", ".join(map(str, indices[:most]))
     return f"[{text}, … {more} more]" if more > 0 else f"[{text}]"
-
-
-def _listed(items: tuple[int, ...]) -> str:
-    return ", ".join(map(str, items))

@@ -19,7 +19,7 @@ from orbax_safetensors_layout.geometry import Box, unpack_bits
 from ..affine.bound import BoundExpr
 from ..affine.decoded import Computed
 from ..argument_checks import integer, integers
-from ..integers import is_integer, is_whole
+from ..casting import is_integer, is_whole
 from .expression import Expr, as_expr
 from .opaque_ops import Compute
 from .values import as_dtype
@@ -38,7 +38,7 @@ class BlockScale:
 
     block: tuple[int, ...]
     dtype: np.dtype[Any]
-    free: int = 0
+    free: int = 0  # as in `Decoder`; known when bound
 
     def describe(self, operands: Sequence[str]) -> str:
         listed = ", ".join(operands)
@@ -49,34 +49,32 @@ class BlockScale:
         free = len(weight.shape) - len(self.block)
         if free < 0:
             raise MappingError(f"the weight has fewer axes than the block {self.block}")
-        blocks = zip(weight.shape[free:], self.block, strict=True)
-        expected = (*weight.shape[:free], *(-(-n // size) for n, size in blocks))
-        if scale.shape != expected:
+        decoder = dataclasses.replace(self, free=free)
+        _, blocks = decoder.needs(Box.whole(weight.shape))
+        if scale.shape != blocks.shape:
             raise MappingError(
                 f"the scale has shape {list(scale.shape)}; blocks of {self.block} need"
-                f" {list(expected)}"
+                f" {list(blocks.shape)}"
             )
-        decoder = dataclasses.replace(self, free=free)
         return Computed(weight.shape, self.dtype, operands, decoder)
 
     def widen(self, region: Box) -> Box:
         return region
 
     def needs(self, region: Box) -> tuple[Box, ...]:
-        start, stop, free = region.start, region.stop, self.free
-        scales = Box(
-            (*start[:free], *(a // n for a, n in zip(start[free:], self.block, strict=True))),
-            (*stop[:free], *(-(-b // n) for b, n in zip(stop[free:], self.block, strict=True))),
-        )
-        return region, scales
+        start = [a // n for a, n in zip(region.start, self._sizes, strict=True)]
+        stop = [-(-b // n) for b, n in zip(region.stop, self._sizes, strict=True)]
+        return region, Box(tuple(start), tuple(stop))
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (1,) * self.free + self.block
 
     def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         weight, scale = inputs
-        sizes = (*(1,) * self.free, *self.block)
-        starts = (*(0,) * self.free, *region.start[self.free :])
         indices = [
             np.arange(a % size, a % size + n) // size
-            for a, n, size in zip(starts, weight.shape, sizes, strict=True)
+            for a, n, size in zip(region.start, weight.shape, self._sizes, strict=True)
         ]
 
         def rows(part: slice) -> np.ndarray:
@@ -138,7 +136,7 @@ class Int4:
     group: int
     dtype: np.dtype[Any]
     free: int = 0
-    extent: int = 0
+    extent: int = 0  # of the last axis
 
     def describe(self, operands: Sequence[str]) -> str:
         listed = ", ".join(operands)
@@ -189,12 +187,12 @@ def dequantize_block(
     Args:
         weight: The stored values, `[..., rows, columns]`.
         scale: One scale for each block, `[..., ceil(rows / 128), ceil(columns / 128)]`: the
-            `weight_scale_inv` of those checkpoints, with which values are multiplied.
+            `weight_scale_inv` of those checkpoints, by which values are multiplied.
         block: Extents of a block, of the last axes. Blocks at the edges may be smaller.
         dtype: The result's dtype.
 
     Example:
-        >>> from orbax_safetensors_layout.mapping.expr.expression import tensor
+        >>> from orbax_safetensors_layout.mapping import tensor
         >>> dequantize_block(tensor("up.weight"), tensor("up.weight_scale_inv")).transpose()
         dequantize_block(tensor('up.weight'), tensor('up.weight_scale_inv'), block=(128, 128),
             dtype='bfloat16').transpose()
@@ -233,7 +231,6 @@ def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bf
 
 
 def _decoded(name: str, operands: tuple[Expr, ...], kernel: BlockScale | Mxfp4 | Int4) -> Expr:
-    """Return a decoder of expressions, whose dtype must be floating-point."""
     dtype = kernel.dtype
     if is_whole(dtype) or dtype.kind == "c":
         raise MappingError(f"{name} gives floating-point numbers", found=dtype.name)
@@ -243,7 +240,6 @@ def _decoded(name: str, operands: tuple[Expr, ...], kernel: BlockScale | Mxfp4 |
 def _by_rows(
     shape: tuple[int, ...], dtype: np.dtype[Any], rows: Callable[[slice], np.ndarray]
 ) -> np.ndarray:
-    """Return an array that is computed some rows at a time."""
     out = np.empty(shape, dtype)
     step = max(1, _CHUNK_ELEMENTS * shape[0] // out.size) if out.size else 1
     with np.errstate(all="ignore"):

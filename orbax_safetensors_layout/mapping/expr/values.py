@@ -12,22 +12,17 @@ import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, NoReturn
 
-import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 
-from ..integers import is_integer, is_whole, to_whole
+from ..casting import cast_problem, is_integer, is_number, is_whole, rounded, to_whole
 
 _CHUNK_ELEMENTS = 1 << 16  # bounds what a chain of operations holds besides its result
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the dtype of a name, a scalar type or a dtype of numbers, in native byte order.
-
-    >>> as_dtype("bfloat16")
-    dtype(bfloat16)
-    """
+    """Return the dtype of a name, a scalar type or a dtype of numbers, in native byte order."""
     try:
         known: np.dtype[Any] = np.dtype([] if dtype is None else dtype)  # None would be float64
     except (TypeError, ValueError) as error:
@@ -37,37 +32,11 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     return known.newbyteorder("=")
 
 
-def rounded(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return `values.astype(dtype)`; see `assign`."""
-    result = np.empty_like(values, dtype)
-    assign(result, values)
-    return result
-
-
-def assign(target: np.ndarray, values: np.ndarray) -> None:
-    """`target[...] = values`, also between small dtypes of which ml_dtypes has no cast.
-
-    Those go through float32, which holds every value of both.
-    """
-    with np.errstate(all="ignore"):
-        try:
-            target[...] = values
-        except TypeError:
-            target[...] = values.astype(np.float32)
-
-
-def is_number(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype holds numbers or truth values."""
-    return dtype.kind in "biufc" or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cast:
-    """Another dtype, by numpy's rounding; integers and truth values must hold every value.
+    """Another dtype, by numpy's rounding; integers and booleans must hold every value.
 
-    Attributes:
-        dtype: The dtype of the result.
-        lossy_inverse: Whether saving may cast back although loading has rounded.
+    `lossy_inverse` says whether saving may cast back although loading has rounded.
     """
 
     dtype: np.dtype[Any]
@@ -77,28 +46,25 @@ class Cast:
         return f"cast({self.dtype.name!r}{_lossy(self.lossy_inverse)})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the dtype of the result; refuses casts without numeric meaning."""
-        if dtype.kind == "c" and self.dtype.kind != "c":
-            raise MappingError(f"{self} of {dtype.name} would drop the imaginary part")
-        if not (is_number(dtype) and is_number(self.dtype)):
-            raise MappingError(f"{self} of {dtype.name} has no numeric meaning")
+        problem = cast_problem(dtype, self.dtype)
+        if problem:
+            raise MappingError(f"{self} of {dtype.name} {problem}")
         return self.dtype
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """Return the values as the new dtype; an integer dtype must hold every one."""
-        if is_whole(self.dtype):
-            result, lost = to_whole(values, self.dtype)
-            if not lost.size:
-                return result
+        if not is_whole(self.dtype):
+            return rounded(values, self.dtype)
+        result, kept = to_whole(values, self.dtype)
+        if not kept.all():
+            lost = values[~kept]
             raise DtypeMismatchError(
                 f"{lost.size} values do not fit the {self} of a mapping",
                 expected=self.dtype,
                 found=f"for instance {lost[0]}",
             )
-        return rounded(values, self.dtype)
+        return result
 
     def inverse(self, dtype: np.dtype[Any]) -> Cast:
-        """Back to the operand's dtype."""
         return Cast(dtype)
 
 
@@ -116,12 +82,10 @@ class _Arithmetic:
         return f"{self.name}({self.constant!r}{_lossy(self.lossy_inverse)})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the dtype of the result, that of the operand; it must hold the constant."""
-        self._constant(dtype)
+        self._constant(dtype)  # refuses a dtype that cannot hold it
         return dtype
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """Return the results."""
         with np.errstate(all="ignore"):
             result: np.ndarray = self.function(values, self._constant(values.dtype))
         return result
@@ -135,8 +99,8 @@ class _Arithmetic:
             if np.isfinite(self.constant) and not np.isfinite(constant):
                 raise MappingError(f"{self} of {dtype.name}: the dtype cannot hold the constant")
             return constant
-        result, lost = to_whole(np.asarray(self.constant), dtype)
-        if lost.size:
+        result, kept = to_whole(np.asarray(self.constant), dtype)
+        if not kept:
             raise MappingError(
                 f"{self} of {dtype.name}: an integer tensor cannot hold the constant",
                 hint="Cast to a floating-point dtype first.",
@@ -183,15 +147,10 @@ ValueOp = Cast | Scale | Add
 
 
 def undone(op: ValueOp, operand: np.dtype[Any], values: np.dtype[Any]) -> tuple[ValueOp, ...]:
-    """Return the operations that undo one on a leaf's values.
+    """Return the operations that undo one on a leaf's values; `operand` is its operand's dtype.
 
     Arithmetic is undone in its own dtype where the leaf's holds less: a constant that is rounded to
     bfloat16 would shift all values.
-
-    Args:
-        op: The operation.
-        operand: Dtype of its operand.
-        values: Dtype of the leaf's values.
 
     Raises:
         MappingError: It does not invert.
@@ -209,16 +168,7 @@ def _lossy(accepted: bool) -> str:
 def apply_ops(
     values: np.ndarray, ops: tuple[ValueOp, ...], out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Apply operations in order.
-
-    Args:
-        values: The operand.
-        ops: The operations.
-        out: Where to put the result, of the same shape; temporaries then stay small.
-
-    >>> apply_ops(np.float32([1, 2]), (Scale(3.0), Add(1.0)))
-    array([4., 7.], dtype=float32)
-    """
+    """Apply operations in order; into `out`, of the same shape, with small temporaries."""
     if out is None:
         for op in ops:
             values = op.apply(values)

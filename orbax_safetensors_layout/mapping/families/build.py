@@ -9,28 +9,16 @@ from collections.abc import Iterator
 from ..expr.choices import Either, Same
 from ..expr.concat_stack import concat, stack
 from ..expr.expression import Expr, tensor
-from ..matching import Rule
-from ..rules import Mapping, rule
+from ..matching import Rule, rule
+from ..rules import Mapping
 from .dims import Dims
-from .steps import AS_IT_IS, FamilyLeaf, LayerGroup, TensorStep, Tree
+from .steps import FamilyLeaf, LayerGroup, TensorStep, Tree
+from .tensors import AS_IT_IS, EMBEDDING_TENSOR, HEAD, head_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilySettings:
-    """The user's choices, with defaults applied; see `ready.Options`.
-
-    Attributes:
-        scan: Whether layers are stacked.
-        scan_axis: The axis that layers are stacked along.
-        dtype: Computed values are rounded to it.
-        vocab_size: Rows of the model's embedding.
-        untie: Whether a tied model has an output kernel of its own.
-        prefix: Prefix of the names of the checkpoint's tensors.
-        root: Prefix of the names of the model's leaves, with its dot.
-        keep: Whether quantised tensors stay as they are.
-        head: Whether an untied model has an output kernel.
-        extra: Whether there may be layers for multi-token prediction.
-    """
+    """The user's choices, with defaults applied; see `ready.Options`."""
 
     scan: bool
     scan_axis: int
@@ -38,19 +26,25 @@ class FamilySettings:
     vocab_size: int
     untie: bool
     prefix: str
-    root: str
-    keep: bool
-    head: bool
-    extra: bool
+    root: str  # with its dot
+    keep: bool  # whether quantised tensors stay as they are
+    head: bool  # whether an untied model has an output kernel
+    extra: bool  # whether there may be layers for multi-token prediction
 
 
 def build(dims: Dims, settings: FamilySettings, tree: Tree) -> Mapping:
     """Return the mapping of a model."""
     vision = _VISION if dims.multimodal else ()
-    extra = extra_layers(dims, settings.prefix)
+    extra = []  # layers for multi-token prediction
+    if dims.extra:
+        last = dims.layers + dims.extra - 1
+        extra = [f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"]
+    int4 = dims.quantized is not None and dims.quantized.method == "int4"
+    # Rows and columns of packed weights follow from their scales.
+    unread = ["*.weight_shape"] if int4 and not settings.keep else []
     return Mapping(
         _Builder(dims, settings).rules(tree),
-        ignore=[*extra, *_ignored(dims, settings), *vision],
+        ignore=[*extra, *unread, *vision],
         unsaved=[*(extra if settings.extra else ()), *vision],
         buffers=_BUFFERS,
     )
@@ -86,11 +80,6 @@ class _Builder:
             if group.indices:
                 yield from self._group(group)
 
-    @property
-    def _is_tied(self) -> bool:
-        """Whether the model has no output kernel of its own."""
-        return self._dims.tied and not self._settings.untie
-
     def _group(self, group: LayerGroup) -> Iterator[Rule]:
         scan = self._settings.scan
         # Two leaves of one quantised tensor, as gate and up of GPT-OSS, are one where it is kept.
@@ -114,7 +103,7 @@ class _Builder:
         return rule(self._root(leaf) + group.scanned + leaf.target, expr)
 
     def _root(self, leaf: FamilyLeaf) -> str:
-        """Return the prefix of a leaf's name: variables are beside parameters, not among them."""
+        """The prefix of a leaf's name: variables are beside parameters, not among them."""
         root, parameters = self._settings.root, "params."
         if leaf.variable and root.endswith(parameters):
             return f"{root.removesuffix(parameters)}{leaf.variable}."
@@ -132,16 +121,17 @@ class _Builder:
     def _whole(self, leaf: FamilyLeaf) -> Expr:
         """A leaf that belongs to no layer."""
         assert isinstance(leaf.source, str)
-        if leaf.source == HEAD:
-            return self._part(head_name(self._settings.prefix), leaf.step)
-        return self._part(self._settings.prefix + leaf.source, leaf.step)
+        prefix = self._settings.prefix
+        name = head_name(prefix) if leaf.source == HEAD else prefix + leaf.source
+        return self._part(name, leaf.step)
 
     def _part(self, name: str, step: TensorStep) -> Expr:
         return step.apply(self._source(name, step), self._settings.dtype)
 
     def _source(self, name: str, step: TensorStep) -> Expr:
-        """Return a tensor, decoded; a tied embedding must be equal to a head that is stored."""
-        if self._is_tied and name == self._settings.prefix + EMBEDDING_TENSOR:
+        """A tensor, decoded; a tied embedding must be equal to a head that is stored."""
+        is_tied = self._dims.tied and not self._settings.untie
+        if is_tied and name == self._settings.prefix + EMBEDDING_TENSOR:
             return Same(tensor(name), tensor(head_name(self._settings.prefix)), hint=_UNTIE)
         quantized = self._dims.quantized
         if quantized is not None and quantized.covers(name, step):
@@ -149,7 +139,7 @@ class _Builder:
         return tensor(name)
 
     def _kept(self, leaf: FamilyLeaf) -> tuple[FamilyLeaf, ...]:
-        """Return a leaf as the tensors that it is stored as, where these are kept quantised."""
+        """A leaf as the tensors that it is stored as, where these are kept quantised."""
         quantized = self._dims.quantized
         if not self._settings.keep or quantized is None or not isinstance(leaf.source, str):
             return (leaf,)
@@ -173,27 +163,3 @@ class _Builder:
             return expr.rearrange(axes, e=hidden).slice(axis, 0, tokens)
         expr = expr.rearrange(axes, v=self._dims.vocab, e=hidden)
         return expr.pad(axis, 0, more) if more else expr
-
-
-EMBEDDING_TENSOR, HEAD = "embed_tokens.weight", "lm_head.weight"
-
-
-def head_name(prefix: str) -> str:
-    """Return the name of the output kernel's tensor, for the prefix of the others.
-
-    >>> head_name("model."), head_name("language_model.model."), head_name("model.language_model.")
-    ('lm_head.weight', 'language_model.lm_head.weight', 'lm_head.weight')
-    """
-    return HEAD if prefix.startswith("model.") else prefix.removesuffix("model.") + HEAD
-
-
-def extra_layers(dims: Dims, prefix: str) -> list[str]:
-    """Return patterns of the tensors of layers for multi-token prediction, if there are any."""
-    last = dims.layers + dims.extra - 1
-    return [f"{prefix}layers.{{{dims.layers}..{last}}}.*"] if dims.extra else []
-
-
-def _ignored(dims: Dims, settings: FamilySettings) -> Iterator[str]:
-    """Yields patterns of tensors that no leaf needs."""
-    if dims.quantized is not None and dims.quantized.method == "int4" and not settings.keep:
-        yield "*.weight_shape"  # rows and columns, which follow from the scales

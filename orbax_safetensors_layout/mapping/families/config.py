@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from orbax_safetensors_layout.catalog import Catalog
@@ -74,15 +74,13 @@ def count_stored(names: Sequence[str], before: str) -> int:
 class Section:
     """An object of a configuration; null counts as left out, as in transformers.
 
-    Every method refuses a value of another kind than it returns with a `MappingError`.
+    A value that is left out is the default, None or empty. Methods refuse a value of another kind
+    than they return with a `MappingError`, and so does the class one that is not an object.
 
     Args:
         values: Its members.
         model: The model that the configuration is of, for errors.
         path: The keys that lead to it, each with its dot.
-
-    Raises:
-        MappingError: It is not an object.
     """
 
     def __init__(self, values: object, model: str, path: str = "") -> None:
@@ -97,17 +95,14 @@ class Section:
             )
         self._values = values
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no members."""
-        return not self._values
+    def __bool__(self) -> bool:
+        return bool(self._values)
 
     def get(self, name: str) -> Any:
-        """Return a value as it is; None where it is left out."""
+        """Return a value as it is."""
         return self._values.get(name)
 
     def refuse(self, name: str, expected: str, found: object) -> NoReturn:
-        """Raise the error of a value that is not as expected."""
         raise MappingError(
             f"{self._path + name!r} of the configuration is {short_repr(found)}", expected=expected
         )
@@ -132,36 +127,32 @@ class Section:
         return self._integer(name, self.get(self.need(name)), bounds)
 
     def number(self, name: str, default: float) -> float:
-        """Return a finite number above zero."""
-        # Below the largest float32: it becomes one.
-        value = self._checked(
-            name,
-            "a finite number above zero",
-            lambda value: type(value) in (int, float) and 0 < value < 2.0**128,
-        )
-        return default if value is None else float(value)
+        """Return a number above zero that float32 can hold."""
+        value = self._checked(name, (int, float), "a finite number above zero", default)
+        if not 0 < value < 2.0**128:
+            self.refuse(name, "a finite number above zero", value)
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean."""
-        value = self._checked(name, "true or false", lambda value: type(value) is bool)
-        return default if value is None else bool(value)
+        return bool(self._checked(name, (bool,), "true or false", default))
 
     def text(self, name: str) -> str | None:
-        """Return a string; None where it is left out."""
-        value = self._checked(name, "a string", lambda value: isinstance(value, str))
-        return None if value is None else str(value)
+        value: str | None = self._checked(name, (str,), "a string", None)
+        return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return an array of strings; empty where it is left out."""
-        return tuple(self._checked(name, "an array of strings", _are_texts) or ())
+        expected = "an array of strings"
+        items = self._checked(name, (list, tuple), expected, ())
+        if not all(isinstance(item, str) for item in items):
+            self.refuse(name, expected, items)
+        return tuple(items)
 
     def integers(self, name: str, *, bounds: tuple[int, int]) -> tuple[int, ...]:
-        """Return an array of integers within bounds, both included; empty where it is left out."""
-        items = self._checked(name, "an array of integers", _is_array) or ()
+        """Return an array of integers within bounds, both included."""
+        items = self._checked(name, (list, tuple), "an array of integers", ())
         return tuple(self._integer(name, item, bounds) for item in items)
 
     def section(self, name: str) -> Section | None:
-        """Return an object; None where it is left out."""
         value = self.get(name)
         return None if value is None else Section(value, self.model, f"{self._path}{name}.")
 
@@ -170,12 +161,13 @@ class Section:
         outer = self.section(name)
         if outer is None:
             return []
-        path = f"{self._path}{name}."
-        return [Section(v, self.model, f"{path}{k}.") for k, v in outer._values.items()]
+        return [Section(v, self.model, f"{outer._path}{k}.") for k, v in outer._values.items()]
 
-    def _checked(self, name: str, expected: str, is_right: Callable[[Any], bool]) -> Any:
+    def _checked(self, name: str, types: tuple[type, ...], expected: str, default: Any) -> Any:
         value = self.get(name)
-        if value is not None and not is_right(value):
+        if value is None:
+            return default
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             self.refuse(name, expected, value)
         return value
 
@@ -184,11 +176,3 @@ class Section:
         if type(value) is not int or not least <= value <= most:
             self.refuse(name, f"an integer in {least:,}..{most:,}", value)
         return value
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)

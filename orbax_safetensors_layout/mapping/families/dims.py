@@ -6,26 +6,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orbax_safetensors_layout.errors import MappingError
+
 from .config import Section
 from .weight_format import WeightFormat, weight_format
-
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3",
-    "mixtral",
-    "deepseek_v3",
-    "gpt_oss",
-)
 
 # Values that configs leave out because they are the default of the family's class in transformers
 # 5.23.0 (`configuration_<family>.py`), which files on the hub rely on: Gemma's have no
 # `tie_word_embeddings`, those of Gemma 3 with vision no `head_dim`.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_experts": 128},
     "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256},
     "gemma3": {
         "tie_word_embeddings": True,
@@ -35,34 +29,19 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "query_pre_attn_scalar": 256,
         "vocab_size": 262208,
     },
-    "gpt_oss": {"head_dim": 64, "num_local_experts": 128},
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_experts": 128},
     "mixtral": {"num_local_experts": 8},
     "deepseek_v3": {"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
+    "gpt_oss": {"head_dim": 64, "num_local_experts": 128},
 }
+FAMILIES = tuple(_DEFAULTS)
 
 # Which value ties the output kernel of a model with vision, by the outer `model_type` (transformers
 # 5.23.0): the outer `tie_word_embeddings`, whose default is true in these classes. So it is in some
 # that are not listed, such as models of speech: there it counts as false where `config.json` leaves
 # it out ...
-_TIED_BY_DEFAULT = frozenset(
-    [
-        "gemma3",
-        "got_ocr2",
-        "internvl",
-        "janus",
-        "kimi_k25",
-        "lighton_ocr",
-        "mistral3",
-        "ovis2",
-        "paligemma",
-    ]
-)
+_TIED_BY_DEFAULT = "gemma3 got_ocr2 internvl janus kimi_k25 lighton_ocr mistral3 ovis2 paligemma"
 # ... or, in these, either that or the text model's.
-_TIED_BY_EITHER = frozenset(
-    ["llava", "llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "video_llama_3"]
-)
+_TIED_BY_EITHER = "llava llava_next_video llava_onevision qwen2_5_vl qwen2_vl video_llama_3"
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -74,85 +53,54 @@ _MOST_EXPERTS = 1 << 17  # of all layers together
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Latent:
-    """DeepSeek's multi-head latent attention.
+    """DeepSeek's multi-head latent attention; dimensions are those of a head."""
 
-    Attributes:
-        query_rank: Whether queries have a low rank (`q_a_proj`, `q_b_proj`).
-        query_dim: Elements of a query head, rotated ones included.
-        key_value_dim: Elements of `kv_b_proj` for a head: keys that are not rotated, and values.
-        value_dim: Elements of a value head.
-    """
-
-    query_rank: bool
-    query_dim: int
-    key_value_dim: int
+    query_rank: bool  # whether queries have a low rank (`q_a_proj`, `q_b_proj`)
+    query_dim: int  # rotated elements included
+    key_value_dim: int  # of `kv_b_proj`: keys that are not rotated, and values
     value_dim: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dims:
-    """The dimensions of one model.
+    """The dimensions of one model."""
 
-    Attributes:
-        family: A key of `FAMILIES`.
-        layers: Decoder layers.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Elements of a head.
-        hidden: Elements of a token's state.
-        vocab: Rows of the embedding.
-        tied: Whether the output kernel is the embedding where the files have none.
-        headless: Whether the model is one without an output kernel, as embedders are.
-        query_scalar: Attention logits are divided by the square root of it.
-        rope: The `rope_type` of the configuration; `default` where it has none.
-        experts: Routed experts of a layer; 0 in a dense model.
-        dense: Layers without experts; all in a dense model.
-        shared_experts: Whether layers have experts that all tokens take.
-        extra: Layers after the last, for multi-token prediction.
-        latent: DeepSeek's attention, else None.
-        biased: The projections that have a bias.
-        quantized: How weights are stored, where they are quantised.
-        multimodal: Whether the checkpoint holds a vision model too.
-        layer_types: The kind of attention of each layer; empty where none is given.
-    """
-
-    family: str
+    family: str  # one of `FAMILIES`
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     hidden: int
-    vocab: int
-    tied: bool
-    headless: bool
-    query_scalar: float
-    rope: str
-    experts: int
-    dense: tuple[int, ...]
-    shared_experts: bool
-    extra: int
+    vocab: int  # rows of the embedding
+    tied: bool  # whether the output kernel is the embedding where the files have none
+    headless: bool  # whether the model is one without an output kernel, as embedders are
+    query_scalar: float  # attention logits are divided by the square root of it
+    rope: str  # the `rope_type` of the configuration; `default` where it has none
+    experts: int  # routed ones of a layer; 0 in a dense model
+    dense: tuple[int, ...]  # layers without experts
+    shared_experts: bool  # whether layers have experts that all tokens take
+    extra: int  # layers after the last, for multi-token prediction
     latent: Latent | None
-    biased: frozenset[str]
+    biased: frozenset[str]  # the projections that have a bias
     quantized: WeightFormat | None
-    multimodal: bool
-    layer_types: tuple[str, ...]
+    multimodal: bool  # whether the checkpoint holds a vision model too
+    layer_types: tuple[str, ...]  # the kind of attention of each; empty where none is given
 
     @property
     def sparse(self) -> tuple[int, ...]:
-        """The layers with experts."""
         return tuple(i for i in range(self.layers) if i not in self.dense)
+
+    def check_uniform(self, target: str) -> None:
+        """Refuses layers that are partly dense, which `target` does not have."""
+        if self.dense and self.sparse:
+            raise MappingError(
+                f"{target} has no {self.family} whose layers are partly dense",
+                found=f"dense layers {list(self.dense)} of {self.layers}",
+            )
 
 
 def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
-    """Return the dimensions that a configuration gives.
-
-    Args:
-        family: A key of `FAMILIES`.
-        config: The configuration; of one with vision, `text_config` counts.
-
-    Raises:
-        MappingError: A value is missing or malformed, or there is no mapping for it.
-    """
+    """Return the dimensions that a configuration gives; with vision, its `text_config` counts."""
     outer = Section(config, family)
     inner = outer.section("text_config")
     values = dict(config)
@@ -165,8 +113,17 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     heads = read.integer("num_attention_heads", bounds=(1, hidden))
     latent = _latent(read) if family == "deepseek_v3" else None
     head_dim = read.integer("head_dim", hidden // heads)
-    sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-    more = (0, _MOST_LAYERS)
+    layer_types = read.texts("layer_types")
+    if layer_types and len(layer_types) != layers:
+        read.refuse("layer_types", f"one for each of {layers:,} layers", layer_types)
+    dense, experts, shared_experts, extra = tuple(range(layers)), 0, False, 0
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"):
+        experts = read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS // layers))
+        dense = _dense(family, read, layers)
+    if latent:
+        shared = read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS))
+        extra = read.integer("num_nextn_predict_layers", 0, bounds=(0, _MOST_LAYERS))
+        shared_experts = shared > 0
     return Dims(
         family=family,
         layers=layers,
@@ -179,26 +136,16 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         headless=_headless(outer.texts("architectures")),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
-        experts=read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS // layers))
-        if sparse
-        else 0,
-        dense=_dense(family, read, layers) if sparse else tuple(range(layers)),
-        shared_experts=family == "deepseek_v3"
-        and read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS)) > 0,
-        extra=read.integer("num_nextn_predict_layers", 0, bounds=more) if latent else 0,
+        experts=experts,
+        dense=dense,
+        shared_experts=shared_experts,
+        extra=extra,
         latent=latent,
         biased=_biased(family, read),
         quantized=weight_format(family, read.section("quantization_config")),
         multimodal=inner is not None,
-        layer_types=_layer_types(read, layers),
+        layer_types=layer_types,
     )
-
-
-def _layer_types(read: Section, layers: int) -> tuple[str, ...]:
-    kinds = read.texts("layer_types")
-    if kinds and len(kinds) != layers:
-        read.refuse("layer_types", f"one for each of {layers:,} layers", kinds)
-    return kinds
 
 
 def _rope(read: Section) -> str:
@@ -216,8 +163,8 @@ def _tied(outer: Section, read: Section) -> bool:
     if outer.get("text_config") is None:
         return inner
     kind = outer.text("model_type") or outer.model
-    ties = outer.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT)
-    return ties or (inner and kind in _TIED_BY_EITHER)
+    ties = outer.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT.split())
+    return ties or (inner and kind in _TIED_BY_EITHER.split())
 
 
 def _headless(architectures: Sequence[str]) -> bool:

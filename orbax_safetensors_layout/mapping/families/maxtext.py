@@ -16,47 +16,46 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
-from .build import EMBEDDING_TENSOR, HEAD
 from .dims import Dims
-from .steps import (
-    EMBEDDING,
-    LINEAR,
-    ROUTER,
-    VECTOR,
-    FamilyLeaf,
-    LayerGroup,
-    TensorStep,
-    Tree,
-    fused_experts,
-    head_norm,
-    heads,
-    heads_bias,
-    interleaved_heads,
-    leaves_of,
-    out_of_heads,
-)
+from .steps import FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
+from .tensors import EMBEDDING, EMBEDDING_TENSOR, HEAD, ROUTER, VECTOR, fused_experts, layer_tensors
 
-_MLP = ("wi_0=gate_proj", "wi_1=up_proj", "wo=down_proj")
-_MIXTRAL_MLP = ("wi_0=w1", "wi_1=w3", "wo=w2")
-_GPT_OSS_MLP = (
-    ("wo", "down_proj", None),
-    ("wi_0", "gate_up_proj", (0, 2)),
-    ("wi_1", "gate_up_proj", (1, 2)),
+_NAMES = (
+    (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
+    (r"norm\.weight", "norm.scale"),
+    ("weight", "kernel"),
+    ("input_layernorm", "pre_self_attention_layer_norm"),
+    ("post_attention_layernorm", "post_self_attention_layer_norm"),
+    (r"self_attn\.q_norm", "self_attention.query_norm"),
+    (r"self_attn\.k_norm", "self_attention.key_norm"),
+    ("self_attn", "self_attention"),
+    ("q_proj", "query"),
+    ("k_proj", "key"),
+    ("v_proj", "value"),
+    ("o_proj", "out"),
+    (r"gate_proj|\bw1\b", "wi_0"),
+    (r"up_proj|\bw3\b", "wi_1"),
+    (r"down_proj|\bw2\b", "wo"),
 )
-_NORMS = (
-    "pre_self_attention_layer_norm=input_layernorm",
-    "post_self_attention_layer_norm=post_attention_layernorm",
+_GEMMA_NAMES = (
+    ("input_layernorm", "pre_self_attention_norm"),
+    ("post_attention_layernorm", "post_self_attention_norm"),
+    ("pre_feedforward_layernorm", "pre_ffw_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm"),
 )
-_GEMMA_NORMS = (
-    "pre_self_attention_norm=input_layernorm",
-    "post_self_attention_norm=post_attention_layernorm",
-    "pre_ffw_norm=pre_feedforward_layernorm",
-    "post_ffw_norm=post_feedforward_layernorm",
+_MOE_NAMES = (("block_sparse_moe", "MoeBlock_0"), (r"^mlp\.(gate|experts)\b", r"moe_block.\1"))
+_GPT_OSS_NAMES = (("self_attn", "GptOssAttention"), (r"mlp\.router", "GptOssMlp.gate"))
+_DEEPSEEK_NAMES = (
+    (r"self_attn\.q_a_layernorm", "self_attention.q_norm"),
+    (r"self_attn\.kv_a_layernorm", "self_attention.kv_norm"),
+    ("kv_a_proj_with_mqa", "wkv_a"),
+    ("kv_b_proj", "wkv_b"),
+    ("q_a_proj", "wq_a"),
+    ("q_b_proj", "wq_b"),
+    (r"^mlp\.(gate|experts)\b", r"DeepSeekMoeBlock_0.MoeBlock_0.\1"),
+    (r"mlp\.shared_experts", "DeepSeekMoeBlock_0.shared_experts"),
+    ("e_score_correction_bias", "bias"),
 )
-_HEAD_NORMS = ("query_norm=q_norm", "key_norm=k_norm")
-
-# `scale_rmsnorm` (Gemma 2 and 3): Hugging Face's norms multiply by 1 + weight, MaxText's by scale.
-_GEMMA_NORM = dataclasses.replace(VECTOR, term=1.0)
 
 # `scale_query_layer` (Llama 3.1, Mixtral, Gemma 2) and `llama_or_mistral_ckpt.py` divide queries:
 # `init_query_w` of `layers/attentions.py` folds it into the kernel where a model has neither norms
@@ -79,109 +78,112 @@ def tree(dims: Dims) -> Tree:
     Raises:
         MappingError: MaxText has no such model.
     """
-    gemma = dims.family in ("gemma2", "gemma3")
+    norm, embedding = VECTOR, EMBEDDING
+    groups = {"gemma2": _gemma2, "gemma3": _gemma3, "deepseek_v3": _deepseek, "gpt_oss": _gpt_oss}
+    if dims.family in ("gemma2", "gemma3"):
+        # Rows are multiplied by sqrt(hidden) when they are converted, not when they are used: in
+        # float32 for Gemma 2 (`pad_hf_embedding_layer`), rounded to bfloat16 for Gemma 3
+        # (`pad_and_scale_embedding`).
+        root = math.sqrt(dims.hidden)
+        factor = float(np.float32(root) if dims.family == "gemma2" else ml_dtypes.bfloat16(root))
+        norm, embedding = _gemma_norm(VECTOR), dataclasses.replace(EMBEDDING, factor=factor)
     return Tree(
-        FamilyLeaf("token_embedder.embedding", EMBEDDING_TENSOR, _embedding(dims)),
+        FamilyLeaf("token_embedder.embedding", EMBEDDING_TENSOR, embedding),
         FamilyLeaf("decoder.logits_dense.kernel", HEAD, ROUTER),
-        FamilyLeaf("decoder.decoder_norm.scale", "norm.weight", _GEMMA_NORM if gemma else VECTOR),
-        _groups(dims),
+        FamilyLeaf("decoder.decoder_norm.scale", "norm.weight", norm),
+        groups.get(dims.family, _uniform)(dims),
     )
 
 
-def _embedding(dims: Dims) -> TensorStep:
-    """Gemma's rows are multiplied by sqrt(hidden) when they are converted, not when they are used.
+def _steps(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
+    """Return the steps of those tensors of a layer that MaxText has, with the values it has."""
+    steps = layer_tensors(dims, sparse=sparse)
+    if dims.family not in ("qwen2", "gpt_oss"):
+        steps = {name: step for name, step in steps.items() if not name.endswith(".bias")}
+    query, key = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
+    if dims.family == "llama":
+        # `adjust_rope` (Llama 3.1): `LLaMARotaryEmbedding` of `layers/embeddings.py` rotates pairs
+        # of neighbours; `RotaryEmbedding`, which serves where `rope_type` is not "llama3.1",
+        # halves.
+        if dims.rope not in _ROPES:
+            raise MappingError(
+                "MaxText's Llama has no rotary embedding of the configuration's rope_type",
+                expected=f"one of {', '.join(_ROPES)}",
+                found=short_repr(dims.rope),
+            )
+        if dims.rope == "llama3":
+            steps[query] = _interleaved_heads(dims.heads, dims.head_dim)
+            steps[key] = _interleaved_heads(dims.kv_heads, dims.head_dim)
+    if dims.family in _QUERY_SCALED:
+        factor = float(np.float32(1 / math.sqrt(dims.query_scalar)))
+        steps[query] = dataclasses.replace(steps[query], factor=factor)
+    if dims.family in ("gemma2", "gemma3"):
+        norms = [tensor for tensor in steps if tensor.endswith("norm.weight")]
+        steps |= {tensor: _gemma_norm(steps[tensor]) for tensor in norms}
+    return steps
 
-    The factor of Gemma 3 is rounded to bfloat16 (`pad_and_scale_embedding`), that of Gemma 2 to
-    float32 (`pad_hf_embedding_layer`).
+
+def _gemma_norm(step: TensorStep) -> TensorStep:
+    """Hugging Face multiplies by 1 + weight, MaxText's `scale_rmsnorm` by scale."""
+    return dataclasses.replace(step, term=1.0)
+
+
+def _interleaved_heads(h: int, d: int) -> TensorStep:
+    """A projection to heads, whose rotated pairs are side by side.
+
+    Hugging Face keeps the first elements of all pairs in the first half of a head, and the second
+    ones in the second (`rotate_half` of transformers 5.23.0, `modeling_llama.py`).
     """
-    root = math.sqrt(dims.hidden)
-    if dims.family == "gemma2":
-        return dataclasses.replace(EMBEDDING, factor=float(np.float32(root)))
-    if dims.family == "gemma3":
-        return dataclasses.replace(EMBEDDING, factor=float(ml_dtypes.bfloat16(root)))
-    return EMBEDDING
-
-
-def _groups(dims: Dims) -> tuple[LayerGroup, ...]:
-    match dims.family:
-        case "gemma2":
-            return _gemma2(dims)
-        case "gemma3":
-            return _gemma3(dims)
-        case "deepseek_v3":
-            return _deepseek(dims)
-        case "gpt_oss":
-            return _gpt_oss(dims)
-        case _:
-            return _uniform(dims)
+    sizes = (("h", h), ("t", 2), ("f", d // 2))
+    return TensorStep("(h t f) e -> e h (f t)", sizes, projection=True)
 
 
 def _uniform(dims: Dims) -> tuple[LayerGroup, ...]:
     """Llama, Mistral, Qwen and Mixtral: all layers have the same leaves."""
-    if dims.dense and dims.sparse:
-        raise MappingError(
-            f"MaxText has no {dims.family} whose layers are partly dense",
-            found=f"dense layers {list(dims.dense)} of {dims.layers}",
-        )
-    leaves = [*_norms(_NORMS, VECTOR), *_attention(dims, "self_attention")]
-    if dims.family in ("qwen3", "qwen3_moe"):
-        leaves += _head_norms(head_norm(dims.head_dim))
-    if dims.family == "qwen2":
-        leaves += _biases(dims, "self_attention")
-    if dims.family == "mixtral":
-        leaves += _experts("MoeBlock_0.", "block_sparse_moe", _MIXTRAL_MLP)
-    elif dims.experts:
-        leaves += _experts("moe_block.")
-    else:
-        leaves += _mlp("mlp")
-    layers = tuple(range(dims.layers))
-    return (LayerGroup("decoder.layers.", "decoder.layers_{n}.", layers, tuple(leaves)),)
+    dims.check_uniform("MaxText")
+    leaves = renamed(_steps(dims, sparse=bool(dims.sparse)), (*_MOE_NAMES, *_NAMES))
+    return (
+        LayerGroup("decoder.layers.", "decoder.layers_{n}.", tuple(range(dims.layers)), leaves),
+    )
 
 
-def _check_cycle(dims: Dims, local: int) -> None:
-    """Refuses other turns of local and global layers than MaxText takes: some local, one global."""
-    turns = ("sliding_attention",) * local + ("full_attention",)
+def _check_cycle(dims: Dims, length: int) -> None:
+    """Refuses other turns of local and global layers than MaxText takes: one global at the end."""
+    turns = ("sliding_attention",) * (length - 1) + ("full_attention",)
     for i, kind in enumerate(dims.layer_types):
-        if kind != turns[i % len(turns)]:
+        if kind != turns[i % length]:
             raise MappingError(
                 f"MaxText's {dims.family} has another layer {i} than the layer_types say",
-                expected=turns[i % len(turns)],
+                expected=turns[i % length],
                 found=short_repr(kind),
             )
 
 
 def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
     """A layer of MaxText is two of the checkpoint, one local and one global."""
-    _check_cycle(dims, local=1)
+    _check_cycle(dims, 2)
     if dims.layers % 2:
         raise MappingError(
             "MaxText's Gemma 2 joins two layers to one", found=f"{dims.layers} layers"
         )
-    return tuple(
-        LayerGroup(
-            "decoder.layers.",
-            "decoder.layers_{n}.",
-            tuple(range(start, dims.layers, 2)),
-            (
-                *_norms(_GEMMA_NORMS, _GEMMA_NORM, f"{{}}_{kind}.scale"),
-                *_attention(dims, f"self_attention_{kind}"),
-                *_mlp("mlp", f"mlp_{kind}"),
-            ),
-            first=0,
+    steps = _steps(dims, sparse=False)
+    groups = []
+    for start, kind in enumerate(("local", "global")):
+        modules = (
+            (r"norm\.weight", f"norm_{kind}.scale"),
+            ("self_attn", f"self_attention_{kind}"),
+            ("mlp", f"mlp_{kind}"),
         )
-        for start, kind in enumerate(("local", "global"))
-    )
+        leaves = renamed(steps, (*modules, *_GEMMA_NAMES, *_NAMES))
+        layers = tuple(range(start, dims.layers, 2))
+        groups.append(LayerGroup("decoder.layers.", "decoder.layers_{n}.", layers, leaves, first=0))
+    return tuple(groups)
 
 
 def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by sixes; those that remain are not stacked."""
-    leaves = (
-        *_norms(_GEMMA_NORMS, _GEMMA_NORM),
-        *_head_norms(head_norm(dims.head_dim, 1.0)),
-        *_attention(dims, "self_attention"),
-        *_mlp("mlp"),
-    )
-    _check_cycle(dims, local=_GEMMA3_CYCLE - 1)
+    _check_cycle(dims, _GEMMA3_CYCLE)
+    leaves = renamed(_steps(dims, sparse=False), (*_GEMMA_NAMES, *_NAMES))
     scanned = dims.layers - dims.layers % _GEMMA3_CYCLE
     rest = tuple(range(scanned, dims.layers))
     remainder = LayerGroup(
@@ -192,20 +194,11 @@ def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
 
 def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by twos, one local and one global."""
-    _check_cycle(dims, local=_GPT_OSS_CYCLE - 1)
+    _check_cycle(dims, _GPT_OSS_CYCLE)
     if dims.layers % _GPT_OSS_CYCLE:
         raise MappingError("MaxText's GPT-OSS scans layers by twos", found=f"{dims.layers} layers")
-    attention = "GptOssAttention"
-    leaves = (
-        *_norms(_NORMS, VECTOR),
-        *_attention(dims, attention),
-        *_biases(dims, attention),
-        FamilyLeaf(f"{attention}.out.bias", "self_attn.o_proj.bias", VECTOR),
-        FamilyLeaf(f"{attention}.sinks", "self_attn.sinks", VECTOR),
-        FamilyLeaf("GptOssMlp.gate.kernel", "mlp.router.weight", ROUTER),
-        FamilyLeaf("GptOssMlp.gate.bias", "mlp.router.bias", VECTOR),
-        *fused_experts(_GPT_OSS_MLP, "GptOssMlp.{}", "GptOssMlp.{}_bias"),
-    )
+    leaves = renamed(_steps(dims, sparse=True), (*_GPT_OSS_NAMES, *_NAMES))
+    leaves += fused_experts(("wi_0", "wi_1", "wo"), "GptOssMlp.{}", "GptOssMlp.{}_bias")
     return _cycle(_GPT_OSS_CYCLE, dims.layers, leaves)
 
 
@@ -224,85 +217,16 @@ def _cycle(length: int, layers: int, leaves: tuple[FamilyLeaf, ...]) -> tuple[La
 
 def _deepseek(dims: Dims) -> tuple[LayerGroup, ...]:
     """Dense layers first, counted by themselves, then those with experts."""
-    shared = (*_norms(_NORMS, VECTOR), *_latent(dims))
-    block = "DeepSeekMoeBlock_0."
+    names = (*_DEEPSEEK_NAMES, *_NAMES)
     # `GateLogit` of `layers/moe.py`: the bias is a variable of its own kind. Flax keeps it beside
     # the parameters, and `param_scan_axis` is that of parameters only (`layers/nnx_decoders.py`).
     # `param_mapping.py` still looks for it among the parameters, where it is not.
-    bias = "mlp.gate.e_score_correction_bias"
-    gate = FamilyLeaf(f"{block}MoeBlock_0.gate.bias", bias, VECTOR, variable="MoEBiasVar")
-    experts = [*_experts(f"{block}MoeBlock_0."), gate]
-    if dims.shared_experts:
-        experts += _mlp("mlp.shared_experts", f"{block}shared_experts")
-    dense, sparse = (*shared, *_mlp("mlp")), (*shared, *experts)
+    sparse = tuple(
+        dataclasses.replace(leaf, variable="MoEBiasVar") if leaf.target.endswith("bias") else leaf
+        for leaf in renamed(_steps(dims, sparse=True), names)
+    )
+    dense = renamed(_steps(dims, sparse=False), names)
     return (
         LayerGroup("decoder.dense_layers.", "decoder.dense_layers_{n}.", dims.dense, dense),
         LayerGroup("decoder.moe_layers.", "decoder.moe_layers_{n}.", dims.sparse, sparse, first=0),
     )
-
-
-def _latent(dims: Dims) -> list[FamilyLeaf]:
-    latent = dims.latent
-    assert latent is not None
-    queries = heads(dims.heads, latent.query_dim)
-    steps = {
-        "kv_norm.scale=kv_a_layernorm": VECTOR,
-        "wkv_a.kernel=kv_a_proj_with_mqa": LINEAR,
-        "wkv_b.kernel=kv_b_proj": heads(dims.heads, latent.key_value_dim),
-        "out.kernel=o_proj": out_of_heads(dims.heads, latent.value_dim),
-    }
-    if latent.query_rank:
-        steps |= {"q_norm.scale=q_a_layernorm": VECTOR, "wq_a.kernel=q_a_proj": LINEAR}
-        steps["wq_b.kernel=q_b_proj"] = queries
-    else:
-        steps["query.kernel=q_proj"] = queries
-    return leaves_of("self_attention.{}", "self_attn.{}.weight", steps)
-
-
-def _attention(dims: Dims, module: str) -> list[FamilyLeaf]:
-    h, k, d, factor = dims.heads, dims.kv_heads, dims.head_dim, None
-    if dims.family in _QUERY_SCALED:
-        factor = float(np.float32(1 / math.sqrt(dims.query_scalar)))
-    # `adjust_rope` (Llama 3.1): `LLaMARotaryEmbedding` of `layers/embeddings.py` rotates pairs of
-    # neighbours; `RotaryEmbedding`, which serves where `rope_type` is not "llama3.1", halves.
-    if dims.family == "llama" and dims.rope not in _ROPES:
-        raise MappingError(
-            "MaxText's Llama has no rotary embedding of the configuration's rope_type",
-            expected=f"one of {', '.join(_ROPES)}",
-            found=short_repr(dims.rope),
-        )
-    rotated = interleaved_heads if dims.family == "llama" and dims.rope == "llama3" else heads
-    steps = {
-        "query=q": rotated(h, d, factor),
-        "key=k": rotated(k, d),
-        "value=v": heads(k, d),
-        "out=o": out_of_heads(h, d),
-    }
-    return leaves_of(f"{module}.{{}}.kernel", "self_attn.{}_proj.weight", steps)
-
-
-def _biases(dims: Dims, module: str) -> list[FamilyLeaf]:
-    h, k, d = dims.heads, dims.kv_heads, dims.head_dim
-    steps = {"query=q": heads_bias(h, d), "key=k": heads_bias(k, d), "value=v": heads_bias(k, d)}
-    return leaves_of(f"{module}.{{}}.bias", "self_attn.{}_proj.bias", steps)
-
-
-def _norms(
-    names: tuple[str, ...], step: TensorStep, target: str = "{}.scale", source: str = "{}.weight"
-) -> list[FamilyLeaf]:
-    return leaves_of(target, source, dict.fromkeys(names, step))
-
-
-def _head_norms(step: TensorStep) -> list[FamilyLeaf]:
-    return _norms(_HEAD_NORMS, step, "self_attention.{}.scale", "self_attn.{}.weight")
-
-
-def _mlp(source: str, module: str | None = None) -> list[FamilyLeaf]:
-    steps = dict.fromkeys(_MLP, LINEAR)
-    return leaves_of(f"{module or source}.{{}}.kernel", f"{source}.{{}}.weight", steps)
-
-
-def _experts(block: str, module: str = "mlp", names: tuple[str, ...] = _MLP) -> list[FamilyLeaf]:
-    router = FamilyLeaf(f"{block}gate.kernel", f"{module}.gate.weight", ROUTER)
-    source = f"{module}.experts.{{e}}.{{}}.weight"
-    return [router, *leaves_of(f"{block}{{}}", source, dict.fromkeys(names, LINEAR))]

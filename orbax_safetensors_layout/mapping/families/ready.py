@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections.abc
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, TypedDict, Unpack
+from collections.abc import Mapping as Dict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MappingError
@@ -14,26 +14,19 @@ from orbax_safetensors_layout.format import short_repr
 from ..expr.values import as_dtype
 from ..rules import Mapping
 from . import maxtext, plain, tunix
-from .build import EMBEDDING_TENSOR, FamilySettings, build, head_name
+from .build import FamilySettings, build
 from .config import Config, count_stored, find_prefix, read_config, stored_names
 from .dims import FAMILIES, Dims, dims_of
 from .steps import Tree
+from .tensors import EMBEDDING_TENSOR, head_name
 
 
 class _Target(NamedTuple):
-    """A model side; `scan`, `scan_axis` and `root` are the defaults of `Options`.
-
-    Attributes:
-        tree: Returns the leaves of a model.
-        families: The families that it has.
-        scan: Whether layers are stacked; None where never.
-        scan_axis: The axis that they are stacked along.
-        root: The name of the tree that holds the leaves.
-    """
+    """A model side; `scan`, `scan_axis` and `root` are the defaults of `Options`."""
 
     tree: Callable[[Dims], Tree]
     families: tuple[str, ...]
-    scan: bool | None
+    scan: bool | None  # None where there are no stacked layers
     scan_axis: int
     root: str
 
@@ -50,8 +43,8 @@ TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TA
 
 _FAMILY_OF = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3"}
 
-# Prefix of the names in checkpoints with vision; `google/gemma-3-4b-it` on the hub.
-_MULTIMODAL_PREFIX = "language_model.model."
+# Prefixes of the names in checkpoints without and with vision (`google/gemma-3-4b-it` on the hub).
+_PREFIXES = ("model.", "language_model.model.")
 
 
 class Options(TypedDict, total=False):
@@ -114,20 +107,7 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
             stack(tensor('model.layers.{i}.post_attention_layernorm.weight'), over='i', axis=1,
             indices=[0, 1]))
     """
-    parsed = _parsed(config)
-    model_type = parsed.get("model_type")
-    family = _FAMILY_OF.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        shown = short_repr(model_type)
-        nearest = suggest_names(shown, FAMILIES, 1)
-        call = "".join(f": osl.families.{name}(config, model_type={shown})" for name in nearest)
-        raise MappingError(
-            f"there is no ready mapping for model_type {shown}",
-            expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
-            hint="If the model is one of these by another name, call that family's function"
-            f"{call or ' of osl.families'}; else write an osl.Mapping.",
-        )
-    return _mapping_of(family, config, parsed, options)
+    return _mapping_of(None, config, options)
 
 
 class _Family(Protocol):
@@ -136,7 +116,7 @@ class _Family(Protocol):
 
 def _family(family: str, models: str) -> _Family:
     def make(config: Config, **options: Unpack[Options]) -> Mapping:
-        return _mapping_of(family, config, _parsed(config), options)
+        return _mapping_of(family, config, options)
 
     make.__name__ = make.__qualname__ = family
     make.__doc__ = f"Return a mapping for {models}; see `mapping` and `Options`."
@@ -155,21 +135,17 @@ deepseek_v3 = _family("deepseek_v3", "DeepSeek V3 and R1")
 gpt_oss = _family("gpt_oss", "GPT-OSS")
 
 
-def _parsed(config: Config) -> collections.abc.Mapping[str, object]:
-    if isinstance(config, str | os.PathLike):
-        return read_config(config)
-    if not isinstance(config, collections.abc.Mapping):
+def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping:
+    """Return the mapping of a family, by default that of the configuration's `model_type`."""
+    parsed: Any = read_config(config) if isinstance(config, str | os.PathLike) else config
+    if not isinstance(parsed, Dict):
         raise MappingError(
             "a mapping needs a model's configuration",
             expected="a checkpoint's folder, its config.json, or what that holds as a dict",
-            found=short_repr(config),
+            found=short_repr(parsed),
         )
-    return config
-
-
-def _mapping_of(
-    family: str, config: Config, parsed: collections.abc.Mapping[str, object], options: Options
-) -> Mapping:
+    if family is None:
+        family = _family_of(parsed.get("model_type"))
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}")
@@ -189,19 +165,31 @@ def _mapping_of(
     return build(dims, settings, side.tree(dims))
 
 
-def _check_type(
-    family: str, config: collections.abc.Mapping[str, object], said: str | None
-) -> None:
+def _family_of(model_type: object) -> str:
+    if isinstance(model_type, str) and model_type in _FAMILY_OF:
+        return _FAMILY_OF[model_type]
+    shown = short_repr(model_type)
+    nearest = suggest_names(shown, FAMILIES, 1)
+    call = "".join(f": osl.families.{name}(config, model_type={shown})" for name in nearest)
+    raise MappingError(
+        f"there is no ready mapping for model_type {shown}",
+        expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
+        hint="If the model is one of these by another name, call that family's function"
+        f"{call or ' of osl.families'}; else write an osl.Mapping.",
+    )
+
+
+def _check_type(family: str, config: Dict[str, object], said: str | None) -> None:
     """Refuses the configuration of another model, unless the caller names its type.
 
     Many models differ in what they compute, and not in names.
     """
     inner = config.get("text_config")
-    found = inner.get("model_type") if isinstance(inner, collections.abc.Mapping) else None
-    found = config.get("model_type") if found is None else found
+    kind = inner.get("model_type") if isinstance(inner, Dict) else None
+    kind = config.get("model_type") if kind is None else kind
     own = [name for name, of in _FAMILY_OF.items() if of == family]
-    if found != said if said is not None else found is not None and found not in own:
-        shown = short_repr(found)
+    if kind != said if said is not None else kind is not None and kind not in own:
+        shown = short_repr(kind)
         raise MappingError(
             f"a mapping for {family} is asked for, but the configuration's model_type is {shown}",
             expected=" or ".join(own) if said is None else short_repr(said),
@@ -214,12 +202,12 @@ def _check_type(
 def _check_counts(dims: Dims, names: Sequence[str], before: str) -> None:
     """Refuses more layers or experts than files have, before anything is built for each of them."""
     layers, experts = count_stored(names, before), count_stored(names, ".experts.")
-    for what, said, found in (("layers", dims.layers, layers), ("experts", dims.experts, experts)):
-        if found and said > found:
+    for what, said, stored in (("layers", dims.layers, layers), ("experts", dims.experts, experts)):
+        if stored and said > stored:
             raise MappingError(
                 f"the configuration and the files disagree on the number of {what}",
                 expected=f"{said:,}, as the configuration says",
-                found=f"{found:,} in the names of the files' tensors",
+                found=f"{stored:,} in the names of the files' tensors",
                 hint="Take the config.json that belongs to these files, or complete them.",
             )
 
@@ -237,11 +225,8 @@ def _settings(
         raise MappingError(f"vocab_size={vocab} must be 1 or more")
     dtype, root = options.get("dtype"), options.get("root")
     root = side.root if root is None else root
-    prefix = options.get("prefix")
-    if prefix is None:
-        prefix = find_prefix(names)
-    if prefix is None:
-        prefix = _MULTIMODAL_PREFIX if dims.multimodal else "model."
+    prefixes = (options.get("prefix"), find_prefix(names), _PREFIXES[dims.multimodal])
+    prefix = next(prefix for prefix in prefixes if prefix is not None)
     quantized = options.get("quantized", "decode")
     if quantized not in ("decode", "keep"):
         raise MappingError(f"quantized={quantized!r}", expected="'decode' or 'keep'")

@@ -30,38 +30,34 @@ _HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How weights are stored.
+    """How weights are stored: FP8 with block scales, MXFP4, int4 of compressed-tensors.
 
-    Attributes:
-        method: FP8 with block scales, MXFP4, or packed int4 of compressed-tensors.
-        block: Rows and columns that share a scale in FP8.
-        group: Columns that share a scale in int4.
-        plain: Modules that are stored as they are: names, or `re:` and a regular expression.
+    `plain` has the modules that are stored as they are: names, or `re:` and a regular expression.
     """
 
     method: Literal["fp8", "mxfp4", "int4"]
-    block: tuple[int, int] = (0, 0)
-    group: int = 0
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale in FP8
+    group: int = 0  # columns that share a scale in int4
     plain: tuple[str, ...] = ()
 
     def covers(self, name: str, step: TensorStep) -> bool:
-        """Whether a tensor is stored quantised.
-
-        Args:
-            name: Its name without quantisation; may have wildcards.
-            step: How it becomes a leaf.
-        """
+        """Whether a tensor is stored quantised; its name may have wildcards."""
         if self.method == "mxfp4":
             return step.packed
         module = re.sub(r"\{\w+\}", "0", name).removesuffix(".weight")
-        return step.projection and not any(_names(pattern, module) for pattern in self.plain)
+        is_plain = any(
+            re.match(pattern.removeprefix(_REGEX), module)
+            if pattern.startswith(_REGEX)
+            else f".{module}".endswith(f".{pattern}")
+            for pattern in self.plain
+        )
+        return step.projection and not is_plain
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors that a quantised one is stored as."""
+        """The names of the tensors that a quantised one is stored as."""
         return tuple(name + ending for ending in _ENDINGS[self.method])
 
     def decoded(self, name: str, dtype: str) -> Expr:
-        """Return the expression of a quantised tensor's values."""
         first, second = map(tensor, self.parts(name)[:2])
         match self.method:
             case "fp8":
@@ -74,19 +70,13 @@ class WeightFormat:
                 return dequantize_int4(first, second, group=self.group, dtype=dtype)
 
 
-def _names(pattern: str, module: str) -> bool:
-    if pattern.startswith(_REGEX):
-        return re.match(pattern.removeprefix(_REGEX), module) is not None
-    return module == pattern or module.endswith(f".{pattern}")
-
-
 def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     """Return what a `quantization_config` says; None where there is none.
 
     Raises:
         MappingError: It is malformed, or there is no ready mapping for it.
     """
-    if config is None or config.is_empty:
+    if not config:
         return None
     method = config.text("quant_method")
     if method == "mxfp4" and family == "gpt_oss":

@@ -20,8 +20,8 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import NARROW_INTEGERS
 
 from ..affine.bound import BoundExpr, Valued, WholeTensor
+from ..casting import is_whole, to_whole, whole_range
 from ..expr.values import Cast, ValueOp, undone
-from ..integers import is_whole, whole_or_lost, whole_range
 
 
 def check_exact(expression: BoundExpr, leaf: np.dtype[Any]) -> None:
@@ -122,7 +122,7 @@ def _applied(values: np.ndarray, ops: tuple[ValueOp, ...]) -> tuple[np.ndarray, 
     kept = np.ones(values.shape, np.bool_)
     for op in ops:
         if isinstance(op, Cast) and is_whole(op.dtype):
-            values, held = whole_or_lost(values, op.dtype)
+            values, held = to_whole(values, op.dtype)
             kept &= held
         else:
             values = op.apply(values)
@@ -149,7 +149,7 @@ def _probes(dtype: np.dtype[Any]) -> np.ndarray:
 
 def _integers(dtype: np.dtype[Any]) -> np.ndarray:
     """Return all integers of a dtype of up to 16 bits; of wider ones those near powers of two."""
-    low, high = (0, 1) if dtype.kind == "b" else whole_range(dtype)
+    low, high = whole_range(dtype)
     if high - low < 1 << 16:
         values = [*range(low, high + 1)]
     else:
