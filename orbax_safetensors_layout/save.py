@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -124,15 +125,10 @@ def plan_save(
 def save_group(
     path: PathLike, options: WriteOptions | ConvertOptions, purpose: str = "save"
 ) -> ProcessGroup:
-    """Returns the group of this program's processes, which save together.
+    """Returns the group of this program's processes, which `purpose` (save or convert) together.
 
     All enter it as a `with` block in the same order, before anything can fail on one of them alone:
     an error in the block reaches the others.
-
-    Args:
-        path: The folder that they save to.
-        options: How long they wait for each other.
-        purpose: The operation, `save` or `convert`.
     """
     count = jax.process_count()
     store = DistributedStore.connect() if count > 1 else None
@@ -144,10 +140,11 @@ def save_group(
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PreparedSave:
     """A tree on its way to files. `of` and `capture` are quick; `write` may run in another thread.
 
-    Args:
+    Attributes:
         plan: What this process writes.
         values: The values of its leaves.
         manifest: The manifest, if the checkpoint has one.
@@ -157,22 +154,12 @@ class PreparedSave:
             already; by default this save writes them, and removes them when it is complete.
     """
 
-    def __init__(
-        self,
-        plan: WritePlan,
-        values: HostValues,
-        manifest: Manifest | None,
-        options: WriteOptions,
-        *,
-        mapped: ScatterPlan | None = None,
-        pieces: tuple[Storage, str] | None = None,
-    ) -> None:
-        self.plan = plan
-        self._values = values
-        self._manifest = manifest
-        self._options = options
-        self._mapped = mapped
-        self._pieces = pieces
+    plan: WritePlan
+    values: HostValues
+    manifest: Manifest | None
+    options: WriteOptions
+    mapped: ScatterPlan | None = None
+    pieces: tuple[Storage, str] | None = None
 
     @classmethod
     def of(
@@ -184,19 +171,14 @@ class PreparedSave:
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
     ) -> Self:
-        """Plans a save.
+        """Plans a save; other arguments are those of `save`.
 
         Args:
             tree: As for `save`.
             options: How to write.
             mapping: As for `save`.
             custom: A JSON value to keep beside the tensors.
-            dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
-                the options say; None for the usual.
-
-        Raises:
-            ValueError: The tree is an empty container.
-            SafetensorsLayoutError: Leaves that cannot be saved.
+            dtypes: As for `PreparedTree.parse`.
         """
         shards = ProcessShards()
         prepared = PreparedTree.parse(
@@ -223,20 +205,17 @@ class PreparedSave:
     def capture(self) -> None:
         """Brings what this process writes to the host, as far as the memory budget allows."""
         parts = [part for file in self.plan.writes() for part in file.parts]
-        if self._mapped is not None and self.plan.stored is None:
-            wanted = {(p.leaf, p.held) for made in self._mapped.parts.values() for p in made}
-            parts = [self._values.box_part(leaf, held) for leaf, held in sorted(wanted)]
-        self._values.capture(parts, self._options.memory_budget_bytes)
+        if self.mapped is not None and self.plan.stored is None:
+            boxes = {(p.leaf, p.held) for parts in self.mapped.parts.values() for p in parts}
+            parts = [self.values.box_part(leaf, held) for leaf, held in sorted(boxes)]
+        self.values.capture(parts, self.options.memory_budget_bytes)
 
     def wait_captured(self, timeout_seconds: float | None = None) -> bool:
         """Waits until `write`, in another thread, has brought over what `capture` left out.
 
-        The caller may then overwrite, donate or delete the arrays.
-
-        Returns:
-            Whether it has.
+        Returns whether it has: the caller may then overwrite, donate or delete the arrays.
         """
-        return self._values.wait_captured(timeout_seconds)
+        return self.values.wait_captured(timeout_seconds)
 
     def commit(
         self,
@@ -248,19 +227,9 @@ class PreparedSave:
     ) -> None:
         """Writes everything; the checkpoint appears at `path` when it is complete.
 
-        Args:
-            path: A folder, or the URL of one.
-            group: The processes.
-            overwrite: Replace an existing checkpoint.
-            sidecar_files: More small files, by name; those of the leader count.
-
-        Raises:
-            CheckpointExistsError: The folder has one, or another file of such a name, and
-                `overwrite` is not set.
-            StorageError: A write failed.
-            PeerError: Another process failed.
+        The side files of the leader count. Raises as `save` does.
         """
-        storage, target = open_storage(path, retries=self._options.retries)
+        storage, target = open_storage(path, retries=self.options.retries)
         with (
             storage,
             commit_when_complete(
@@ -277,42 +246,31 @@ class PreparedSave:
         storage: Storage,
         sidecar_files: Mapping[str, bytes],
     ) -> None:
-        """Writes everything into a folder that exists, and waits until all processes have.
-
-        Args:
-            path: The folder.
-            group: The processes.
-            storage: Where the folder is.
-            sidecar_files: More small files, by name; those of the leader count.
-
-        Raises:
-            StorageError: A write failed.
-            PeerError: Another process failed.
-        """
-        folder = CheckpointFolder(path, storage, group, self._options)
+        """Writes everything into the folder `path`, and waits until all processes have."""
+        folder = CheckpointFolder(path, storage, group, self.options)
         try:
-            with progress_callback(self._options.progress) as progress:
-                save_id = folder.begin(self._manifest, sidecar_files, self._fingerprint())
+            with progress_callback(self.options.progress) as progress:
+                save_id = folder.begin(self.manifest, sidecar_files, self._fingerprint())
                 plan = self.plan.stamped(save_id)
                 with folder.step("writing shards"):
-                    stats = write_parts(folder, plan, self._values, progress)
+                    write_parts(folder, plan, self.values, progress)
                 with folder.step("putting files together"):
                     pieces: Catalog | None = None
                     if plan.stored is not None:
-                        pieces = Catalog.of_pieces(*self._pieces or (storage, path), plan.stored)
-                    if self._mapped is not None:
-                        mapped = self._mapped
-                        stats += write_mapped(folder, plan, mapped, self._values, pieces, progress)
+                        pieces = Catalog.of_pieces(*self.pieces or (storage, path), plan.stored)
+                    if self.mapped is not None:
+                        write_mapped(folder, plan, self.mapped, self.values, pieces, progress)
                     elif pieces is not None and plan.exchanges:
-                        stats += assemble_files(folder, plan, pieces, progress)
+                        assemble_files(folder, plan, pieces, progress)
                     folder.leave_digests()
         finally:
             folder.close()
-            self._values.release()
+            self.values.release()
         folder.complete(plan)
-        prefix = "/jax/orbax/write/safetensors/"  # beside what loads report
-        jax.monitoring.record_scalar(prefix + "bytes_written", float(stats.bytes_written))
-        logging.vlog(1, "Saved safetensors: %s", stats)
+        nbytes = folder.files.bytes_written
+        # Beside what loads report.
+        jax.monitoring.record_scalar("/jax/orbax/write/safetensors/bytes_written", float(nbytes))
+        logging.vlog(1, "Saved safetensors: %d bytes", nbytes)
 
     def _fingerprint(self) -> Fingerprint | None:
         plan = self.plan
@@ -321,7 +279,7 @@ class PreparedSave:
         digest = hashlib.sha256(repr((plan.files, plan.stored)).encode())
         tensors = [leaf.tensor for leaf in plan.leaves]
         digest.update(repr(tensors).encode())
-        local = self._values.local_names()
+        local = self.values.local_names()
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own alone, as {local[:3]}"

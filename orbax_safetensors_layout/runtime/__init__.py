@@ -1,9 +1,16 @@
 """Threads, memory and processes: task pools, budgets, process groups, progress."""
 
 from .budget import Budget
-from .direct import DIRECT_CHUNK_BYTES, DirectScratch
 from .gc import frozen_heap
-from .memory import SLOT_ALIGNMENT, Bytes, Staging, align, allocate
+from .memory import (
+    DIRECT_CHUNK_BYTES,
+    SLOT_ALIGNMENT,
+    Bytes,
+    Staging,
+    align,
+    allocate,
+    direct_scratch,
+)
 from .process_group import Fingerprint, ProcessGroup
 from .progress import ProgressReport, consecutive, progress_callback
 from .tasks import Then, Workers

@@ -21,9 +21,7 @@ class Budget:
     def reserve(self, nbytes: int, make_progress: Callable[[], bool]) -> None:
         """Waits until `nbytes` more fit the budget, or nothing is left to wait for.
 
-        Args:
-            nbytes: Bytes to reserve.
-            make_progress: Waits for one thing in flight; False if there is none.
+        `make_progress` waits for a task in flight; it returns False if there is none.
         """
         while nbytes and self._reserved_bytes + nbytes > self._most_bytes:
             if self._held:

@@ -23,12 +23,16 @@ def frozen_heap(tensors: int) -> Iterator[None]:
     Objects made meanwhile, by other threads too, are collected as always. A heap that the program
     itself has frozen stays as it is, and a load of few `tensors` changes nothing.
     """
-    mine = tensors >= _MANY_TENSORS and _freeze()
+    global _loads
+    is_frozen = tensors >= _MANY_TENSORS and _freeze()
     try:
         yield
     finally:
-        if mine:
-            _thaw()
+        if is_frozen:
+            with _lock:
+                _loads -= 1
+                if not _loads:
+                    gc.unfreeze()
 
 
 def _freeze() -> bool:
@@ -41,11 +45,3 @@ def _freeze() -> bool:
             gc.freeze()
         _loads += 1
         return True
-
-
-def _thaw() -> None:
-    global _loads
-    with _lock:
-        _loads -= 1
-        if not _loads:
-            gc.unfreeze()

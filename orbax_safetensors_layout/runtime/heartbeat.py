@@ -21,11 +21,9 @@ class HeartbeatStore(Protocol):
 
     def renew(self, key: str, value: str) -> None:
         """Sets a key, also one that exists."""
-        ...
 
     def list(self, prefix: str) -> dict[str, str]:
         """Return the keys below a prefix, which ends in a slash, and their values."""
-        ...
 
 
 class Heartbeat:
@@ -46,7 +44,7 @@ class Heartbeat:
         self._thread.start()
 
     def end(self) -> None:
-        """Tells the thread to end."""
+        """Ends the thread, without waiting for it."""
         self._stopped.set()
 
     def stop(self) -> None:

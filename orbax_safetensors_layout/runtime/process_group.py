@@ -13,8 +13,8 @@ import time
 import urllib.parse
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
 
@@ -38,37 +38,46 @@ class KeyValueStore(heartbeat.HeartbeatStore, Protocol):
 
     def set(self, key: str, value: str) -> None:
         """Sets a new key."""
-        ...
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """Waits for a key.
-
-        Raises:
-            TimeoutError: It is not set in time.
-        """
-        ...
+        """Waits for a key; `TimeoutError` if it is not set in time."""
 
     def peek(self, key: str) -> str | None:
         """Return a key's value, None if it is not set."""
-        ...
 
     def delete(self, prefix: str) -> None:
         """Deletes a key and those below it."""
-        ...
 
 
 class Fingerprint(NamedTuple):
     """A value that must be the same on all processes.
 
-    Attributes:
-        digest: Its digest.
-        description: What this process has, for the error if others have another.
-        demand: What all must do, for that error.
+    If it is not, the error has each one's `description`, and the `demand` on all.
     """
 
     digest: str
     description: str
     demand: str
+
+
+class _Statement(NamedTuple):
+    """A process's word on a step, in JSON; a verdict on all of them is the failure, or null.
+
+    Attributes:
+        error: Its error as text, if it failed.
+        follows: Whether that follows from the error of another process.
+        agree: Its fingerprint.
+    """
+
+    process: int
+    error: str | None = None
+    follows: bool = False
+    agree: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, process: int, error: BaseException | None, agree: Sequence[str] = ()) -> Self:
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        return cls(process, text, isinstance(error, PeerError), agree)
 
 
 class ProcessGroup:
@@ -99,7 +108,7 @@ class ProcessGroup:
         self.process_index = process_index
         self.process_count = process_count
         self._name = name
-        self._store = store
+        self._store = store if process_count > 1 else None
         self._timeout_seconds = timeout_seconds
         self._purpose = purpose
         with _counts_lock:
@@ -113,8 +122,9 @@ class ProcessGroup:
         self._announced = -1
         self._next_check_seconds = 0.0
         self._heartbeat: heartbeat.Heartbeat | None = None
-        if store is not None and process_count > 1:
-            self._heartbeat = heartbeat.Heartbeat(store, f"{self._key}/heartbeat", process_index)
+        if self._store is not None:
+            key = f"{self._key}/heartbeat"
+            self._heartbeat = heartbeat.Heartbeat(self._store, key, process_index)
             weakref.finalize(self, self._heartbeat.end)  # of an operation that is given up
 
     @classmethod
@@ -139,11 +149,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """A step of all processes, called `doing` in errors, with a `barrier` at its end.
-
-        Raises:
-            PeerError: Another process failed.
-        """
+        """A step of all processes, called `doing` in errors, with a `barrier` at its end."""
         error: BaseException | None = None
         try:
             yield
@@ -159,7 +165,7 @@ class ProcessGroup:
         agree: Fingerprint | None = None,
         tell: str = "",
     ) -> str:
-        """Waits until all processes have reached this step.
+        """Waits until all processes have reached the step `doing`.
 
         Args:
             doing: The step, for errors.
@@ -175,66 +181,102 @@ class ProcessGroup:
                 processes do not agree.
             BaseException: `error`.
         """
-        if self._store is None or self.process_count == 1 or self._failed:
+        if self._store is None or self._failed:
             if error is not None:
                 raise error
             return tell
-        step = f"{self._key}/{self._step}"
+        step, key = self._step, f"{self._key}/{self._step}"
         self._step += 1
-        said = self._statement(error)
-        if agree is not None:
-            said["agree"] = list(agree)
         try:
             with self._reaching_others(doing):
                 if tell and self.is_leader:
-                    self._store.set(f"{step}/told", tell)
-                self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
-                verdict = self._decide(step, doing) if self.is_leader else self._await(step, doing)
+                    self._store.set(f"{key}/told", tell)
+                self._say(self._store, step, _Statement.of(self.process_index, error, agree or ()))
+                if self.is_leader:
+                    verdict = self._collect(self._store, step, doing)
+                    self._announce(self._store, step, verdict)
+                else:
+                    verdict = self._await_verdict(self._store, step, doing)
         except BaseException as problem:
+            if self.is_leader:
+                with contextlib.suppress(Exception):  # the error itself is what counts
+                    statement = _Statement.of(self.process_index, problem)
+                    self._announce(self._store, step, statement)
             self.fail(error or problem)  # for instance an interrupt, which others do not know of
             if error is not None and not isinstance(error, PeerError):
                 raise error from None
             raise problem
-        if verdict is None and self.is_leader:
-            self._clean()
+        if verdict is None and self.is_leader and step:
+            self._store.delete(f"{self._key}/{step - 1}/")  # no process waits for it any more
         if error is not None or verdict is not None:
             self._failed = True
-        if verdict is not None and (error is None or verdict["process"] != self.process_index):
+        if verdict is not None and (error is None or verdict.process != self.process_index):
             # An error of this process may be a consequence.
             raise self._peer_error(verdict, doing) from error
         if error is not None:
             raise error
         if not tell or self.is_leader:
             return tell
-        return self._store.get(f"{step}/told", self._timeout_seconds)
+        return self._store.get(f"{key}/told", self._timeout_seconds)
 
     def check(self, doing: str) -> None:
-        """Checks, once a second, whether another process has failed before the next step.
+        """Raises, at most once a second, if another process has failed before the next step.
 
-        Raises:
-            PeerError: One has; call `barrier` with it.
+        The caller passes the `PeerError` to `barrier`.
         """
-        if self._store is None or self.process_count == 1 or self._failed:
+        now = time.monotonic()
+        if self._store is None or self._failed or now < self._next_check_seconds:
             return
-        if time.monotonic() < self._next_check_seconds:
-            return
-        self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
+        self._next_check_seconds = now + _CHECK_SECONDS
         with self._reaching_others(doing):
-            verdict = self._look(f"{self._key}/{self._step}")
+            if self.is_leader:
+                verdict = self._failure(self._statements(self._store, self._step))
+                if verdict is not None:
+                    self._announce(self._store, self._step, verdict)
+            else:
+                verdict = _parse(self._store.peek(f"{self._key}/{self._step}/verdict") or "null")
         if verdict is not None:
             raise self._peer_error(verdict, doing)
 
-    def _look(self, step: str) -> dict[str, Any] | None:
-        assert self._store is not None
-        if not self.is_leader:
-            text = self._store.peek(f"{step}/verdict")
-            found: dict[str, Any] | None = None if text is None else json.loads(text)
-            return found
-        said = self._said(step)
-        verdict = _first_failure(said) or self._lost(said)
-        if verdict is not None:
-            self._announce(self._step, verdict)
-        return verdict
+    def abandon(self) -> None:
+        """Tells the others that this process has stopped working, after a failure."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # the failure itself is what counts
+                self._store.set(f"{self._key}/left/{self.process_index}", "")
+
+    def await_others(self, timeout_seconds: float = 30) -> None:
+        """Waits for a time until all live processes have stopped, so that files can be removed."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._store is not None and time.monotonic() <= deadline:
+            with contextlib.suppress(Exception):
+                keys = self._store.list(f"{self._key}/left/")
+                left = {int(key.rpartition("/")[2]) for key in keys}
+                if len(left | self._dead_processes()) >= self.process_count:
+                    return
+            time.sleep(_LONGEST_PAUSE_SECONDS / 5)
+
+    def close(self) -> None:
+        """Ends this process's steps; its last keys are deleted some operations later."""
+        if self._store is None or not self.is_leader:
+            return
+        with _counts_lock:
+            _finished.append(self._key)
+            oldest = _finished.popleft() if len(_finished) > _KEPT_GROUPS else None
+        if oldest is not None:
+            with contextlib.suppress(Exception):
+                self._store.delete(f"{oldest}/")
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others of this process's error, and waits for none."""
+        if self._store is None or self._failed:
+            return
+        self._failed = True
+        statement = _Statement.of(self.process_index, error)
+        with contextlib.suppress(Exception):  # the failure itself is what counts
+            if self.is_leader:
+                self._announce(self._store, self._step, statement)
+            self._say(self._store, self._step, statement)
+        self.abandon()
 
     @contextlib.contextmanager
     def _reaching_others(self, doing: str) -> Iterator[None]:
@@ -247,112 +289,49 @@ class ProcessGroup:
                 file=self._name,
             ) from error
 
-    def _statement(self, error: BaseException | None) -> dict[str, Any]:
-        said: dict[str, Any] = {"process": self.process_index, "error": None}
-        if error is not None:
-            said["error"] = f"{type(error).__name__}: {error}"
-            said["follows"] = isinstance(error, PeerError)
-        return said
+    def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
+        store.set(f"{self._key}/{step}/said/{self.process_index}", json.dumps(statement))
 
-    def _lost(self, said: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the failure of a process that was killed: it is missing and sends no heartbeat."""
-        dead = self._dead_processes() - {one["process"] for one in said}
-        if not dead:
-            return None
-        text = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s; it was probably killed"
-        return {"process": min(dead), "error": text}
+    def _statements(self, store: KeyValueStore, step: int) -> list[_Statement]:
+        texts = store.list(f"{self._key}/{step}/said/").values()
+        return [statement for statement in map(_parse, texts) if statement is not None]
+
+    def _failure(self, statements: Sequence[_Statement]) -> _Statement | None:
+        """Return the first error, or a killed process: it is missing and has no heartbeat."""
+        failure = _first_failure(statements, follows=False)
+        if failure is None:
+            dead = self._dead_processes() - {statement.process for statement in statements}
+            if dead:
+                text = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s"
+                failure = _Statement(min(dead), f"{text}; it was probably killed")
+        return failure
 
     def _dead_processes(self) -> set[int]:
         return set() if self._heartbeat is None else self._heartbeat.dead_processes()
 
-    def _peer_error(self, verdict: dict[str, Any], doing: str) -> PeerError:
-        process, error = verdict["process"], verdict["error"]
-        return PeerError(f"process {process} failed while {doing}: {error}", file=self._name)
+    def _peer_error(self, verdict: _Statement, doing: str) -> PeerError:
+        text = f"process {verdict.process} failed while {doing}: {verdict.error}"
+        return PeerError(text, file=self._name)
 
-    def abandon(self) -> None:
-        """Tells the others that this process has stopped working, after a failure."""
-        if self._store is not None and self.process_count > 1:
-            with contextlib.suppress(Exception):  # the failure itself is what counts
-                self._store.set(f"{self._key}/left/{self.process_index}", "")
-
-    def await_others(self, timeout_seconds: float = 30) -> None:
-        """Waits for a time until all live processes have stopped, so that files can be removed."""
-        deadline = time.monotonic() + timeout_seconds
-        while self._store is not None and self.process_count > 1:
-            with contextlib.suppress(Exception):
-                keys = self._store.list(f"{self._key}/left/")
-                left = {int(key.rpartition("/")[2]) for key in keys}
-                if len(left | self._dead_processes()) >= self.process_count:
-                    return
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_LONGEST_PAUSE_SECONDS / 5)
-
-    def _clean(self) -> None:
-        """Deletes keys that no process waits for any more."""
-        assert self._store is not None
-        if self._step > 1:
-            self._store.delete(f"{self._key}/{self._step - 2}/")
-
-    def close(self) -> None:
-        """Ends this process's steps; its last keys are deleted some operations later."""
-        if self._store is None or self.process_count == 1 or not self.is_leader:
-            return
-        with _counts_lock:
-            _finished.append(self._key)
-            oldest = _finished.popleft() if len(_finished) > _KEPT_GROUPS else None
-        if oldest is not None:
-            with contextlib.suppress(Exception):
-                self._store.delete(f"{oldest}/")
-
-    def fail(self, error: BaseException) -> None:
-        """Tells the others of this process's error, and waits for none."""
-        if self._store is None or self.process_count == 1 or self._failed:
-            return
-        self._failed = True
-        said = self._statement(error)
-        with contextlib.suppress(Exception):  # the failure itself is what counts
-            if self.is_leader:
-                self._announce(self._step, said)
-            step = f"{self._key}/{self._step}"
-            self._store.set(f"{step}/said/{self.process_index}", json.dumps(said))
-        self.abandon()
-
-    def _decide(self, step: str, doing: str) -> dict[str, Any] | None:
-        """Waits for all processes, or the first error, and announces the result."""
-        assert self._store is not None
-        try:
-            verdict = self._collect(step, doing)
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # the error itself is what counts
-                self._announce(self._step - 1, self._statement(error))
-            raise
-        self._announce(self._step - 1, verdict)
-        return verdict
-
-    def _announce(self, step: int, verdict: dict[str, Any] | None) -> None:
-        assert self._store is not None
+    def _announce(self, store: KeyValueStore, step: int, verdict: _Statement | None) -> None:
         if step > self._announced:
             self._announced = step
-            self._store.set(f"{self._key}/{step}/verdict", json.dumps(verdict))
+            store.set(f"{self._key}/{step}/verdict", json.dumps(verdict))
 
-    def _said(self, step: str) -> list[dict[str, Any]]:
-        assert self._store is not None
-        return [json.loads(text) for text in self._store.list(f"{step}/said/").values()]
-
-    def _collect(self, step: str, doing: str) -> dict[str, Any] | None:
-        assert self._store is not None
+    def _collect(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
+        """Waits for the statements of all processes, or the first error; returns the verdict."""
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
-            said = self._said(step)
-            failure = _first_failure(said) or self._lost(said)
-            if failure is None and len(said) == self.process_count:
-                failure = _consequence(said) or _disagreement(said, self._purpose)
-            if failure is not None or len(said) == self.process_count:
+            statements = self._statements(store, step)
+            failure = self._failure(statements)
+            if failure is not None:
                 return failure
+            if len(statements) == self.process_count:
+                failure = _first_failure(statements, follows=True)
+                return failure or _disagreement(statements, self._purpose)
             if time.monotonic() > deadline:
-                missing = {*range(self.process_count)} - {one["process"] for one in said}
+                missing = {*range(self.process_count)} - {s.process for s in statements}
                 raise PeerError(
                     f"processes {sorted(missing)} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
@@ -364,13 +343,13 @@ class ProcessGroup:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _await(self, step: str, doing: str) -> dict[str, Any] | None:
-        assert self._store is not None
+    def _await_verdict(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
         # Time for the first process to find out which one is missing.
         left_seconds = self._timeout_seconds + 30
         while True:
             try:
-                text = self._store.get(f"{step}/verdict", min(left_seconds, _WAIT_SECONDS))
+                key = f"{self._key}/{step}/verdict"
+                return _parse(store.get(key, min(left_seconds, _WAIT_SECONDS)))
             except TimeoutError as error:
                 left_seconds -= _WAIT_SECONDS
                 if left_seconds > 0:
@@ -379,31 +358,26 @@ class ProcessGroup:
                     f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
                     file=self._name,
                 ) from error
-            verdict: dict[str, Any] | None = json.loads(text)
-            return verdict
 
 
-def _first_failure(said: list[dict[str, Any]]) -> dict[str, Any] | None:
-    failed = [one for one in said if one["error"] is not None and not one["follows"]]
-    return min(failed, key=lambda one: int(one["process"]), default=None)
+def _parse(text: str) -> _Statement | None:
+    parts = json.loads(text)
+    return None if parts is None else _Statement(*parts)
 
 
-def _consequence(said: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return a failure that follows from another's, of which there is none."""
-    failed = [one for one in said if one["error"] is not None]
-    return min(failed, key=lambda one: int(one["process"]), default=None)
+def _first_failure(statements: Sequence[_Statement], *, follows: bool) -> _Statement | None:
+    failures = (s for s in statements if s.error is not None and s.follows == follows)
+    return min(failures, default=None)
 
 
-def _disagreement(said: list[dict[str, Any]], purpose: str) -> dict[str, Any] | None:
+def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement | None:
     """Return the failure of a process whose fingerprint is not the first one's."""
-    in_order = sorted(said, key=lambda one: int(one["process"]))
-    first = in_order[0]
-    for other in in_order[1:]:
-        if other.get("agree", [""])[0] != first.get("agree", [""])[0]:
-            return {
-                "process": other["process"],
-                "error": f"it has not the same to {purpose}: process"
-                f" {first['process']} has {first['agree'][1]}; process {other['process']} has"
-                f" {other['agree'][1]}. {first['agree'][2]}",
-            }
+    first, *others = sorted(statements)
+    for other in others:
+        if other.agree[:1] != first.agree[:1]:
+            text = (
+                f"it has something else to {purpose}: process {first.process} has"
+                f" {first.agree[1]}; process {other.process} has {other.agree[1]}. {first.agree[2]}"
+            )
+            return _Statement(other.process, text)
     return None

@@ -32,46 +32,26 @@ def progress_callback(
     elif not progress:
         yield None
     elif sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-        with _Bar(label) as bar:
-            yield bar
+        from tqdm import tqdm
+
+        with tqdm(desc=label or None, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+            yield functools.partial(_update_bar, bar)
     else:
         lines = ProgressLines(sys.stderr, label=label)
         yield lines
         lines.close()
 
 
-class _Bar:
-    """A bar with bytes, rate, time left and the current tensor."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label or None
-
-    def __enter__(self) -> _Bar:
-        from tqdm import tqdm
-
-        self._bar: Any = tqdm(desc=self._label, unit="B", unit_scale=True, dynamic_ncols=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def __call__(self, state: Progress) -> None:
-        bar = self._bar
-        if bar.total not in (None, state.total_bytes):  # a next phase
-            bar.reset()
-        bar.total = state.total_bytes
-        bar.set_postfix_str(state.tensor, refresh=False)
-        bar.update(state.done_bytes - bar.n)
+def _update_bar(bar: Any, state: Progress) -> None:
+    if bar.total not in (None, state.total_bytes):  # a next phase
+        bar.reset()
+    bar.total = state.total_bytes
+    bar.set_postfix_str(state.tensor, refresh=False)
+    bar.update(state.done_bytes - bar.n)
 
 
 class ProgressLines:
-    """Lines at intervals, for logs.
-
-    Args:
-        stream: The lines' target.
-        clock: Returns seconds.
-        label: Prefix of the lines.
-    """
+    """Lines at intervals, for logs."""
 
     def __init__(
         self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, label: str = ""
@@ -112,12 +92,7 @@ class ProgressLines:
 
 
 class ProgressReport:
-    """Counts bytes that are done, from any thread.
-
-    Args:
-        progress: Called after each addition; None for no one.
-        total_bytes: Bytes of the whole operation.
-    """
+    """Counts bytes that are done, from any thread, and calls `progress` after each addition."""
 
     def __init__(self, progress: Callable[[Progress], None] | None, total_bytes: int) -> None:
         self._progress = progress
@@ -126,7 +101,6 @@ class ProgressReport:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, name: str) -> None:
-        """Adds bytes of a tensor."""
         with self._lock:
             self._done_bytes += nbytes
             if self._progress is not None:

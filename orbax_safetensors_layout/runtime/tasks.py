@@ -20,9 +20,6 @@ class Workers:
     The first failure ends all: later tasks are not run, and whoever waits is given its error.
     Leaving the `with` block waits for what is running and drops what nobody took.
 
-    Attributes:
-        threads: How many.
-
     Args:
         threads: How many.
         name: Prefix of their names.
@@ -65,13 +62,8 @@ class Workers:
     ) -> Future[None]:
         """Runs a task on a thread, and what it returns on the calling thread.
 
-        Args:
-            task: The task.
-            explain: Adds to an error of the task what it was about.
-            wait: Wait until few enough tasks are in flight to keep all threads busy.
-
-        Raises:
-            BaseException: An earlier task failed.
+        `explain` adds to an error of the task what it was about. `wait` first until just enough
+        tasks are in flight to keep all threads busy. Raises the error of an earlier task.
         """
         while wait and self._in_flight >= 3 * self.threads:
             self.progress()
@@ -79,11 +71,7 @@ class Workers:
         return self._pool.submit(self._run, task, explain)
 
     def progress(self) -> bool:
-        """Waits for one task, and does what follows; False if none is in flight.
-
-        Raises:
-            BaseException: A task failed.
-        """
+        """Waits for a task, and does what follows; False if none is in flight."""
         if not self._in_flight:
             return False
         while True:

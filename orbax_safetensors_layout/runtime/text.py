@@ -13,42 +13,22 @@ _PER_SECOND = {None: 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6}
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes in decimal units, as Hugging Face does.
-
-    Example:
-        >>> size_text(999), size_text(15_200_000), size_text(688_586_727_753)
-        ('999 B', '15.2 MB', '689 GB')
-    """
+    """Return a number of bytes in decimal units, as Hugging Face does: `15.2 MB`."""
     return f"{_scaled(count, ' ')}B"
 
 
 def count_text(count: float) -> str:
-    """Return a number of parameters or requests.
-
-    Example:
-        >>> count_text(999), count_text(8_030_261_248)
-        ('999', '8.03G')
-    """
+    """Return a number of parameters or requests: `8.03G`."""
     return _scaled(count, "")
 
 
 def number_text(count: int, noun: str) -> str:
-    """Return a number of things.
-
-    Example:
-        >>> number_text(1, "file"), number_text(1200, "file")
-        ('1 file', '1,200 files')
-    """
+    """Return a number of things: `1,200 files`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time.
-
-    Example:
-        >>> seconds_text(1e-5), seconds_text(0.0123), seconds_text(12.34), seconds_text(754)
-        ('10 us', '12 ms', '12.3 s', '12 min 34 s')
-    """
+    """Return a time: `10 us`, `12 ms`, `12.3 s`, `12 min 34 s`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -61,15 +41,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return bytes from `5GB`, `2GiB` or a plain number.
-
-    Example:
-        >>> parse_size("5GB"), parse_size("2 GiB"), parse_size("100")
-        (5000000000, 2147483648, 100)
-
-    Raises:
-        ValueError: It is not a size.
-    """
+    """Return bytes from `5GB`, `2GiB` or a plain number; `ValueError` for anything else."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is no size; write for instance 5GB, 2GiB or 100MB/s")
@@ -79,15 +51,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return seconds from `20ms`, `10us` or `0.02`.
-
-    Example:
-        >>> parse_seconds("20ms"), parse_seconds("1e-5")
-        (0.02, 1e-05)
-
-    Raises:
-        ValueError: It is not a time.
-    """
+    """Return seconds from `20ms`, `10us` or `0.02`; `ValueError` for anything else."""
     found = _SECONDS.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is no time; write for instance 20ms, 10us or 0.5s")

@@ -8,12 +8,13 @@ from .base import (
     RangeReader,
     Storage,
     join,
+    new_file,
     read_file,
     read_range,
+    write_file,
 )
 from .local import LocalStorage
 from .local_commit import Claim, check_replaceable, claimed, finish_interrupted, link_tree
-from .local_write import flush_folder, storage_errors
+from .local_write import FULL, ResumableFile, flush_folder, storage_errors
 from .publish_note import partial_folder
-from .resumable import FULL, ResumableFile
 from .schemes import open_storage

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.errors import FormatError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
 from orbax_safetensors_layout.options import KIB
 
 Buffer: TypeAlias = memoryview
@@ -35,23 +36,17 @@ class FileWriter(Protocol):
 
         Ranges written by several calls, also from several threads, do not overlap and together
         are the whole file.
-
-        Raises:
-            StorageError: The write failed; names file and range, with the cause chained.
         """
-        ...
 
     def finish(self) -> None:
         """Makes the file durable, if it was asked to be, and visible under its name."""
-        ...
 
     def abort(self) -> None:
-        """Drops the file, as far as that is possible. Never raises; does nothing when finished."""
-        ...
+        """Drops the file, as far as possible. Never raises; does nothing when finished."""
 
 
 class Publication(Protocol):
-    """How the files of one save appear in a folder, together if the storage can do that.
+    """How the files of a save appear in a folder, together if the storage can do that.
 
     `begin`, `publish` and `end` are for one process; the others only write.
 
@@ -64,32 +59,16 @@ class Publication(Protocol):
     folder: str
 
     def begin(self) -> None:
-        """Claims the target, and puts back what a save that crashed left beside it.
-
-        Raises:
-            StorageError: Another save to it is running, or there is no access.
-        """
-        ...
+        """Claims the target, and puts back what a save that crashed left beside it."""
 
     def prepare(self) -> None:
-        """Makes `folder` ready to be written to.
-
-        Raises:
-            StorageError: The target cannot be replaced, or there is no access.
-        """
-        ...
+        """Makes `folder` ready to be written to, if the target can be replaced."""
 
     def publish(self) -> None:
-        """Puts the complete files in their place.
-
-        Raises:
-            StorageError: A step failed.
-        """
-        ...
+        """Puts the complete files in their place."""
 
     def end(self) -> None:
         """Removes what was not published, as far as possible, and gives up the claim."""
-        ...
 
 
 class RangeReader(Protocol):
@@ -109,41 +88,32 @@ class RangeReader(Protocol):
         Args:
             file: The file's path, as `list` and `join` give it.
             offset: First byte to read.
-            buffers: Where the bytes go; together they are one contiguous range of the file.
+            buffers: Together they are one contiguous range of the file.
             shared: Other processes of this host may read the same range, so let caches keep it.
 
         Raises:
             TruncatedFileError: The file ends before the range does.
             StorageError: The read failed; names file and range, with the cause chained.
         """
-        ...
 
     def check_unchanged(self, file: str) -> None:
-        """Checks that a file still is what it was when it was first opened.
-
-        Raises:
-            TruncatedFileError: It is shorter.
-            StorageError: It was replaced or written to.
-        """
-        ...
+        """Raises an error if a file is not what it was when it was first opened."""
 
     def interrupt(self) -> None:
         """Ends pauses between attempts: requests in flight may end, none is tried again.
 
-        For a caller that has failed elsewhere and waits for what is in flight. May be called from
-        any thread, also repeatedly.
+        For a caller that failed elsewhere; from any thread, also repeatedly.
         """
-        ...
 
 
 class Storage(RangeReader, Protocol):
-    """Ranged access to files by name. Implementations are safe to use from many threads.
+    """Ranged access to files by name, from many threads; bad access raises `StorageError`.
 
     A storage pins what it has seen: a file that is replaced, or changes its size, between two
     reads through one storage object is an error, never a mixture of two versions.
 
     Attributes:
-        lists: Whether `list` gives all files of a folder; otherwise only such as are well known.
+        lists: Whether `list` gives all files of a folder; otherwise only well-known ones.
         appends: Whether a new file grows from its first byte to its last, so that bytes which come
             before their turn have to wait somewhere.
     """
@@ -152,67 +122,44 @@ class Storage(RangeReader, Protocol):
     appends: bool
 
     def size(self, file: str) -> int:
-        """Size of `file` in bytes.
-
-        Raises:
-            CheckpointNotFoundError: There is no such file.
-            StorageError: It cannot be opened.
-        """
-        ...
+        """Return the size of `file` in bytes; `CheckpointNotFoundError` if it does not exist."""
 
     def is_file(self, path: str) -> bool:
-        """Whether a file is at `path`."""
-        ...
+        try:
+            self.size(path)
+        except CheckpointNotFoundError:
+            return False
+        return True
 
     def folders(self, folder: str) -> list[str]:
-        """Names of the folders directly in `folder`, sorted; empty where they cannot be listed."""
-        ...
+        """Return the sorted names of folders directly in `folder`, if they can be listed."""
 
     def list(self, folder: str) -> list[str]:
-        """Names of the files directly in `folder`, sorted; empty if there is no such folder."""
-        ...
+        """Return the sorted names of files directly in `folder`, which need not exist."""
 
     def modified_seconds(self, file: str) -> float:
-        """When `file` was last written, in seconds since the epoch."""
-        ...
+        """Return when `file` was last written, in seconds since the epoch."""
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         """Begins a new file of `size` bytes in a folder that exists.
 
-        Args:
-            file: Its path; an existing file is replaced when the new one is finished.
-            size: Its size in bytes.
-            durable: Whether it must survive a crash of the machine once it is finished.
-
-        Raises:
-            StorageError: There is no room for it, or it cannot be created.
+        An existing file is replaced when the new one is finished. A `durable` one survives a crash
+        of the machine once it is finished.
         """
-        ...
 
     def make_folder(self, folder: str) -> None:
-        """Makes a folder and those above it, where they are missing."""
-        ...
+        """Makes a folder and its missing parents."""
 
     def flush_folder(self, folder: str) -> None:
-        """Makes the names in a folder durable.
-
-        Raises:
-            StorageError: The folder cannot be flushed.
-        """
-        ...
+        """Makes the names in a folder durable."""
 
     def check_written(self, folder: str) -> None:
-        """Checks that the files below a folder still are what was written through this storage.
-
-        Raises:
-            StorageError: Another program has written there, too.
-        """
-        ...
+        """Raises if files below a folder are not those written through this storage."""
 
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:
-        """How a save appears at a folder.
+        """Return how a save appears at the folder `target`.
 
         Args:
             target: The folder.
@@ -220,23 +167,18 @@ class Storage(RangeReader, Protocol):
             rank: Which names in it belong to a checkpoint, and when they appear.
             scratch: Folders in it that only a save uses.
         """
-        ...
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a folder with all that is in it; does nothing if it is not there."""
-        ...
+        """Removes a file, or a folder with all that is in it, if it exists."""
 
     def close(self) -> None:
         """Releases what is open; the object may not be used afterwards."""
-        ...
 
     def __enter__(self) -> Self:
-        """For a `with` block that closes the storage."""
-        ...
+        return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the storage."""
-        ...
+        self.close()
 
 
 MAX_DOCUMENT_BYTES = 100_000_000
@@ -252,19 +194,9 @@ def read_file(
     most_bytes: int = MAX_DOCUMENT_BYTES,
     error: type[FormatError] = FormatError,
 ) -> bytes:
-    """Return the bytes of a small file, read at once.
+    """Return the bytes of a small file, read at once; `subject` is its name in errors.
 
-    Args:
-        storage: Where it is.
-        file: Its path.
-        subject: What the file is called in errors.
-        most_bytes: Its largest size; a hostile file may be of any.
-        error: The error of a larger one.
-
-    Raises:
-        FormatError: It is larger.
-        CheckpointNotFoundError: There is no such file.
-        StorageError: The read failed.
+    A larger file than `most_bytes`, which a hostile one may be, raises `error`.
     """
     size = storage.size(file)
     error.check_size(subject, size, most_bytes, file=file)
@@ -272,17 +204,31 @@ def read_file(
 
 
 def read_range(storage: RangeReader, file: str, start: int, size: int) -> bytes:
-    """Return `size` bytes of a file from byte `start` on.
-
-    Raises:
-        StorageError: The read failed.
-    """
+    """Return `size` bytes of a file from byte `start` on."""
     data = bytearray(size)
     if size:
         storage.read_into(file, start, [memoryview(data)])
     return bytes(data)
 
 
+@contextlib.contextmanager
+def new_file(storage: Storage, file: str, size: int, *, durable: bool) -> Iterator[FileWriter]:
+    """Yields a new file, which is finished by the end of the block, or dropped if that fails."""
+    writer = storage.create(file, size, durable=durable)
+    try:
+        yield writer
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def write_file(storage: Storage, file: str, data: bytes, *, durable: bool) -> None:
+    """Writes a small file, which appears complete."""
+    with new_file(storage, file, len(data), durable=durable) as writer:
+        writer.write_at(0, [memoryview(data)])
+
+
 def join(folder: str, name: str) -> str:
-    """`folder/name` for any kind of storage."""
+    """Return `folder/name` for any kind of storage."""
     return f"{folder.rstrip('/')}/{name}" if folder != "/" else f"/{name}"

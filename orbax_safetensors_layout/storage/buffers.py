@@ -1,18 +1,21 @@
-"""Caller's buffers, filled one after the other."""
+"""Caller's buffers, filled or emptied one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import TruncatedFileError
+from orbax_safetensors_layout.errors import StorageError, TruncatedFileError
 
 from .base import Buffer
 
+_MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX"))
+
 
 def skip(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
-    """`buffers` without their first `count` bytes."""
+    """Return `buffers` without their first `count` bytes."""
     if not count:
         return buffers
     for i, buffer in enumerate(buffers):
@@ -20,6 +23,17 @@ def skip(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
             return [buffer[count:], *buffers[i + 1 :]]
         count -= len(buffer)
     return []
+
+
+def cut_out(buffers: Sequence[Buffer], start: int, stop: int) -> list[Buffer]:
+    """Return the bytes `start` to `stop` of `buffers`, as parts of these."""
+    parts = []
+    for buffer in skip(buffers, start):
+        parts.append(buffer[: stop - start])
+        start += len(parts[-1])
+        if start == stop:
+            break
+    return parts
 
 
 def scatter(data: memoryview, buffers: Sequence[Buffer]) -> None:
@@ -34,38 +48,53 @@ def scatter(data: memoryview, buffers: Sequence[Buffer]) -> None:
 
 
 def fill(buffers: Sequence[Buffer], chunks: Iterable[object]) -> int:
-    """Copies chunks, as they come, into buffers, one after the other.
-
-    Args:
-        buffers: Where to.
-        chunks: Objects with the buffer protocol. What does not fit is not copied.
-
-    Returns:
-        Bytes of all chunks; another number than of the buffers is a body of the wrong length.
-    """
-    got = 0
-    rest = buffers
+    """Copies chunks into buffers; returns the bytes of all chunks, also those that did not fit."""
+    copied = 0
     for chunk in chunks:
         data = memoryview(chunk)  # type: ignore[arg-type]  # whatever has the buffer protocol
-        scatter(data, rest)
-        rest = skip(rest, len(data))
-        got += len(data)
-    return got
+        scatter(data, buffers)
+        buffers = skip(buffers, len(data))
+        copied += len(data)
+    return copied
+
+
+def transfer(
+    call: Callable[[int, Sequence[Buffer], int], int],
+    fd: int,
+    offset: int,
+    buffers: Sequence[Buffer],
+) -> int:
+    """Calls `os.preadv` or `os.pwritev` until `buffers` are done or it moves nothing more.
+
+    Returns the bytes that were moved.
+    """
+    total = sum(map(len, buffers))
+    done = 0
+    while done < total:
+        count = call(fd, skip(buffers, done)[:_MAX_BUFFERS], offset + done)
+        if not count:
+            break
+        done += count
+    return done
 
 
 def truncated(file: str, offset: int, total: int, end: int) -> TruncatedFileError:
-    """The error for a range that a file does not have.
-
-    Args:
-        file: The file.
-        offset: The range's first byte.
-        total: Its bytes.
-        end: Where the file ends.
-    """
+    """Return the error for a range of `total` bytes, in a file that ends at `end`."""
     return TruncatedFileError(
         "the file is truncated",
         file=file,
         expected=f"bytes [{offset}, {offset + total})",
         found=f"end of file at {end}",
         hint="Copy the file again; it is shorter than its header says.",
+    )
+
+
+def changed(file: str, expected: str, found: str, during: str = "it was read") -> StorageError:
+    """Return the error for a file that is no longer what it was when it was first read."""
+    return StorageError(
+        f"the file was changed, replaced or removed while {during}",
+        file=file,
+        expected=expected,
+        found=found,
+        hint="Load again when nothing writes to the checkpoint.",
     )

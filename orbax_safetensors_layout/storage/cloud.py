@@ -12,8 +12,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import obstore
 from obstore import exceptions
@@ -21,11 +20,11 @@ from obstore import exceptions
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 
-from .base import Buffer, FileWriter, Publication, Rank, join
+from .base import Buffer, FileWriter, Publication, Rank, Storage, join, new_file
 from .buffers import fill, truncated
 from .cloud_client import NOT_FOUND, Client, classify, open_client
 from .cloud_commit import InPlace, StagedCopy
-from .cloud_object import Seen, not_alone, replaced
+from .cloud_object import Seen, call_for_all, not_alone, replaced
 from .cloud_write import CloudFileWriter, part_bytes
 from .retry import Retrier
 
@@ -34,21 +33,12 @@ T = TypeVar("T")
 _LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
 _LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
 _REQUESTS, _UPLOADS, _COPIES = "requests", "uploads", "copies"  # what clients are for
-_AT_ONCE = 16
 
 
-class CloudStorage:
-    """The objects of one bucket. A folder is what keys have before a slash; it is never made.
+class CloudStorage(Storage):
+    """The objects of a bucket, for Azure a container.
 
-    Attributes:
-        kind: `"gs"`, `"s3"` or `"az"`.
-        lists: True.
-        appends: True.
-
-    Args:
-        kind: The same.
-        bucket: The bucket; for Azure the container.
-        retries: How long requests are tried.
+    A folder is what keys have before a slash; it is never made.
     """
 
     lists = True
@@ -57,16 +47,8 @@ class CloudStorage:
     def __init__(self, kind: str, bucket: str, *, retries: RetryPolicy | None = None) -> None:
         self.kind = kind
         self._root = f"{kind}://{bucket}/"
-        policy = retries or RetryPolicy()
-        patient = dataclasses.replace(
-            policy, attempt_seconds=max(policy.attempt_seconds, _LONGEST_COPY_SECONDS)
-        )
-        self._retrier = Retrier(policy)
-        self._makers: dict[str, Callable[[], Client]] = {
-            _REQUESTS: lambda: open_client(kind, bucket, policy, retrying=False),
-            _UPLOADS: lambda: open_client(kind, bucket, policy, retrying=True),
-            _COPIES: lambda: open_client(kind, bucket, patient, retrying=False),
-        }
+        self._bucket = bucket
+        self._retrier = Retrier(retries or RetryPolicy())
         self._clients: dict[str, Client] = {}
         self._seen: dict[str, Seen] = {}
         self._written: dict[str, Seen] = {}
@@ -78,13 +60,6 @@ class CloudStorage:
 
     def modified_seconds(self, file: str) -> float:
         return self._look(file).modified.timestamp()
-
-    def is_file(self, path: str) -> bool:
-        try:
-            self._look(path)
-        except CheckpointNotFoundError:
-            return False
-        return True
 
     def folders(self, folder: str) -> list[str]:
         key = self._key(folder)
@@ -146,56 +121,37 @@ class CloudStorage:
         self._forget(file)
         key = self._key(file)
         done = functools.partial(self._wrote, file)
-        if size <= part_bytes(size):
-            put = self._client()
+        is_small = size <= part_bytes(size)
+        client = self._client(_REQUESTS if is_small else _UPLOADS)
 
-            def put_whole(data: Any) -> None:
-                self._run(lambda: obstore.put(put, key, data, use_multipart=False), "writing", file)
-
-            return CloudFileWriter(file, size, put_whole=put_whole, done=done)
-        client = self._client(_UPLOADS)
+        def put_whole(data: Any) -> None:
+            self._run(lambda: obstore.put(client, key, data, use_multipart=False), "writing", file)
 
         def put_parts(parts: Any, chunk: int, concurrency: int) -> None:
-            obstore.put(
-                client,
-                key,
-                parts,
-                use_multipart=True,
-                chunk_size=chunk,
-                max_concurrency=concurrency,
-            )
+            options: Any = {"chunk_size": chunk, "max_concurrency": concurrency}
+            obstore.put(client, key, parts, use_multipart=True, **options)
 
+        if is_small:
+            return CloudFileWriter(file, size, put_whole=put_whole, done=done)
         return CloudFileWriter(file, size, put_parts=put_parts, done=done)
 
     def copy(self, source: str, target: str) -> None:
-        """Copies an object within the bucket: in the store, or through this process if too large.
-
-        Raises:
-            StorageError: It failed.
-        """
+        """Copies an object within the bucket; through this process if it is too large."""
         seen = self._look(source)
         self._forget(target)
         if seen.size <= _LARGEST_COPY_BYTES.get(self.kind, seen.size):
             keys = self._key(source), self._key(target)
-            self._run(
-                lambda: obstore.copy(self._client(_COPIES), *keys, overwrite=True),
-                "copying",
-                source,
-            )
+            client = self._client(_COPIES)
+            self._run(lambda: obstore.copy(client, *keys, overwrite=True), "copying", source)
             self._wrote(target)
             return
-        writer = self.create(target, seen.size, durable=True)
-        try:
-            step = part_bytes(seen.size)
-            buffer = memoryview(bytearray(step))
+        step = part_bytes(seen.size)
+        buffer = memoryview(bytearray(step))
+        with new_file(self, target, seen.size, durable=True) as writer:
             for start in range(0, seen.size, step):
-                some = buffer[: min(step, seen.size - start)]
-                self.read_into(source, start, [some])
-                writer.write_at(start, [some])
-            writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
+                data = buffer[: seen.size - start]
+                self.read_into(source, start, [data])
+                writer.write_at(start, [data])
 
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
@@ -207,16 +163,13 @@ class CloudStorage:
     def check_written(self, folder: str) -> None:
         inside = join(folder, "")
         with self._lock:
-            written = [(f, seen) for f, seen in self._written.items() if f.startswith(inside)]
+            written = {f: seen for f, seen in self._written.items() if f.startswith(inside)}
 
-        def check(file: str, seen: Seen) -> None:
-            if not seen.is_same(self._written_now(file)):
+        def check(file: str) -> None:
+            if not written[file].is_same(self._written_now(file)):
                 raise not_alone(file)
 
-        if written:
-            with ThreadPoolExecutor(min(_AT_ONCE, len(written)), "safetensors-check") as pool:
-                for checked in [pool.submit(check, *pair) for pair in written]:
-                    checked.result()
+        call_for_all(check, [*written])
 
     def make_folder(self, folder: str) -> None:
         pass  # it is there as soon as something is in it
@@ -231,9 +184,10 @@ class CloudStorage:
 
         def remove() -> None:
             client = self._client()
-            for some in ([key], *([m["path"] for m in part] for part in obstore.list(client, key))):
+            inside = ([meta["path"] for meta in part] for part in obstore.list(client, key))
+            for keys in ([key], *inside):
                 with contextlib.suppress(*NOT_FOUND):
-                    obstore.delete(client, some)
+                    obstore.delete(client, keys)
 
         self._run(remove, "removing", path)
         with self._lock:
@@ -249,20 +203,19 @@ class CloudStorage:
             self._closed = True
             self._clients.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _client(self, use: str = _REQUESTS) -> Client:
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed", file=self._root)
-            client = self._clients.get(use)
-            if client is None:
-                client = self._clients[use] = self._makers[use]()
-            return client
+            if use not in self._clients:
+                policy = self._retrier.policy
+                if use == _COPIES:
+                    seconds = max(policy.attempt_seconds, _LONGEST_COPY_SECONDS)
+                    policy = dataclasses.replace(policy, attempt_seconds=seconds)
+                self._clients[use] = open_client(
+                    self.kind, self._bucket, policy, retrying=use == _UPLOADS
+                )
+            return self._clients[use]
 
     def _run(self, call: Callable[[], T], doing: str, path: str) -> T:
         return self._retrier.run(call, classify, doing=doing, url=path)
@@ -273,7 +226,7 @@ class CloudStorage:
         return path[len(self._root) :].rstrip("/")
 
     def _look(self, file: str) -> Seen:
-        """An object as it was first seen."""
+        """Return an object as it was first seen."""
         with self._lock:
             seen = self._seen.get(file)
         return seen or self._remember(file, self._head(file))
@@ -301,7 +254,7 @@ class CloudStorage:
             self._written.pop(file, None)
 
     def _wrote(self, file: str) -> None:
-        """Looks at an object that is new. What an upload tells of it, not all stores tell alike."""
+        """Records a new object. Not all stores say the same of it after an upload."""
         seen = self._written_now(file)
         with self._lock:
             self._seen[file] = self._written[file] = seen

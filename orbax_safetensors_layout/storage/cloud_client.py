@@ -6,7 +6,6 @@ import configparser
 import datetime
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from obstore import exceptions
@@ -18,10 +17,21 @@ from orbax_safetensors_layout.options import RetryPolicy
 from .retry import Failure, RequestFailed, is_transient_status
 
 Client = S3Store | GCSStore | AzureStore
+_Settings = tuple[Any, dict[str, str], bool]  # a client's class, its options, whether http is used
 
 NOT_FOUND = (exceptions.NotFoundError, FileNotFoundError)
 """What obstore raises where there is no object: the second, as of 0.12.1."""
 
+_LASTING = (
+    *NOT_FOUND,
+    exceptions.PermissionDeniedError,
+    exceptions.UnauthenticatedError,
+    exceptions.PreconditionError,
+    exceptions.NotSupportedError,
+    exceptions.InvalidPathError,
+    exceptions.UnknownConfigurationKeyError,
+    ValueError,  # of a path that no object can have
+)
 _STATUS = re.compile(r"status code: (\d{3})")
 _METADATA_HOST = "169.254."  # asked for credentials where there are no others
 _LONGEST_CAUSE = 400
@@ -34,123 +44,98 @@ _VARIABLES = {
 
 
 def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool) -> Client:
-    """A client of one bucket; makes no request.
+    """Return a client of a bucket; makes no request.
 
     Credentials and endpoints are those of obstore (the environment variables of each cloud's own
     tools, the metadata services of machines in it, Google's application default credentials) and,
-    besides, those of `~/.aws`, and `STORAGE_EMULATOR_HOST`.
-
-    Args:
-        scheme: `"gs"`, `"s3"` or `"az"`.
-        bucket: The bucket; for Azure the container.
-        policy: How long requests are tried.
-        retrying: Whether the client tries again by itself; uploads in parts need that.
+    besides, those of `~/.aws`, and `STORAGE_EMULATOR_HOST`. `retrying` is for uploads in parts,
+    which the client must try again by itself.
 
     Raises:
-        StorageError: The environment does not say enough, or something wrong.
+        StorageError: The environment is incomplete, or wrong.
     """
-    options: dict[str, Any] = {
-        "timeout": datetime.timedelta(seconds=policy.attempt_seconds),
-        "connect_timeout": datetime.timedelta(
-            seconds=min(policy.attempt_seconds, _MOST_CONNECT_SECONDS)
-        ),
-    }
-    backoff = {
-        "init_backoff": datetime.timedelta(seconds=policy.base_seconds),
-        "max_backoff": datetime.timedelta(seconds=max(policy.max_seconds, policy.base_seconds)),
-    }
+    seconds = policy.attempt_seconds
+    connect_seconds = min(seconds, _MOST_CONNECT_SECONDS)
     retries: Any = {
         "max_retries": policy.attempts - 1 if retrying else 0,
         "retry_timeout": datetime.timedelta(seconds=policy.total_seconds),
-        "backoff": backoff,
+        "backoff": {
+            "init_backoff": datetime.timedelta(seconds=policy.base_seconds),
+            "max_backoff": datetime.timedelta(seconds=max(policy.max_seconds, policy.base_seconds)),
+        },
     }
-    make = {"gs": _google, "s3": _amazon, "az": _azure}[scheme]
     try:
-        return make(bucket, options, retries)
+        store, config, allow_http = {"gs": _google, "s3": _amazon, "az": _azure}[scheme]()
+        options = {
+            "timeout": datetime.timedelta(seconds=seconds),
+            "connect_timeout": datetime.timedelta(seconds=connect_seconds),
+            "allow_http": allow_http,
+        }
+        client: Client = store(bucket, config=config, client_options=options, retry_config=retries)
+        return client
     except (exceptions.BaseError, OSError, ValueError) as error:
         cause = redact(_first_lines(error))
     # Not in the handler: what an error has seen is not part of the one that is raised.
     raise StorageError(
-        "can not set up a client of the bucket",
+        "cannot set up a client of the bucket",
         file=f"{scheme}://{bucket}",
         found=cause,
         hint="docs/storage.md lists the variables and files that it is set up from.",
     ) from RequestFailed(cause)
 
 
-def _google(bucket: str, options: Mapping[str, Any], retries: Any) -> Client:
+def _google() -> _Settings:
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
-    config: Any = {}
-    if emulator:
-        url = emulator if "://" in emulator else f"http://{emulator}"
-        config = {"google_base_url": url, "google_bearer_token": "emulator"}
-    client: Any = {**options, "allow_http": bool(emulator)}
-    return GCSStore(bucket, config=config, client_options=client, retry_config=retries)
+    if not emulator:
+        return GCSStore, {}, False
+    url = emulator if "://" in emulator else f"http://{emulator}"
+    return GCSStore, {"google_base_url": url, "google_bearer_token": "emulator"}, True
 
 
-def _amazon(bucket: str, options: Mapping[str, Any], retries: Any) -> Client:
-    config: Any = _amazon_files()
-    environment = os.environ
-    endpoint = (
-        environment.get("AWS_ENDPOINT_URL_S3")
-        or environment.get("AWS_ENDPOINT_URL")
-        or environment.get("AWS_ENDPOINT")
-        or config.get("aws_endpoint_url", "")
-    )
+def _amazon() -> _Settings:
+    config = _amazon_files()
+    endpoints = [*map(os.environ.get, _VARIABLES["endpoint_url"]), config.get("aws_endpoint_url")]
+    endpoint = next(filter(None, endpoints), "")
     # Options that are given replace those of the environment, so these are asked for again. An
     # endpoint without TLS is taken as said, as Amazon's own tools do.
-    allowed = endpoint.startswith("http://") or _is_true(environment.get("AWS_ALLOW_HTTP"))
-    client: Any = {**options, "allow_http": allowed}
-    return S3Store(bucket, config=config, client_options=client, retry_config=retries)
+    return S3Store, config, endpoint.startswith("http://") or _is_true("AWS_ALLOW_HTTP")
 
 
-def _azure(bucket: str, options: Mapping[str, Any], retries: Any) -> Client:
-    environment = os.environ
-    allowed = _is_true(environment.get("AZURE_ALLOW_HTTP")) or _is_true(
-        environment.get("AZURE_STORAGE_USE_EMULATOR")
-    )
-    client: Any = {**options, "allow_http": allowed}
-    return AzureStore(bucket, client_options=client, retry_config=retries)
+def _azure() -> _Settings:
+    allow_http = _is_true("AZURE_ALLOW_HTTP") or _is_true("AZURE_STORAGE_USE_EMULATOR")
+    return AzureStore, {}, allow_http
 
 
-def _is_true(text: str | None) -> bool:
-    return (text or "").strip().lower() in ("1", "true", "yes", "on")
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def _amazon_files() -> dict[str, str]:
-    """What the profile in `~/.aws` says where the environment does not; obstore reads no files.
+    """Return settings of the profile in `~/.aws`, which obstore does not read.
 
-    Keys that are in the files are taken. Profiles that get theirs by a program, a role or single
-    sign-on are not.
+    The environment comes first. Keys in the files are taken; not those that a profile gets from a
+    program, a role or single sign-on.
     """
     profile = os.environ.get("AWS_PROFILE", "default")
+    section = profile if profile == "default" else f"profile {profile}"
     credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
-    found: dict[str, str] = {}
-    for file, section in (
-        (config, profile if profile == "default" else f"profile {profile}"),
-        (credentials, profile),
-    ):
-        found |= _section(os.path.expanduser(file), section)
-    taken = [
-        name
+    options = _section(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"), section)
+    options |= _section(credentials, profile)
+    settings = {
+        f"aws_{name}": options[name]
         for name, variables in _VARIABLES.items()
-        if name in found and not any(map(os.environ.get, variables))
-    ]
-    if _KEYS[0] in found and not any(os.environ.get(key.upper()) for key in _KEYS):
-        taken += [key for key in _KEYS if key in found]
-    return {key if key in _KEYS else f"aws_{key}": found[key] for key in taken}
+        if name in options and not any(map(os.environ.get, variables))
+    }
+    if _KEYS[0] in options and not any(os.environ.get(key.upper()) for key in _KEYS):
+        settings |= {key: options[key] for key in _KEYS if key in options}
+    return settings
 
 
 def _section(file: str, name: str) -> dict[str, str]:
-    """What a section of an INI file says; nothing if it is not there.
-
-    Raises:
-        ValueError: The file is malformed. What is in it is not told.
-    """
+    """Return a section of an INI file, empty if missing; errors do not show its text."""
     parser = configparser.RawConfigParser(strict=False)
     try:
-        parser.read(file)
+        parser.read(os.path.expanduser(file))
     except (configparser.Error, UnicodeDecodeError) as error:
         problem = type(error).__name__
     else:
@@ -159,22 +144,12 @@ def _section(file: str, name: str) -> dict[str, str]:
 
 
 def classify(error: Exception) -> Failure | None:
-    """What an error of a client means; None for one that is none of theirs."""
+    """Return the meaning of a client's error; None for any other error."""
     if not isinstance(error, exceptions.BaseError | OSError | ValueError):
         return None
     text = _first_lines(error)
     status = _STATUS.search(text)
-    lasting = (
-        *NOT_FOUND,
-        exceptions.PermissionDeniedError,
-        exceptions.UnauthenticatedError,
-        exceptions.PreconditionError,
-        exceptions.NotSupportedError,
-        exceptions.InvalidPathError,
-        exceptions.UnknownConfigurationKeyError,
-        ValueError,  # of a path that no object can have
-    )
-    passing = not isinstance(error, lasting)
+    passing = not isinstance(error, _LASTING)
     if status:
         passing = passing and is_transient_status(int(status[1]))
     if _METADATA_HOST in text:
@@ -184,6 +159,6 @@ def classify(error: Exception) -> Failure | None:
 
 
 def _first_lines(error: Exception) -> str:
-    """An error's text without the structures that obstore adds for debugging."""
+    """Return an error's text without the structures that obstore adds for debugging."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]}…"

@@ -8,47 +8,32 @@ tells what a crash at each point leaves.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Protocol
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 
-from .base import Rank, Storage, join
-from .cloud_object import not_alone
+from .base import Rank, Storage, join, write_file
+from .cloud_object import call_for_all, not_alone
+from .publish_note import partial_folder
 
-_AT_ONCE = 16
 _RENEWAL_SECONDS = 10.0
 _DEAD_SECONDS = 60.0  # a claim that was not renewed for so long is of a process that died
 
 
-class CopyingStorage(Storage, Protocol):
-    """A storage that copies files by itself."""
-
+class _CopyingStorage(Storage, Protocol):
     def copy(self, source: str, target: str) -> None:
         """Copies a file; one that is at `target` is replaced at once."""
-        ...
 
 
 class InPlace:
-    """A save to a folder that holds no checkpoint: every file is written under its final name.
+    """A save to a folder that has no checkpoint: files are written under their final names.
 
-    Who writes them sees to their order.
-
-    Attributes:
-        target: The folder.
-        folder: The same.
-
-    Args:
-        target: The folder.
-        storage: Where it is.
-        rank: Which names in it belong to a checkpoint.
-        scratch: Folders in it that only a save uses.
+    Their writer is responsible for their order.
     """
 
     def __init__(self, target: str, storage: Storage, rank: Rank, scratch: Sequence[str]) -> None:
@@ -75,21 +60,16 @@ class InPlace:
 
     def _clear(self) -> None:
         names = _ranked(self._storage, self.folder, self._rank)
-        _all_at_once(self._storage.remove, [join(self.folder, name) for name in reversed(names)])
+        call_for_all(self._storage.remove, [join(self.folder, name) for name in reversed(names)])
         for name in self._scratch:
             self._storage.remove(join(self.folder, name))
 
 
 class _Claim:
-    """Says in the store that a save to a folder is running, for as long as its process lives.
+    """Says in the store that a save to `target` is running, for as long as its process lives.
 
-    Each save puts an object of its own and looks for others: of two, one or both see the other,
-    whatever the order. The object is renewed, so that one of a process that died shows its age.
-
-    Args:
-        folder: Where the claims of all saves are.
-        target: The folder that is saved to.
-        storage: Where both are.
+    Each save puts an object of its own into `folder` and looks for others: of two, one or both see
+    the other, whatever the order. The object is renewed, so that a dead process's shows its age.
     """
 
     def __init__(self, folder: str, target: str, storage: Storage) -> None:
@@ -102,11 +82,6 @@ class _Claim:
         self._renewed = 0.0
 
     def take(self) -> None:
-        """Claims the target.
-
-        Raises:
-            StorageError: Another save to it is running.
-        """
         self._renew()
         names = [join(self._folder, name) for name in self._storage.list(self._folder)]
         now = self._storage.modified_seconds(self._file)
@@ -125,11 +100,7 @@ class _Claim:
         threading.Thread(target=self._keep, name="safetensors-claim", daemon=True).start()
 
     def check(self) -> None:
-        """Checks that nobody can have taken this save for one of a process that died.
-
-        Raises:
-            StorageError: The claim was not renewed for too long.
-        """
+        """Raises if another program may have taken this save for one of a dead process."""
         if time.monotonic() - self._renewed > _DEAD_SECONDS / 2:
             raise not_alone(self._file)
 
@@ -147,30 +118,16 @@ class _Claim:
 
     def _renew(self) -> None:
         begun = time.monotonic()
-        writer = self._storage.create(self._file, 1, durable=False)
-        writer.write_at(0, [memoryview(b"1")])
-        writer.finish()
+        write_file(self._storage, self._file, b"1", durable=False)
         self._renewed = begun
 
 
 class StagedCopy:
-    """A save that replaces what is in a folder: written beside it, then copied by the store.
+    """A save that replaces what is in a folder: written beside it, then copied by the store."""
 
-    Attributes:
-        target: The folder.
-        folder: Where the files are written.
-
-    Args:
-        target: The folder.
-        storage: Where it is.
-        rank: Which names in it belong to a checkpoint, and in which order they appear.
-    """
-
-    def __init__(self, target: str, storage: CopyingStorage, rank: Rank) -> None:
+    def __init__(self, target: str, storage: _CopyingStorage, rank: Rank) -> None:
         self.target = target
-        parent, _, name = target.rpartition("/")
-        tag = hashlib.sha256(name.encode()).hexdigest()[:16]
-        self.folder = join(parent, f".{tag}.partial-save")
+        self.folder = partial_folder(target)
         self._storage = storage
         self._rank = rank
         self._claim = _Claim(f"{self.folder}.claims", target, storage)
@@ -191,10 +148,10 @@ class StagedCopy:
         self._keeps = True
         try:
             # The index goes before the tensors that it names, and comes after them.
-            for names in _by_rank(reversed(old), self._rank):
-                _all_at_once(self._storage.remove, [join(self.target, name) for name in names])
-            for names in _by_rank(new, self._rank):
-                _all_at_once(self._copy, names)
+            for _, names in itertools.groupby(reversed(old), self._rank):
+                call_for_all(self._storage.remove, [join(self.target, name) for name in names])
+            for _, names in itertools.groupby(new, self._rank):
+                call_for_all(self._copy, [*names])
             self._check_alone(new)  # what was copied is what this save wrote
             self._storage.check_written(self.target)
             if _ranked(self._storage, self.target, self._rank) != new:
@@ -203,7 +160,7 @@ class StagedCopy:
             raise StorageError(
                 f"putting the finished checkpoint in its place failed: {error}",
                 file=self.target,
-                hint=f"It stands complete in {self.folder}: copy it from there.",
+                hint=f"It is complete in {self.folder}: copy it from there.",
             ) from error
         self._keeps = False
 
@@ -216,7 +173,7 @@ class StagedCopy:
             self._claim.release()
 
     def _check_alone(self, names: Sequence[str]) -> None:
-        """Checks that these are the files beside the folder, as this save has written them."""
+        """Checks that the files beside the folder are those that this save wrote."""
         self._storage.check_written(self.folder)
         if not names or _ranked(self._storage, self.folder, self._rank) != names:
             raise not_alone(self.folder)
@@ -226,18 +183,6 @@ class StagedCopy:
 
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:
-    """The names in a folder that belong to a checkpoint, in the order in which they appear."""
+    """Return a folder's names that belong to a checkpoint, in their order of appearance."""
     ranks = {name: rank(name) for name in storage.list(folder)}
     return sorted((name for name in ranks if ranks[name] is not None), key=lambda n: (ranks[n], n))
-
-
-def _by_rank(names: Iterable[str], rank: Rank) -> list[list[str]]:
-    return [list(some) for _, some in itertools.groupby(names, key=rank)]
-
-
-def _all_at_once(call: Callable[[str], None], names: Sequence[str]) -> None:
-    """Calls for all names, several at once; raises what the first to fail raised."""
-    if names:
-        with ThreadPoolExecutor(min(_AT_ONCE, len(names)), "safetensors-publish") as pool:
-            for done in [pool.submit(call, name) for name in names]:
-                done.result()

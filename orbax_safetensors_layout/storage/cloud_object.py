@@ -1,21 +1,25 @@
-"""One look at an object in a bucket, and whether a later one sees the same."""
+"""Objects in a bucket: what a look at one sees, and calls for many of them."""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 from orbax_safetensors_layout.errors import StorageError
+
+from .buffers import changed
+
+_AT_ONCE = 16
 
 
 class Seen(NamedTuple):
     """An object as it was when it was first looked at.
 
     Attributes:
-        size: Its bytes.
         tag: Its ETag, if the store tells one.
         version: Its generation or version, if the store tells one. Listings do not.
-        modified: When it was written.
     """
 
     size: int
@@ -25,7 +29,6 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, meta: Any) -> Self:
-        """What obstore tells of an object."""
         tag = meta["e_tag"]
         if tag and not tag.startswith(('"', "W/")):  # Azure's listings leave the quotes out
             tag = f'"{tag}"'
@@ -41,28 +44,13 @@ class Seen(NamedTuple):
 
 
 def replaced(file: str, offset: int, total: int) -> StorageError:
-    """The error for an object that is another one than before.
-
-    Args:
-        file: Its URL.
-        offset: The first byte of the range that was to be read.
-        total: Its bytes.
-    """
-    return StorageError(
-        f"the object was replaced or removed before bytes [{offset}, {offset + total}) were read",
-        file=file,
-        expected="the object that was there when it was first looked at",
-        found="another, or none",
-        hint="Load again when nothing writes to the checkpoint.",
-    )
+    """Return the error for a read of `total` bytes of an object that is no longer the same."""
+    during = f"bytes [{offset}, {offset + total}) were read"
+    return changed(file, "the object as it was first seen", "another, or none", during)
 
 
 def not_alone(file: str) -> StorageError:
-    """The error for an object that another program has written to, or removed.
-
-    Args:
-        file: Its URL.
-    """
+    """Return the error for an object that another program has written or removed."""
     return StorageError(
         "another program has written to the folder at the same time",
         file=file,
@@ -70,3 +58,11 @@ def not_alone(file: str) -> StorageError:
         found="another, or none",
         hint="Save again, each program to a folder of its own.",
     )
+
+
+def call_for_all(call: Callable[[str], None], names: Sequence[str]) -> None:
+    """Calls for all names, several at once; raises the first one's error."""
+    if names:
+        with ThreadPoolExecutor(min(_AT_ONCE, len(names)), "safetensors-objects") as pool:
+            for _ in pool.map(call, names):
+                pass

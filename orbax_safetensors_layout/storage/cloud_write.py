@@ -7,11 +7,12 @@ the writers of later bytes wait could make them wait for each other.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal
 
 import numpy as np
 from absl import logging
@@ -20,8 +21,9 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.options import MIB
 
 from .base import ByteBuffer
+from .buffers import transfer
 from .cloud_client import classify
-from .local_write import storage_errors
+from .local_write import storage_errors, write_fully
 from .retry import RequestFailed
 
 PARTS_AT_ONCE = 4
@@ -38,28 +40,13 @@ PutParts = Callable[[Iterator[Any], int, int], None]
 
 
 def part_bytes(size: int) -> int:
-    """The size of the parts of an object: 8 MiB, or what makes at most 10,000 of them.
-
-    Args:
-        size: The object's bytes.
-
-    Example:
-        >>> part_bytes(10**6) // MIB, part_bytes(5 * 10**12) // MIB
-        (8, 477)
-    """
+    """Return the size of an object's parts: 8 MiB, or enough for at most 10,000 of them."""
     needed = -(-size // _MOST_PARTS)
     return max(_PART_BYTES, -(-needed // MIB) * MIB)
 
 
 class _Aborted(Exception):
-    """Ends an upload that is not wanted any more."""
-
-
-class _Held(NamedTuple):
-    """Bytes before their turn: in memory, or else so many in the temporary file."""
-
-    data: np.ndarray | None
-    nbytes: int
+    """Ends an upload that was abandoned."""
 
 
 class CloudFileWriter:
@@ -68,7 +55,7 @@ class CloudFileWriter:
     Args:
         file: The object's URL.
         size: Its size in bytes.
-        put_whole: Stores all of it at once, if it is small.
+        put_whole: Stores all of a small one at once.
         put_parts: Stores parts, of a size and so many at once, one after the other, and makes the
             object of them; if the iterator raises, drops them.
         done: Called when it is complete.
@@ -91,7 +78,8 @@ class CloudFileWriter:
         self._done = done
         self._order = threading.Lock()  # who holds it may append
         self._position = 0
-        self._held: dict[int, _Held] = {}
+        # Bytes before their turn: in memory, or else so many in the temporary file.
+        self._held: dict[int, np.ndarray | int] = {}
         self._held_bytes = 0
         self._spill: IO[bytes] | None = None
         self._part = np.empty(0, np.uint8)
@@ -129,7 +117,7 @@ class CloudFileWriter:
                 self._put_whole(self._part[: self._filled])
             else:
                 self._send_part()
-                self._handover.end()
+                self._handover.close("ended")
                 self._join()
                 self._check()
             self._finished = True
@@ -141,7 +129,7 @@ class CloudFileWriter:
             return
         self._error = self._error or _Aborted()
         # Before the lock: who holds it may wait for the upload, who waits for it shall not.
-        self._handover.abort()
+        self._handover.close("aborted")
         self._join()
         with self._order:
             self._join()  # who held it may have begun the upload meanwhile
@@ -150,30 +138,26 @@ class CloudFileWriter:
     def _hold(self, offset: int, sources: Sequence[np.ndarray]) -> None:
         total = sum(source.nbytes for source in sources)
         if self._held_bytes + total <= HELD_BYTES:
-            self._held[offset] = _Held(np.concatenate(sources), total)
+            self._held[offset] = np.concatenate(sources)
             self._held_bytes += total
             return
         with storage_errors("keeping bytes in a temporary file failed", self.file):
             if self._spill is None:
                 # Closed, and so removed, by `_drop`.
                 self._spill = tempfile.TemporaryFile(prefix="orbax-safetensors-")  # noqa: SIM115
-            at = offset
-            for source in sources:
-                _write_at(self._spill.fileno(), at, source)
-                at += source.nbytes
-        self._held[offset] = _Held(None, total)
+            write_fully(self._spill.fileno(), offset, [source.data for source in sources])
+        self._held[offset] = total
 
     def _take(self, offset: int) -> np.ndarray:
-        data, nbytes = self._held.pop(offset)
-        if data is not None:
-            self._held_bytes -= nbytes
-            return data
+        held = self._held.pop(offset)
+        if isinstance(held, np.ndarray):
+            self._held_bytes -= held.nbytes
+            return held
         assert self._spill is not None
-        data = np.empty(nbytes, np.uint8)
+        data = np.empty(held, np.uint8)
         with storage_errors("reading back a temporary file failed", self.file):
-            at = 0
-            while at < nbytes:
-                at += os.preadv(self._spill.fileno(), [data[at:].data], offset + at)
+            if transfer(os.preadv, self._spill.fileno(), offset, [data.data]) < held:
+                raise OSError(errno.EIO, "the file is too short")
         return data
 
     def _append(self, source: np.ndarray) -> None:
@@ -189,7 +173,7 @@ class CloudFileWriter:
             source = source[count:]
 
     def _send_part(self) -> None:
-        """Hands over the part that is full; the uploading thread begins with the first."""
+        """Hands over the full part; the first one starts the uploading thread."""
         if not self._filled:
             return
         if self._thread is None:
@@ -214,7 +198,7 @@ class CloudFileWriter:
                 logging.warning("%s: dropping the upload failed: %s", self.file, cause)
             self._error = self._error or self._explained(error)
         finally:
-            self._handover.stop()
+            self._handover.close("stopped")
 
     def _explained(self, error: BaseException) -> BaseException:
         failure = classify(error) if isinstance(error, Exception) else None
@@ -242,63 +226,39 @@ class CloudFileWriter:
 
 
 class _Handover:
-    """One part at a time from those who write to the thread that uploads."""
+    """One part at a time from writers to the thread that uploads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._part: np.ndarray | None = None
-        self._ended = False
-        self._aborted = False
-        self._stopped = False
+        self._state: Literal["open", "ended", "aborted", "stopped"] = "open"
 
     def give(self, part: np.ndarray) -> None:
         """Waits until the part before it was taken, or nothing is taken any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._part is None or self._stopped or self._aborted)
+            self._changed.wait_for(
+                lambda: self._part is None or self._state in ("aborted", "stopped")
+            )
             self._part = part
             self._changed.notify_all()
 
-    def end(self) -> None:
-        """No part comes any more."""
+    def close(self, state: Literal["ended", "aborted", "stopped"]) -> None:
+        """Writers have `ended` or `aborted` it, or the thread has `stopped` to take parts."""
         with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def abort(self) -> None:
-        """Lets `parts` raise."""
-        with self._changed:
-            self._aborted = True
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Says that nothing is taken any more."""
-        with self._changed:
-            self._stopped = True
-            self._part = None
+            self._state = state
+            if state == "stopped":
+                self._part = None
             self._changed.notify_all()
 
     def parts(self) -> Iterator[np.ndarray]:
-        """What is given, until the end.
-
-        Raises:
-            _Aborted: The upload is not wanted any more.
-        """
+        """Yields the parts until the end; raises `_Aborted` if they are given up."""
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._part is not None or self._ended or self._aborted
-                )
-                if self._aborted:
+                self._changed.wait_for(lambda: self._part is not None or self._state != "open")
+                if self._state == "aborted":
                     raise _Aborted
                 part, self._part = self._part, None
                 self._changed.notify_all()
             if part is None:
                 return
             yield part
-
-
-def _write_at(fd: int, offset: int, source: np.ndarray) -> None:
-    rest = source.data
-    while rest:
-        count = os.pwrite(fd, rest, offset)
-        rest, offset = rest[count:], offset + count

@@ -47,19 +47,11 @@ _STALE = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError)
 class HttpHeaders(Protocol):
     """Headers of an answer; names in any case."""
 
-    def get(self, name: str, /) -> str | None:
-        """The value of a header."""
-        ...
+    def get(self, name: str, /) -> str | None: ...
 
 
 class Origin(NamedTuple):
-    """Where connections go; credentials for one are never sent to another.
-
-    Attributes:
-        scheme: `http` or `https`.
-        host: The host's name, in ASCII, or its address without brackets.
-        port: The port.
-    """
+    """A server, its `host` in ASCII without brackets; credentials go to no other one."""
 
     scheme: str
     host: str
@@ -67,15 +59,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> Origin:
-        """Returns the origin of a URL.
-
-        Raises:
-            ValueError: It is no `http` or `https` URL, or no name that a host can have.
-
-        Example:
-            >>> Origin.of("https://example.org/model.safetensors")
-            Origin(scheme='https', host='example.org', port=443)
-        """
+        """Return the origin of a URL, or raise `ValueError` for what is no http or https URL."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("not an http or https URL")
@@ -84,19 +68,13 @@ class Origin(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is this machine itself."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 
 class _DeadlineReader(io.RawIOBase):
     """Receives from a socket until a deadline, however slowly or often the bytes come.
 
-    Args:
-        raw: The socket's own reader.
-        sock: The socket; its time-out is how long the answer may take without its body.
-
-    Attributes:
-        deadline: Of `time.monotonic`.
+    The socket's time-out is how long the answer may take without its body.
     """
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
@@ -123,8 +101,7 @@ class _DeadlineReader(io.RawIOBase):
 class Answer(http.client.HTTPResponse):
     """A response that is received by a deadline, and whose body is still to be read.
 
-    Attributes:
-        received: Bytes of the body that `read_into` has put in place, also when it fails.
+    `received` counts bytes of the body that `read_into` has put in place, also when it fails.
     """
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
@@ -134,12 +111,7 @@ class Answer(http.client.HTTPResponse):
         self.received = 0
 
     def read_into(self, view: Buffer) -> None:
-        """Fills `view` from the body.
-
-        Raises:
-            OSError: The connection broke, or is too slow.
-            http.client.IncompleteRead: The body ended before.
-        """
+        """Fills `view` from the body; raises `OSError` or `http.client.IncompleteRead`."""
         done = 0
         while done < len(view):
             if self.chunked:
@@ -155,17 +127,12 @@ class Answer(http.client.HTTPResponse):
             self._reader.deadline += got / _SLOWEST_BYTES_PER_SECOND
 
     def check_ended(self) -> None:
-        """Checks that a body of unknown length has no more bytes: its chunks were read rightly.
-
-        Raises:
-            OSError: The connection broke, or is too slow.
-            http.client.HTTPException: There are more, or the chunks are malformed.
-        """
+        """Checks that a body of unknown length has no more bytes: its chunks were read rightly."""
         if self.length is None and self.read(1):
             raise http.client.HTTPException("the body is longer than it should be")
 
     def discard(self) -> bool:
-        """Reads what is left of the body if that is little and comes soon; whether it was all."""
+        """Reads a short rest of the body if it comes soon; returns whether that was all."""
         if self.isclosed() or self.length == 0:
             return True
         if self.length is not None and self.length > _MOST_DISCARDED_BYTES:
@@ -199,17 +166,11 @@ for _name in ("urllib3.connection", "urllib3.connectionpool"):  # their records 
 
 
 class Connections:
-    """Connections to any number of servers, kept open between requests.
+    """Connections to any number of servers, kept open between requests, for many threads.
 
-    Safe to use from many threads: each request has a connection for itself. Proxies are those of
-    the environment (`https_proxy`, `no_proxy`), certificates those of the system or of
-    `SSL_CERT_FILE`.
-
-    Args:
-        seconds: How long an answer may take; its body longer, at 16 KiB a second or more.
-
-    Attributes:
-        sent: What no error may show.
+    Proxies are those of the environment (`https_proxy`, `no_proxy`), certificates those of the
+    system or of `SSL_CERT_FILE`. An answer may take `seconds`; its body longer, at 16 KiB a second
+    or more. No error may show what is `sent`.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -222,12 +183,7 @@ class Connections:
 
     @contextlib.contextmanager
     def get(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
-        """Sends a GET request; the block reads the body. Leaving much of it costs the connection.
-
-        Raises:
-            OSError: The server cannot be reached, or the connection broke.
-            http.client.HTTPException: What came back is not HTTP.
-        """
+        """Sends a GET request; the block reads the body, or mostly loses the connection."""
         response = self._send(Origin.of(url), url, headers)
         answer: Answer = response._original_response
         is_kept = False
@@ -249,24 +205,19 @@ class Connections:
                         socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes all connections."""
         self.interrupt()
         for pool in self._pools.values():
             pool.close()
 
     def track(self, connection: _HttpConnection) -> None:
-        """Adds a connection to those that `interrupt` breaks off.
-
-        Raises:
-            ConnectionAbortedError: It was called already.
-        """
+        """Adds a connection to those that `interrupt` breaks off."""
         with self._lock:
             if self._stopped:
                 raise ConnectionAbortedError("the request was cancelled")
             self._tracked.add(connection)
 
     def _send(self, origin: Origin, url: str, headers: Mapping[str, str]) -> Any:
-        """Returns urllib3's response; on a new connection where the server has closed kept ones."""
+        """Returns urllib3's response; on a new connection where the server closed kept ones."""
         self.sent.add(url, headers)
         parts = urllib.parse.urlsplit(url)._replace(netloc=_netloc(origin), fragment="")
         _thread.connections = self
@@ -318,7 +269,6 @@ def _cause(error: HTTPError) -> Exception:
 
 
 def _proxy(origin: Origin) -> urllib.parse.SplitResult | None:
-    """Returns the proxy that the environment sets for an origin."""
     proxy = urllib.request.getproxies().get(origin.scheme)
     if not proxy or origin.is_loopback or urllib.request.proxy_bypass(_netloc(origin)):
         return None
@@ -326,13 +276,12 @@ def _proxy(origin: Origin) -> urllib.parse.SplitResult | None:
 
 
 def _login(parts: urllib.parse.SplitResult) -> dict[str, str]:
-    """Returns the header that tells a proxy the user and the password of its URL."""
     login = basic_login(parts)
     return {} if login is None else {"Proxy-Authorization": login}
 
 
 def basic_login(parts: urllib.parse.SplitResult) -> str | None:
-    """Returns the `Authorization` header for the user and the password of a URL, None without."""
+    """Return the `Authorization` header for the user and password of a URL, if it has them."""
     if parts.username is None:
         return None
     user, password = (urllib.parse.unquote(text or "") for text in (parts.username, parts.password))

@@ -6,37 +6,26 @@ What is the hub's own is asked through `huggingface_hub`; ranges are read as fro
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from orbax_safetensors_layout.options import RetryPolicy
 
 from . import hub_api
-from .hub_path import HubPath
 from .remote import RemoteStorage
 from .remote_file import Place
 from .retry import within
 
 
 class HubStorage(RemoteStorage):
-    """Files of one repository, all of the commit that the revision named when it was first asked.
-
-    Attributes:
-        kind: `"hf"`.
-
-    Args:
-        path: Any path in the repository.
-        retries: How long requests are tried.
-
-    Raises:
-        StorageError: The path is malformed.
-    """
+    """Files of a repository, all of the commit that its revision named when first asked."""
 
     kind = "hf"
     lists = True
 
     def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
         super().__init__(retries)
-        self._path = HubPath.parse(path)
+        self._path = hub_api.HubPath.parse(path)
         self._repository = hub_api.Repository(self._path)
         self._snapshot: hub_api.Snapshot | None = None
         self._snapshot_lock = threading.Lock()
@@ -49,16 +38,11 @@ class HubStorage(RemoteStorage):
         return self._within(path) in self._listed().files
 
     def folders(self, folder: str) -> list[str]:
-        prefix = f"{self._within(folder)}/".lstrip("/")
-        inside = (name for name in self._listed().files if name.startswith(prefix))
-        names = (name.removeprefix(prefix) for name in inside)
+        names = self._inside(folder)
         return sorted({name.partition("/")[0] for name in names if "/" in name})
 
     def list(self, folder: str) -> list[str]:
-        prefix = f"{self._within(folder)}/".lstrip("/")
-        inside = (name for name in self._listed().files if name.startswith(prefix))
-        names = (name.removeprefix(prefix) for name in inside)
-        return sorted(name for name in names if "/" not in name)
+        return sorted(name for name in self._inside(folder) if "/" not in name)
 
     def modified_seconds(self, file: str) -> float:
         self._file(file)
@@ -69,10 +53,15 @@ class HubStorage(RemoteStorage):
         if name not in listed.files:
             found = f"commit {listed.commit} of {self._path}, without it"
             raise CheckpointNotFoundError("no such file", file=file, found=found)
-        return self._repository.place(name, listed.commit, listed.files[name])
+        return self._repository.place(name, listed)
+
+    def _inside(self, folder: str) -> Iterator[str]:
+        prefix = f"{self._within(folder)}/".lstrip("/")
+        files = self._listed().files
+        return (name.removeprefix(prefix) for name in files if name.startswith(prefix))
 
     def _within(self, path: str) -> str:
-        """The path inside the repository."""
+        """Return the path inside the repository."""
         return path.removeprefix(self._path.root).strip("/")
 
     def _listed(self) -> hub_api.Snapshot:

@@ -17,7 +17,7 @@ from absl import logging
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 
 from .base import Rank, Storage
-from .local_write import flush_folder, storage_errors
+from .local_write import CFunction, flush_folder, libc_function, storage_errors
 from .publish_note import Note, aside_folder, lock_file, partial_folder
 
 _AT_FDCWD = -100
@@ -25,17 +25,7 @@ _RENAME_EXCHANGE = 2
 
 
 class FolderExchange:
-    """A save that is written beside its folder, and exchanged for it when it is complete.
-
-    Attributes:
-        target: The folder, by the name that all processes know it by.
-        folder: Where the files are written.
-
-    Args:
-        target: The folder.
-        storage: Where it is.
-        rank: Which names in it belong to what is replaced.
-    """
+    """A save that is written beside its folder, and exchanged for it when it is complete."""
 
     def __init__(self, target: str, storage: Storage, rank: Rank) -> None:
         self.target = os.path.realpath(target)
@@ -69,13 +59,9 @@ class FolderExchange:
 class Claim:
     """The right to replace a folder, held by a lock file beside it; `claimed` gives it.
 
-    The lock goes with its holder, but the file stays when the holder is killed. It then tells which
-    finished folder was about to take the place: whoever comes next knows whether that has happened,
-    and what is left to be removed.
-
-    Args:
-        folder: The folder.
-        fd: The lock file.
+    The lock goes with its holder, but the file stays when the holder is killed. It then names the
+    finished folder that was about to take the place: whoever comes next knows whether that has
+    happened, and what is left to be removed.
     """
 
     def __init__(self, folder: str, fd: int) -> None:
@@ -87,10 +73,9 @@ class Claim:
         """Puts back, or removes, what a holder that was killed left beside the folder.
 
         Raises:
-            StorageError: It cannot be put back or removed, or somebody else has put a folder
-                there meanwhile.
+            StorageError: It fails, or another program has put a folder there meanwhile.
         """
-        with storage_errors("can not put in order what a crash left", self._folder):
+        with storage_errors("cannot put in order what a crash left", self._folder):
             aside = aside_folder(self._folder)
             if self.was_published():
                 _remove_tree(aside)
@@ -115,31 +100,18 @@ class Claim:
             ) from error
 
     def was_published(self, made: str | None = None) -> bool:
-        """Whether a holder that was killed had put a folder in the place, where it still is.
-
-        Args:
-            made: What it made, as given to `publish`; None for whatever it was.
-        """
+        """Whether a folder (any, or one `made` so) of a killed holder is in the place."""
         note = self._note
         return note is not None and made in (None, note.made) and note.is_at(self._folder)
 
     def forget(self) -> None:
-        """Drops what the file tells of a holder that was killed: the folder will be replaced."""
+        """Drops the note of a holder that was killed: the folder will be replaced."""
         self._note = None
         os.ftruncate(self._fd, 0)
 
     def publish(self, finished: str, *, is_replaced: Callable[[str], bool], made: str = "") -> None:
-        """Puts a finished folder in the place, as `publish_folder`, in a way that is remembered.
-
-        Args:
-            finished: The finished folder, beside the other or in a folder beside it.
-            is_replaced: As for `publish_folder`.
-            made: What it is, for `was_published`.
-
-        Raises:
-            StorageError: A step failed.
-        """
-        with storage_errors("can not note what is about to be published", self._folder):
+        """Calls `publish_folder` for a finished folder, after a note of it for `was_published`."""
+        with storage_errors("cannot note what is about to be published", self._folder):
             self._note = Note.of(finished, self._folder, made)
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, self._note.to_json(), 0)
@@ -149,7 +121,7 @@ class Claim:
 
     @property
     def leaves_nothing(self) -> bool:
-        """Whether nothing is left beside the folder that the file tells of."""
+        """Whether nothing that the note names is left beside the folder."""
         note = self._note
         left = () if note is None else (aside_folder(self._folder), self._beside(note.workspace))
         return not any(map(os.path.exists, left))
@@ -166,10 +138,10 @@ def _remove_tree(folder: str) -> None:
 def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
     """Puts a finished folder in the place of another, which may exist.
 
-    What the old folder holds besides the files that are replaced is in the new one, too, also
-    what somebody puts there meanwhile. A crash at any moment leaves the old or the new folder
-    complete at `folder`; on systems that cannot exchange two names, for an instant none, with
-    the old one at `aside_folder` and the new one still at `finished`.
+    Files of the old folder that are not replaced are in the new one, too, also those that another
+    program puts there meanwhile. A crash at any moment leaves the old or the new folder complete at
+    `folder`; on systems that cannot exchange two names, for an instant none, with the old one at
+    `aside_folder` and the new one still at `finished`.
 
     Args:
         finished: The new folder, beside the old one.
@@ -181,7 +153,7 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
             durable failed.
     """
     parent = os.path.dirname(folder)
-    with storage_errors("can not put the finished folder in its place", folder):
+    with storage_errors("cannot put the finished folder in its place", folder):
         if not os.path.isdir(folder):
             os.rename(finished, folder)
             flush_folder(parent)
@@ -190,7 +162,9 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
         for name in os.listdir(folder):
             if not is_replaced(name):
                 link_tree(os.path.join(folder, name), os.path.join(finished, name))
-        here = _current_folder()
+        here = ""
+        with contextlib.suppress(OSError):
+            here = os.getcwd()
         _replace(finished, folder)
         for name in os.listdir(finished):
             if not is_replaced(name):
@@ -204,18 +178,14 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
 
 
 def check_replaceable(folder: str) -> None:
-    """Refuses a folder that cannot be exchanged for another as a whole.
-
-    Raises:
-        StorageError: It is a mount point, or something is mounted below it.
-    """
+    """Refuses a folder that is a mount point, or has one: it cannot be exchanged."""
     if not os.path.isdir(folder):
         return
     device = os.lstat(os.path.dirname(folder)).st_dev
     for root, _, _ in os.walk(folder):
         if os.path.ismount(root) or os.lstat(root).st_dev != device:
             raise StorageError(
-                "a file system is mounted there, so the folder can not be replaced as a whole",
+                "a file system is mounted there, so the folder cannot be replaced as a whole",
                 file=root,
                 expected="a folder of one file system with the one that holds it",
                 hint="Save to a new folder in it.",
@@ -224,16 +194,13 @@ def check_replaceable(folder: str) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: str) -> Iterator[Claim]:
-    """Claims a folder that is to be replaced, and puts in order what a crash left beside it.
-
-    Args:
-        folder: The folder, as `os.path.realpath` gives it.
+    """Claims a folder (a real path) to be replaced, and settles what a crash left beside it.
 
     Raises:
         StorageError: Another process, or thread, holds it.
     """
     path = lock_file(folder)
-    with storage_errors("can not begin to save", path):
+    with storage_errors("cannot begin to save", path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         fd = _locked(path)
     claim = Claim(folder, fd)
@@ -248,13 +215,9 @@ def claimed(folder: str) -> Iterator[Claim]:
 
 
 def finish_interrupted(folder: str) -> bool:
-    """Removes what is left of a save to a folder that was killed after it had become visible.
+    """Removes what a save left that was killed after it had become visible.
 
-    Args:
-        folder: The folder, as `os.path.realpath` gives it.
-
-    Returns:
-        Whether there was one, and what it had put there still is.
+    Returns whether there was one, and its result is still at `folder` (a real path).
 
     Raises:
         StorageError: A save to it is running.
@@ -287,7 +250,9 @@ def _locked(path: str) -> int:
 
 def _replace(finished: str, folder: str) -> None:
     """Exchanges the new folder for the old one, by renames where the system can do no better."""
-    if _exchange(finished, folder):
+    rename = _renameat2()
+    places = (_AT_FDCWD, os.fsencode(finished), _AT_FDCWD, os.fsencode(folder))
+    if rename is not None and rename(*places, _RENAME_EXCHANGE) == 0:
         return
     aside = aside_folder(folder)
     os.rename(folder, aside)
@@ -302,23 +267,11 @@ def _replace(finished: str, folder: str) -> None:
 def _remove_old(old: str, folder: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if os.path.exists(old):
-        logging.warning("The new checkpoint stands at %s, but %s can not be removed.", folder, old)
-
-
-def _current_folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
+        logging.warning("The new checkpoint is at %s, but %s cannot be removed.", folder, old)
 
 
 def link_tree(source: str, target: str) -> None:
-    """Makes a file or folder appear in a second place: by hard links, or where that fails, copies.
-
-    Args:
-        source: The file or folder.
-        target: The second place, in a folder that exists.
-    """
+    """Makes a file or folder appear in a second place: by hard links, or else by copies."""
     if os.path.isdir(source) and not os.path.islink(source):
         shutil.copytree(source, target, symlinks=True, copy_function=link_tree)
         return
@@ -329,7 +282,7 @@ def link_tree(source: str, target: str) -> None:
 
 
 def _bring(source: str, target: str) -> None:
-    """Brings over what came to a folder, or was replaced in it, after it was linked."""
+    """Moves what came to a folder, or was replaced in it, after it was linked."""
     if os.path.isdir(source) and not os.path.islink(source) and os.path.isdir(target):
         for name in os.listdir(source):
             _bring(os.path.join(source, name), os.path.join(target, name))
@@ -338,25 +291,11 @@ def _bring(source: str, target: str) -> None:
 
 
 def _is_newer(source: str, target: str) -> bool:
-    one, other = os.lstat(source), os.lstat(target)
-    return not os.path.samestat(one, other) and one.st_mtime_ns > other.st_mtime_ns
-
-
-def _exchange(one: str, other: str) -> bool:
-    rename = _renameat2()
-    if rename is None:
-        return False
-    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    new, old = os.lstat(source), os.lstat(target)
+    return not os.path.samestat(new, old) and new.st_mtime_ns > old.st_mtime_ns
 
 
 @functools.cache
-def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):  # not Linux, or an old C library
-        return None
-    function.argtypes = [
-        ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint,
-    ]  # fmt: skip
-    function.restype = ctypes.c_int
-    return function
+def _renameat2() -> CFunction | None:
+    path_types = (ctypes.c_int, ctypes.c_char_p)
+    return libc_function("renameat2", *path_types, *path_types, ctypes.c_uint)

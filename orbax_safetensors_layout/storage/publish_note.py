@@ -23,20 +23,16 @@ class Note(NamedTuple):
 
     @classmethod
     def of(cls, finished: str, folder: str, made: str) -> Self:
-        """A note that a finished folder goes to `folder`.
-
-        Raises:
-            OSError: The finished folder cannot be read.
-        """
+        """Returns a note that a finished folder goes to `folder`."""
         name = os.path.relpath(finished, os.path.dirname(folder))
         return cls(name, made, _entries(finished))
 
     @classmethod
     def read(cls, fd: int, folder: str) -> Self | None:
-        """The note in the lock file of a folder; None for anything else that is in it.
+        """Returns the note in the lock file of a folder; None for anything else that is in it.
 
-        What it names may be removed, so a name that no save or conversion to the folder works
-        under is not believed.
+        What it names may be removed, so a name that no save or conversion to the folder works under
+        is not believed.
         """
         try:
             found = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
@@ -68,7 +64,7 @@ class Note(NamedTuple):
 
 
 def _entries(folder: str) -> dict[str, list[int]]:
-    """Inodes, which a later folder may get again, and for all within it size and time, too."""
+    """Returns inodes, which a later folder may get again, so also sizes and times within it."""
     found = {"": [os.stat(folder).st_ino]}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -78,32 +74,19 @@ def _entries(folder: str) -> dict[str, list[int]]:
 
 
 def partial_folder(folder: str, purpose: str = "save") -> str:
-    """Where what will be at `folder` is made: beside it, whatever the length of its name.
-
-    Args:
-        folder: The folder.
-        purpose: What makes it; each has a folder of its own.
-    """
+    """Returns where `purpose` makes what will be at `folder`: beside it, under a hidden name."""
     return _hidden(folder, f"partial-{purpose}")
 
 
 def aside_folder(folder: str) -> str:
-    """Where a folder is for an instant while it is replaced, if two cannot be exchanged.
-
-    Args:
-        folder: The folder, as `os.path.realpath` gives it.
-    """
+    """Returns where a folder is for an instant while it is replaced, if two cannot be exchanged."""
     return _hidden(folder, "old")
 
 
 def folder_being_replaced(folder: str) -> str | None:
-    """Where the old folder is while a new one takes its place, or since that was interrupted.
+    """Returns where the old folder (a real path) is while a new one takes its place.
 
-    Args:
-        folder: The folder, as `os.path.realpath` gives it.
-
-    Returns:
-        `aside_folder`; None if nothing was about to take the place, or something has taken it.
+    None if nothing was about to take the place, or something has taken it.
     """
     try:
         fd = os.open(lock_file(folder), os.O_RDONLY | os.O_CLOEXEC)
@@ -119,7 +102,7 @@ def folder_being_replaced(folder: str) -> str | None:
 
 
 def lock_file(folder: str) -> str:
-    """The file beside a folder that is locked while it is replaced, and holds the note."""
+    """Returns the file beside a folder that is locked while it is replaced, and holds the note."""
     return _hidden(folder, "lock")
 
 

@@ -10,12 +10,12 @@ import abc
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 
-from .base import Buffer, FileWriter, Publication, Rank
+from .base import Buffer, Storage
 from .buffers import scatter, skip, truncated
 from .http import Connections
 from .remote_file import Place, RemoteFile, classify
@@ -24,15 +24,9 @@ from .retry import Retrier
 T = TypeVar("T")
 
 
-class RemoteStorage(abc.ABC):
-    """Ranged access to files of a server, for reading alone; see `Storage`.
+class RemoteStorage(Storage):
+    """Ranged access to files of a server, for reading alone; see `Storage`."""
 
-    Args:
-        retries: How long requests are tried; None is the default.
-    """
-
-    kind: str
-    lists: bool
     appends = False
     _upload_hint = "Save to a local folder, and upload that."
 
@@ -46,20 +40,7 @@ class RemoteStorage(abc.ABC):
 
     @abc.abstractmethod
     def _place(self, file: str) -> Place:
-        """Where a file is asked for.
-
-        Raises:
-            CheckpointNotFoundError: It is known that there is none.
-        """
-
-    @abc.abstractmethod
-    def is_file(self, path: str) -> bool: ...
-
-    @abc.abstractmethod
-    def folders(self, folder: str) -> list[str]: ...
-
-    @abc.abstractmethod
-    def list(self, folder: str) -> list[str]: ...
+        """Returns where a file is asked for, or raises `CheckpointNotFoundError`."""
 
     def size(self, file: str) -> int:
         return self._size(self._file(file))
@@ -67,47 +48,34 @@ class RemoteStorage(abc.ABC):
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
     ) -> None:
-        found = self._file(file)
-        total, size = sum(map(len, buffers)), self._size(found)
+        remote = self._file(file)
+        total, size = sum(map(len, buffers)), self._size(remote)
         if offset + total > size:
             raise truncated(file, offset, total, size)
-        done = self._read_head(found, offset, buffers, total)
+        done = self._read_head(remote, offset, buffers, total)
         while done < total:
             start, rest = offset + done, skip(buffers, done)
             doing = f"reading bytes [{start}, {offset + total})"
-            done += self._tried(functools.partial(found.fetch, start, rest), doing, file)
+            done += self._tried(functools.partial(remote.fetch, start, rest), doing, file)
 
     def modified_seconds(self, file: str) -> float:
-        found = self._file(file)
-        if found.modified_seconds is None:
+        remote = self._file(file)
+        if remote.modified_seconds is None:
             self.check_unchanged(file)
-        return found.modified_seconds or 0.0
+        return remote.modified_seconds or 0.0
 
     def check_unchanged(self, file: str) -> None:
-        found = self._file(file)
-        if self._size(found):
+        remote = self._file(file)
+        if self._size(remote):
             first = memoryview(bytearray(1))
-            self._tried(lambda: found.fetch(0, [first]), "looking at it again", file)
+            self._tried(lambda: remote.fetch(0, [first]), "looking at it again", file)
 
-    def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
-        raise self._read_only(file)
+    def _refuse(self, *arguments: Any, **_: Any) -> NoReturn:
+        raise StorageError(
+            f"{self.kind}:// paths cannot be written to", file=arguments[0], hint=self._upload_hint
+        )
 
-    def make_folder(self, folder: str) -> None:
-        raise self._read_only(folder)
-
-    def flush_folder(self, folder: str) -> None:
-        raise self._read_only(folder)
-
-    def check_written(self, folder: str) -> None:
-        raise self._read_only(folder)
-
-    def publication(
-        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
-    ) -> Publication:
-        raise self._read_only(target)
-
-    def remove(self, path: str) -> None:
-        raise self._read_only(path)
+    create = make_folder = flush_folder = check_written = publication = remove = _refuse
 
     def interrupt(self) -> None:
         self._retrier.interrupt()
@@ -118,21 +86,15 @@ class RemoteStorage(abc.ABC):
         self.interrupt()
         self._connections.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _file(self, file: str) -> RemoteFile:
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed", file=file)
-            found = self._files.get(file)
-            if found is None:
-                found = RemoteFile(file, self._place(file), self._connections)
-                self._files[file] = found
-            return found
+            remote = self._files.get(file)
+            if remote is None:
+                remote = RemoteFile(file, self._place(file), self._connections)
+                self._files[file] = remote
+            return remote
 
     def _size(self, file: RemoteFile) -> int:
         with file.lock:
@@ -144,7 +106,7 @@ class RemoteStorage(abc.ABC):
     def _read_head(
         self, file: RemoteFile, offset: int, buffers: Sequence[Buffer], total: int
     ) -> int:
-        """Takes the first bytes, once, from what came with the size; returns how many."""
+        """Takes the first bytes, once, from those that came with the size; returns how many."""
         if offset or not total:
             return 0
         with file.lock:
@@ -154,8 +116,3 @@ class RemoteStorage(abc.ABC):
 
     def _tried(self, call: Callable[[], T], doing: str, file: str) -> T:
         return self._retrier.run(call, classify, doing=doing, url=file)
-
-    def _read_only(self, path: str) -> StorageError:
-        return StorageError(
-            f"{self.kind}:// paths can not be written to", file=path, hint=self._upload_hint
-        )

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageErro
 from orbax_safetensors_layout.options import KIB, MIB
 
 from .base import FIRST_READ_BYTES, Buffer
-from .buffers import scatter, skip
+from .buffers import changed, scatter, skip
 from .http import Answer, Connections, HttpHeaders, Origin
 from .retry import Failure, http_date, is_transient_status, retry_after_seconds
 
@@ -32,15 +32,13 @@ _MOST_TOLD = 200  # characters of what a server says
 
 
 class RequestError(Exception):
-    """One attempt failed.
+    """One attempt failed."""
 
-    Args:
-        failure: What it means.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
-        super().__init__(failure.cause)
+    def __init__(
+        self, cause: str, *, transient: bool = True, after_seconds: float | None = None
+    ) -> None:
+        self.failure = Failure(cause, transient, after_seconds)
+        super().__init__(cause)
 
 
 class AccessDenied(StorageError):
@@ -48,7 +46,7 @@ class AccessDenied(StorageError):
 
 
 def classify(error: Exception) -> Failure | None:
-    """What an error of one attempt means."""
+    """Returns the meaning of an error of one attempt."""
     if isinstance(error, RequestError):
         return error.failure
     if isinstance(error, http.client.IncompleteRead):
@@ -73,8 +71,8 @@ class Place(NamedTuple):
         url: Its URL; redirects are followed from there, and again when they expire.
         headers: Sent to this URL's host alone: credentials.
         size: Its bytes, if they are known.
-        digest: What the `X-Linked-Etag` of a redirect has to be, if it has one.
-        hint: From the headers of a 401 or 403 to what the user can do.
+        digest: The expected `X-Linked-Etag` of a redirect, if it has one.
+        hint: From the headers of a 401 or 403 to advice for the user.
     """
 
     url: str
@@ -85,12 +83,9 @@ class Place(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What is asked now.
+    """What is asked now: perhaps a signed URL that expires, with headers that may go there.
 
-    Attributes:
-        url: The URL, perhaps with a signature that expires.
-        headers: Those that may go there.
-        is_verified: Whether a redirect has told that it is the right content.
+    `is_verified` if a redirect has told that it is the right content.
     """
 
     url: str
@@ -99,12 +94,11 @@ class _Target(NamedTuple):
 
     @property
     def host(self) -> str:
-        """The server's name."""
         return Origin.of(self.url).host
 
     @property
     def version_of(self) -> str:
-        """What an ETag is compared within: servers may have different ones of the same content."""
+        """Within it ETags are compared: servers may have different ones of the same content."""
         parts = urllib.parse.urlsplit(self.url)
         return f"{parts.netloc}{parts.path}" if self.is_verified else ""
 
@@ -115,13 +109,7 @@ class RemoteFile:
     What is first seen of it is pinned: the size, and the ETag or else the date. An answer that
     has others is an error.
 
-    Args:
-        name: Its path, as errors name it.
-        place: Where it is asked for.
-        connections: Who asks.
-
     Attributes:
-        name: As above.
         size: Its bytes; None until they are known.
         head: Its first bytes, when `open` has fetched them.
         modified_seconds: When it was last written, if the server has told.
@@ -141,35 +129,23 @@ class RemoteFile:
         self._versions: dict[str, str] = {}
 
     def open(self) -> None:
-        """One attempt to fetch `head`, from which the size is known.
-
-        Raises:
-            CheckpointNotFoundError: There is no such file.
-            StorageError: It is refused.
-            Exception: The attempt failed; see `classify`.
-        """
+        """Makes one attempt to fetch `head`, from which the size is known; see `classify`."""
         head = memoryview(bytearray(FIRST_READ_BYTES))
         self.head = head[: self._ask(0, [head])]
 
     def fetch(self, start: int, buffers: Sequence[Buffer]) -> int:
-        """One attempt to fill `buffers` from the bytes that begin at `start`.
+        """Makes one attempt to fill `buffers` from the bytes that begin at `start`.
 
-        Returns:
-            How many bytes are there; not all, where the body broke after a good part.
-
-        Raises:
-            CheckpointNotFoundError: There is no such file.
-            StorageError: It is refused, or is another one than before.
-            Exception: The attempt failed; see `classify`.
+        Returns how many bytes are there; not all, where the body broke after a good part.
         """
-        wanted = sum(map(len, buffers))
+        total = sum(map(len, buffers))
         got = self._ask(start, buffers)
-        if got < min(wanted, _PROGRESS_BYTES):
-            raise _failure(f"{got} bytes came where {wanted} were asked for")
+        if got < min(total, _PROGRESS_BYTES):
+            raise RequestError(f"{got} bytes came where {total} were asked for")
         return got
 
     def _ask(self, start: int, buffers: Sequence[Buffer]) -> int:
-        """Follows redirects to the bytes; where the last ones have expired, from the begin."""
+        """Follows redirects to the bytes; where the last ones have expired, from the beginning."""
         stop = start + sum(map(len, buffers))
         target = self._target
         may_expire = target is not self._start
@@ -184,7 +160,7 @@ class RemoteFile:
                     length = self._check(target, answer, start, stop)
                     self._target = target
                     return _receive(answer, buffers, length)
-        raise _failure(f"{_MOST_REDIRECTS} redirects led to no file", transient=False)
+        raise RequestError(f"{_MOST_REDIRECTS} redirects led to no file", transient=False)
 
     def _redirected(self, target: _Target, answer: Answer) -> _Target:
         location = (answer.headers.get("Location") or "").encode("latin-1").decode(errors="replace")
@@ -192,31 +168,31 @@ class RemoteFile:
             url = urllib.parse.urljoin(target.url, location)
             origin, before = Origin.of(url), Origin.of(target.url)
         except ValueError:
-            raise _failure("a redirect to no place", transient=False) from None
+            raise RequestError("a redirect to no place", transient=False) from None
         if (before.scheme, origin.scheme) == ("https", "http"):
             cause = f"a redirect from https to unencrypted http at {self._told(origin.host)}"
-            raise _failure(cause, transient=False)
+            raise RequestError(cause, transient=False)
         told, known = answer.headers.get("X-Linked-Etag"), self._place.digest
         if told is not None and known is not None and told.removeprefix("W/").strip('"') != known:
-            raise self._changed(f"content {known}", f"content {self._told(told)}")
+            raise changed(self.name, f"content {known}", f"content {self._told(told)}")
         is_verified = target.is_verified or None not in (told, known)
         return _Target(url, target.headers if origin == before else {}, is_verified)
 
     def _check(self, target: _Target, answer: Answer, start: int, stop: int) -> int:
-        """Checks that an answer is the asked one, of the file as it was; gives the body's bytes."""
+        """Checks that an answer is the asked one, of the same file; returns the body's bytes."""
         headers, status = answer.headers, answer.status
         is_plain = headers.get("Content-Encoding", "identity") == "identity"
         if status == 206 and is_plain:
             text = headers.get("Content-Range", "")
-            found = _CONTENT_RANGE.fullmatch(text)
-            first, last, total = map(int, found.groups()) if found else (-1, -1, -1)
+            match = _CONTENT_RANGE.fullmatch(text)
+            first, last, total = map(int, match.groups()) if match else (-1, -1, -1)
             length = last + 1 - first
             in_range = first == start and start <= last < min(stop, total)
             if not in_range or answer.length not in (None, length):
                 size = "unknown length" if answer.length is None else f"{answer.length} bytes"
                 cause = f"Content-Range {self._told(text)!r} and a body of {size}"
                 host = self._told(target.host)
-                raise _failure(f"{cause} from {host} for bytes [{start}, {stop})")
+                raise RequestError(f"{cause} from {host} for bytes [{start}, {stop})")
         elif status == 200 and is_plain and start == 0 and answer.length in range(stop + 1):
             length = total = answer.length or 0  # a server without ranges; all of a small file
         elif status == 416 and _EMPTY_RANGE.fullmatch(headers.get("Content-Range", "")):
@@ -236,24 +212,16 @@ class RemoteFile:
                 modified = http_date(headers.get("Last-Modified"))
                 self.modified_seconds = None if modified is None else modified.timestamp()
         if (version, total) != (expected, self.size):
-            raise self._changed(
+            raise changed(
+                self.name,
                 f"{self.size} bytes, version {self._told(expected)}",
                 f"{total} bytes, version {self._told(version)}",
             )
 
     def _told(self, text: str) -> str:
-        """What a server says, as errors may show it: short, and without what was sent to it."""
+        """Returns a server's words as errors may show them: short, without what was sent to it."""
         text = self._connections.sent.redact(text)
         return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
-
-    def _changed(self, expected: str, found: str) -> StorageError:
-        return StorageError(
-            "the file was replaced or removed while it was read",
-            file=self.name,
-            expected=expected,
-            found=found,
-            hint="Load again when nothing writes to the checkpoint.",
-        )
 
     def _refusal(self, target: _Target, answer: Answer, start: int, stop: int) -> Exception:
         status = answer.status
@@ -266,7 +234,7 @@ class RemoteFile:
         if status in (404, 410) and not self._versions:
             return CheckpointNotFoundError("no such file", file=self.name, found=cause)
         if status in (404, 410, 416) and self._versions:
-            return self._changed(f"{self.size} bytes, as before", cause)
+            return changed(self.name, f"{self.size} bytes, as before", cause)
         if status in (200, 206):
             return StorageError(
                 f"the server does not serve bytes [{start}, {stop}) alone, as they are",
@@ -276,22 +244,22 @@ class RemoteFile:
                 hint="Download the checkpoint, or serve it by a server that knows ranges.",
             )
         after = retry_after_seconds(answer.headers.get("Retry-After"))
-        return RequestError(Failure(cause, is_transient_status(status), after))
+        return RequestError(cause, transient=is_transient_status(status), after_seconds=after)
 
 
 def _receive(answer: Answer, buffers: Sequence[Buffer], length: int) -> int:
-    """Fills `buffers` with the `length` bytes of a body, or with what comes before it breaks."""
+    """Fills `buffers` with the `length` bytes of a body, or as many as come before it breaks."""
     staged = length < len(buffers) * _SMALL_BUFFER_BYTES  # many small ones: through a large one
     staging = np.empty(min(length, _PROGRESS_BYTES) if staged else 0, np.uint8).data
     done = 0
     try:
         while done < length:
             rest = skip(buffers, done)
-            some = (staging if staged else rest[0])[: length - done]
-            answer.read_into(some)
+            chunk = (staging if staged else rest[0])[: length - done]
+            answer.read_into(chunk)
             if staged:
-                scatter(some, rest)
-            done += len(some)
+                scatter(chunk, rest)
+            done += len(chunk)
     except (OSError, http.client.HTTPException):
         if not staged:
             done = answer.received
@@ -301,7 +269,3 @@ def _receive(answer: Answer, buffers: Sequence[Buffer], length: int) -> int:
     if done:
         answer.check_ended()
     return done
-
-
-def _failure(cause: str, *, transient: bool = True) -> RequestError:
-    return RequestError(Failure(cause, transient))

@@ -24,10 +24,10 @@ _LASTING_SERVER_STATUS = {501, 505}
 
 
 class Failure(NamedTuple):
-    """What a classifier says about an error of one attempt.
+    """A classifier's verdict on an error of one attempt.
 
     Attributes:
-        cause: What happened, in a few words; what looks like a secret is taken out of it.
+        cause: A few words; secrets are taken out of them.
         transient: Whether another attempt may do better.
         after_seconds: How long the server asked to be left alone, if it did.
     """
@@ -77,17 +77,11 @@ class Retrier:
         self._interrupted.set()
 
     def run(self, call: Callable[[], T], classify: Classify, *, doing: str, url: str) -> T:
-        """What `call` returns, tried until it succeeds or it is useless.
+        """Returns the result of `call`, tried until it succeeds or another attempt is useless.
 
-        Args:
-            call: One attempt. What it raises of this package's own errors is passed on.
-            classify: What another error of it means.
-            doing: What is being done, with the byte range, as "reading bytes [0, 8)".
-            url: Where; query string and user info do not appear in errors.
-
-        Raises:
-            StorageError: A permanent failure, or too many others; names all of this, the attempts
-                and the last cause.
+        This package's own errors are passed on; `classify` judges others. A permanent failure, or
+        too many others, is a `StorageError` with what was being done (as "reading bytes [0, 8)"),
+        the URL without query string and user info, the attempts and the last cause.
         """
         begun = self._clock()
         for attempt in itertools.count(1):
@@ -97,10 +91,10 @@ class Retrier:
                 error.__context__ = None  # a client's error, which may show what is signed
                 raise
             except Exception as error:
-                found = classify(error)
-                if found is None:
+                verdict = classify(error)
+                if verdict is None:
                     raise
-            failure = found._replace(cause=self._redact(found.cause))
+            failure = verdict._replace(cause=self._redact(verdict.cause))
             elapsed = self._clock() - begun
             pause = self._pause(attempt, failure, self.policy.total_seconds - elapsed)
             if pause is None:
@@ -108,16 +102,19 @@ class Retrier:
             logging.vlog(1, "%s: %s failed: %s", redact(url), doing, failure.cause)
             if self._wait(pause) or self._interrupted.is_set():
                 break
+        hint = None
+        if failure.transient and not self._interrupted.is_set():
+            hint = "A `retries=osl.RetryPolicy(...)` of the options sets how long it is tried."
         times = "1 attempt" if attempt == 1 else f"{attempt} attempts"
         raise StorageError(
             f"{doing} failed after {times} in {self._clock() - begun:.1f} s",
             file=redact(url),
             found=failure.cause,
-            hint=self._hint(failure),
+            hint=hint,
         ) from RequestFailed(failure.cause)
 
     def _pause(self, attempt: int, failure: Failure, left_seconds: float) -> float | None:
-        """Seconds until the next attempt; None if there is to be none."""
+        """Returns seconds until the next attempt; None if there is to be none."""
         policy = self.policy
         given_up = self._interrupted.is_set() or attempt == policy.attempts
         if not failure.transient or given_up or left_seconds <= 0:
@@ -127,21 +124,11 @@ class Retrier:
         asked = failure.after_seconds or 0.0
         return None if asked > left_seconds else min(max(pause, asked), left_seconds)
 
-    def _hint(self, failure: Failure) -> str | None:
-        if not failure.transient or self._interrupted.is_set():
-            return None
-        return "A `retries=osl.RetryPolicy(...)` of the options sets how long it is tried."
-
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns, for clients that bound the time of each read but not of a request.
+    """Returns the result of `call`; after `seconds` it goes on in a thread that nobody waits for.
 
-    Args:
-        seconds: How long it may last. What lasts longer goes on, without anybody waiting for it.
-        call: What is done, in a thread of its own.
-
-    Raises:
-        TimeoutError: It lasts longer.
+    For clients that bound the time of each read but not of a request.
     """
     done: Future[T] = Future()
 
@@ -167,12 +154,7 @@ def is_transient_status(status: int) -> bool:
 
 
 def retry_after_seconds(header: str | None) -> float | None:
-    """The seconds that a `Retry-After` header asks for: a number, or a date (RFC 9110, 10.2.3).
-
-    Example:
-        >>> retry_after_seconds("2"), retry_after_seconds("soon")
-        (2.0, None)
-    """
+    """Returns the seconds of a `Retry-After` header: a number, or a date (RFC 9110, 10.2.3)."""
     if header is None:
         return None
     if header.strip().isdecimal():
@@ -184,12 +166,7 @@ def retry_after_seconds(header: str | None) -> float | None:
 
 
 def http_date(text: str | None) -> datetime.datetime | None:
-    """The moment that a header tells (RFC 9110, 5.6.7); None if it tells none.
-
-    Example:
-        >>> http_date("Sun, 06 Nov 1994 08:49:37 GMT").isoformat()
-        '1994-11-06T08:49:37+00:00'
-    """
+    """Returns the moment that a header tells (RFC 9110, 5.6.7); None if it tells none."""
     try:
         date = email.utils.parsedate_to_datetime(text or "")
         # Of a year at either end of what a date can be, another zone's may be none.

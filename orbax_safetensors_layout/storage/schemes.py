@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from orbax_safetensors_layout.errors import StorageError, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
@@ -23,23 +24,20 @@ def open_storage(
 ) -> tuple[Storage, str]:
     """Return the storage that a path names, and the path in that storage's own terms.
 
-    Args:
-        path: A local path or a URL.
-        retries: How long requests to a remote storage are tried; None is the default.
-
     Raises:
         StorageError: The path is malformed, a library that it needs is not installed, or no
             storage of this package serves its scheme.
     """
     text = os.fsdecode(path)
     if not text or "\0" in text:  # an empty one would be the working folder
-        raise StorageError("no path", file=repr(text), expected="a local path or a URL")
+        problem = "the path is empty, or has a null byte"
+        raise StorageError(problem, file=repr(text), expected="a local path or a URL")
     scheme, separator, _ = text.partition("://")
     opener = OPENERS.get(scheme + separator if separator else "")
     if opener is None:
         known = ", ".join(prefix for prefix in OPENERS if prefix not in ("", "http://"))
         raise StorageError(
-            f"can not open a {scheme}:// path",
+            f"cannot open a {scheme}:// path",
             file=text,
             expected=f"a local path, or a URL of {known}",
             found=f"{scheme}://",
@@ -66,7 +64,7 @@ def _open_web(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
 
 
 def _check_no_lost_slash(text: str) -> None:
-    """Refuses what `pathlib` makes of a URL, which would be a local path that does not exist."""
+    """Refuses a URL that `pathlib` made a local path, which does not exist."""
     scheme, _, rest = text.partition(":/")
     if rest and f"{scheme}://" in OPENERS and not os.path.lexists(text):
         meant = redact_urls(f"{scheme}://{rest}")
@@ -80,15 +78,8 @@ def _check_no_lost_slash(text: str) -> None:
 
 def _open_cloud(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
     scheme, _, rest = text.partition("://")
-    try:
-        from .cloud import CloudStorage  # needs an extra
-    except ImportError as error:
-        raise StorageError(
-            f"{scheme}:// paths need the package `obstore`",
-            file=text,
-            found=error,
-            hint="pip install 'orbax-safetensors-layout[cloud]'",
-        ) from error
+    with _needs("obstore", "cloud", text):
+        from .cloud import CloudStorage
     bucket, _, key = rest.partition("/")
     if not bucket:
         raise StorageError("the path names no bucket", file=text)
@@ -103,16 +94,22 @@ def _open_cloud(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
 
 
 def _open_hub(path: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
+    with _needs("huggingface_hub", "hf", path):
+        from .hub import HubStorage
+    return HubStorage(path, retries), path
+
+
+@contextlib.contextmanager
+def _needs(package: str, extra: str, path: str) -> Iterator[None]:
     try:
-        from .hub import HubStorage  # needs an extra
+        yield
     except ImportError as error:
         raise StorageError(
-            "hf:// paths need the package `huggingface_hub`",
+            f"{path.partition('://')[0]}:// paths need the package `{package}`",
             file=path,
             found=error,
-            hint="pip install 'orbax-safetensors-layout[hf]'",
+            hint=f"pip install 'orbax-safetensors-layout[{extra}]'",
         ) from error
-    return HubStorage(path, retries), path
 
 
 OPENERS: dict[str, Opener] = {

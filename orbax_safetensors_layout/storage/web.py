@@ -6,7 +6,7 @@ import os
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import join
@@ -26,19 +26,8 @@ _FILE_SUFFIXES = (".safetensors", ".json")
 class WebStorage(RemoteStorage):
     """Files of web servers that know range requests.
 
-    A query string, such as a signature, and a user's name and password are taken out of the path:
+    A query string, such as a signature, and a user's name and password are taken out of the `path`:
     they are sent along with every file of it, and no error shows them.
-
-    Attributes:
-        kind: `"https"`.
-        path: The path without them.
-
-    Args:
-        path: The URL of a file or a folder.
-        retries: How long requests are tried.
-
-    Raises:
-        StorageError: It is not a URL, or one of unencrypted http to another machine.
     """
 
     kind = "https"
@@ -54,7 +43,7 @@ class WebStorage(RemoteStorage):
         if parts is None or origin is None:
             scheme, _, rest = path.partition("://")
             raise StorageError(
-                "can not open the path: it is no URL of a host",
+                "cannot open the path: it is no URL of a host",
                 file=f"{scheme}://{rest.rpartition('@')[2]}",
                 hint="Quote what is special in a user's name or a password: %2F for a slash.",
             )
@@ -73,35 +62,28 @@ class WebStorage(RemoteStorage):
 
     def is_file(self, path: str) -> bool:
         # Servers answer for folders, too: with a page, or with a refusal.
-        return path.endswith(_FILE_SUFFIXES) and self._exists(path)
+        return path.endswith(_FILE_SUFFIXES) and super().is_file(path)
 
     def folders(self, folder: str) -> list[str]:
         return []
 
     def list(self, folder: str) -> list[str]:
-        """Those of `PROBED` that are there."""
+        """Return the names in `PROBED` that exist."""
         with ThreadPoolExecutor(len(PROBED), "safetensors-probe") as pool:
             files = [join(folder, name) for name in PROBED]
             answers = dict(zip(PROBED, pool.map(self._probe, files), strict=True))
-        found = sorted(name for name, answer in answers.items() if answer is True)
+        names = sorted(name for name, answer in answers.items() if answer is True)
         for answer in answers.values():
             # A store that may not be listed denies what is not there.
-            if isinstance(answer, AccessDenied) and not found:
+            if isinstance(answer, AccessDenied) and not names:
                 raise answer
-        return found
+        return names
 
     def _probe(self, file: str) -> bool | AccessDenied:
         try:
-            return self._exists(file)
+            return super().is_file(file)
         except AccessDenied as error:
             return error
-
-    def _exists(self, file: str) -> bool:
-        try:
-            self.size(file)
-        except CheckpointNotFoundError:
-            return False
-        return True
 
     def _place(self, file: str) -> Place:
         url = urllib.parse.urlsplit(file)._replace(query=self._query)

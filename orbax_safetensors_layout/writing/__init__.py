@@ -1,10 +1,15 @@
 """Executes write plans: host copies of shards into the parts of files, and their commit."""
 
 from .assemble_files import assemble_files
-from .commit import appearance_rank, check_is_folder, check_sidecar_files, commit_when_complete
+from .commit import (
+    appearance_rank,
+    check_is_folder,
+    check_sidecar_files,
+    commit_when_complete,
+    read_sidecar_files,
+)
 from .folder import CheckpointFolder, write_small_files
 from .host import HostValues
 from .prepare_tree import PreparedTree
 from .scatter import write_mapped
-from .sidecar_files import read_sidecar_files
 from .write import write_parts

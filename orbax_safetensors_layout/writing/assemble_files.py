@@ -17,7 +17,6 @@ from orbax_safetensors_layout.runtime import ProgressReport
 
 from .folder import CheckpointFolder
 from .open_files import FileSet, OpenFile
-from .write import WriteStats
 
 _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20
@@ -32,15 +31,8 @@ def read_pieces(
     regions: Sequence[tuple[str, Box]],
     folder: CheckpointFolder,
     take: TakeRegion,
-) -> WriteStats:
-    """Reads regions for files of a folder, within its memory budget.
-
-    Args:
-        pieces: The pieces.
-        regions: Boxes of tensors, by the names of these.
-        folder: What is written.
-        take: Takes each region as it is stored.
-    """
+) -> None:
+    """Reads boxes of named tensors, as stored, for files of a folder, within its memory budget."""
     sources = array_sources(pieces, None)
     budget = folder.memory_budget_bytes
     reader = ArrayReader(
@@ -52,14 +44,13 @@ def read_pieces(
     reads = RegionReads(
         [ArrayRegion.of_box(n, sources[n], box, sources[n].dtype) for n, box in regions], budget
     )
-    stats = reader.run(
+    reader.run(
         reads,
         reader.plan(reads),
         lambda numbers, _, parts: take(numbers[0], parts[0]),
         check=folder.check,
     )
     folder.pool.join()
-    return WriteStats(bytes_read=stats.bytes_read)
 
 
 class _Block(NamedTuple):
@@ -80,31 +71,22 @@ def assemble_files(
     plan: WritePlan,
     pieces: Catalog,
     progress: Callable[[Progress], None] | None,
-) -> WriteStats:
-    """Completes the files that this process owns from the pieces that all have written.
-
-    Args:
-        folder: What is written.
-        plan: What this process writes.
-        pieces: The pieces.
-        progress: Called after each block.
-    """
+) -> None:
+    """Completes the files that this process owns from the pieces that all have written."""
     most_bytes = min(_MOST_BLOCK_BYTES, folder.memory_budget_bytes // _BLOCKS_IN_FLIGHT)
     blocks: list[_Block] = []
     for file in folder.files.unfinished():
-        of_file = [*_blocks(plan, file, most_bytes)]
-        folder.files.expect(file.plan.name, len(of_file))
-        blocks += of_file
-    total_bytes = sum(block.nbytes for block in blocks)
-    report = ProgressReport(progress, total_bytes)
+        file_blocks = [*_blocks(plan, file, most_bytes)]
+        folder.files.expect(file.plan.name, len(file_blocks))
+        blocks += file_blocks
+    report = ProgressReport(progress, sum(block.nbytes for block in blocks))
 
     def take(number: int, values: np.ndarray) -> Callable[[], object]:
         block = blocks[number]
         report.add(block.nbytes, block.entry.name)
         return folder.pool.submit(lambda: _write(folder.files, block, values)).result
 
-    stats = read_pieces(pieces, [(block.entry.name, block.box) for block in blocks], folder, take)
-    return stats + WriteStats(bytes_written=total_bytes)
+    read_pieces(pieces, [(block.entry.name, block.box) for block in blocks], folder, take)
 
 
 def _blocks(plan: WritePlan, file: OpenFile, most_bytes: int) -> Iterator[_Block]:

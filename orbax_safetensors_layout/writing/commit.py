@@ -1,16 +1,23 @@
-"""The commit of a save, which becomes visible when it is complete; how, depends on its storage."""
+"""The commit of a save, which becomes visible when it is complete, and the side files with it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
-from orbax_safetensors_layout.errors import CheckpointExistsError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    SafetensorsLayoutError,
+)
 from orbax_safetensors_layout.format import DIGESTS, INDEX_SUFFIX, MANIFEST, SUFFIX
 from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.runtime import ProcessGroup
-from orbax_safetensors_layout.storage import Storage, join, read_range
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
+
+_SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 
 
 def appearance_rank(name: str) -> int | None:
@@ -19,11 +26,6 @@ def appearance_rank(name: str) -> int | None:
     The manifest comes first, the index last. So every part of a save that a crash leaves is
     rejected as incomplete: pieces by the manifest that names them all, numbered files by each
     other. Where the index alone is missing, the checkpoint is complete.
-
-    Example:
-        >>> names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
-        >>> [appearance_rank(name) for name in (MANIFEST, *names, "config.json")]
-        [0, 1, 2, None]
     """
     if name == MANIFEST:
         return 0
@@ -43,14 +45,8 @@ def commit_when_complete(
 ) -> Iterator[str]:
     """Yields the folder to write a checkpoint into; leaving the block commits it to `target`.
 
-    All processes enter the block, and leave it when all have written or one has failed.
-
-    Args:
-        storage: Where the folder is.
-        target: The folder of the checkpoint.
-        group: The processes.
-        overwrite: Whether an existing checkpoint is replaced.
-        sidecar_files: Small files that come with it, by name; those of the leader count.
+    All processes enter the block, and leave it when all have written or one has failed. The side
+    files of the leader count.
 
     Raises:
         CheckpointExistsError: The folder has a checkpoint, or another file of such a name, and
@@ -93,25 +89,42 @@ def _check_target(
         return
     if is_safetensors_checkpoint(target, storage=storage):
         raise CheckpointExistsError(
-            "a safetensors checkpoint stands there already",
+            "the folder has a safetensors checkpoint already",
             file=target,
             hint="Pass overwrite=True to replace it.",
         )
     check_sidecar_files(storage, target, sidecar_files)
 
 
-def check_sidecar_files(storage: Storage, folder: str, files: Mapping[str, bytes]) -> None:
-    """Raises where side files would replace others of their names.
+def read_sidecar_files(path: str | os.PathLike[str], *, required: bool = False) -> dict[str, bytes]:
+    """Returns the side files of a Hugging Face folder, or that one file, by name.
 
-    Args:
-        storage: Where the folder is.
-        folder: The folder, which need not exist.
-        files: The side files by name.
-
-    Raises:
-        CheckpointExistsError: The folder has others.
-        StorageError: They cannot be read.
+    With `required`, none is a `CheckpointNotFoundError`.
     """
+    storage, folder = open_storage(path)
+    with storage:
+        if storage.is_file(folder):
+            files = {os.path.basename(folder): folder}
+        else:
+            files = {name: join(folder, name) for name in storage.list(folder)}
+        data = {
+            name: read_range(storage, file, 0, storage.size(file))
+            for name, file in files.items()
+            if name.endswith(_SIDECAR_SUFFIXES)
+            and appearance_rank(name) is None
+            and not name.startswith(".")
+        }
+    if required and not data:
+        raise CheckpointNotFoundError(
+            "there is nothing to put beside the files",
+            file=path,
+            expected="a folder with config.json, a tokenizer and the like",
+        )
+    return data
+
+
+def check_sidecar_files(storage: Storage, folder: str, files: Mapping[str, bytes]) -> None:
+    """Raises where side files would replace others of their names in a folder."""
     present = set(storage.list(folder)) if files else set()
     others = []
     for name in sorted(present.intersection(files)):
@@ -121,23 +134,14 @@ def check_sidecar_files(storage: Storage, folder: str, files: Mapping[str, bytes
             others.append(name)
     if others:
         raise CheckpointExistsError(
-            f"other files of these names stand there: {others}",
+            f"the folder has other files of these names: {others}",
             file=folder,
             hint="Pass overwrite=True (--overwrite) to replace them.",
         )
 
 
 def check_is_folder(target: str, *, is_file: bool) -> None:
-    """Raises where a target is a file, or has the name of one.
-
-    Args:
-        target: Its path.
-        is_file: Whether the path is a file.
-
-    Raises:
-        SafetensorsLayoutError: It is called like a file.
-        CheckpointExistsError: It is one.
-    """
+    """Raises where a target is a file, or has the name of one."""
     if target.endswith(SUFFIX):
         raise SafetensorsLayoutError(
             "a checkpoint is saved as a folder",

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.format import (
 from orbax_safetensors_layout.options import MIB, WriteOptions
 from orbax_safetensors_layout.plan import PIECES_FOLDER, WritePlan
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
-from orbax_safetensors_layout.storage import Storage, join, read_range
+from orbax_safetensors_layout.storage import Storage, join, read_file, write_file
 
 from .commit import appearance_rank
 from .open_files import FileSet
@@ -33,17 +33,9 @@ class CheckpointFolder:
 
     Attributes:
         path: The folder, which exists.
-        storage: Where it is.
-        group: The processes.
         files: The files of tensors that this process has begun.
         pool: Threads that write them.
         memory_budget_bytes: Host bytes of values that are held at once.
-
-    Args:
-        path: The folder.
-        storage: Where it is.
-        group: The processes.
-        options: How to write.
     """
 
     def __init__(
@@ -62,14 +54,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def step(self, doing: str) -> Iterator[None]:
-        """A step of all processes: leaving the block, each waits until all have.
-
-        Args:
-            doing: The step, for errors.
-
-        Raises:
-            PeerError: Another process failed.
-        """
+        """A step of all processes: leaving the block, each waits until all have."""
         self._doing = doing
         with self.group.together(doing):
             try:
@@ -80,11 +65,7 @@ class CheckpointFolder:
                 raise
 
     def check(self) -> None:
-        """Looks, now and then, whether another process has failed.
-
-        Raises:
-            PeerError: One has.
-        """
+        """Raises, at most once a second, if another process has failed."""
         self.group.check(self._doing)
 
     def begin(
@@ -95,13 +76,7 @@ class CheckpointFolder:
     ) -> str:
         """Agrees on what is saved, and writes the manifest and the side files.
 
-        Args:
-            manifest: The manifest, if the checkpoint has one.
-            sidecar_files: More small files, by name.
-            fingerprint: What all processes must have alike.
-
-        Returns:
-            The id of the save, the same on all processes.
+        Returns the id of the save, the same on all processes.
         """
         save_id = uuid.uuid4().hex
         error: BaseException | None = None
@@ -148,7 +123,8 @@ class CheckpointFolder:
             digests = {name: zlib.crc32(data) for name, data in files.items()}
             digests |= self.files.digests
             for process in range(1, plan.process_count):
-                digests |= self._left_digests(process)
+                file = join(self.path, _own_digests(process))
+                digests |= parse_digests(read_file(self.storage, file, "the digests"), file=file)
             files[DIGESTS] = dump_digests(digests)
         self._write(files)
         self._remove_strays(plan)
@@ -164,11 +140,6 @@ class CheckpointFolder:
             if appearance_rank(name) is not None and name not in own:
                 self.storage.remove(join(self.path, name))
 
-    def _left_digests(self, process: int) -> dict[str, int]:
-        file = join(self.path, _own_digests(process))
-        data = read_range(self.storage, file, 0, self.storage.size(file))
-        return parse_digests(data, file=file)
-
     def _write(self, files: Mapping[str, bytes]) -> None:
         self._small_files.update(files)
         write_small_files(self.storage, self.path, files, durable=self._durable)
@@ -181,22 +152,6 @@ def _own_digests(process: int) -> str:
 def write_small_files(
     storage: Storage, folder: str, files: Mapping[str, bytes], *, durable: bool
 ) -> None:
-    """Writes files from memory, each of which appears complete.
-
-    Args:
-        storage: Where the folder is.
-        folder: The folder.
-        files: Their bytes by name.
-        durable: Whether they must survive a crash of the machine.
-
-    Raises:
-        StorageError: A write failed.
-    """
+    """Writes files from memory, each of which appears complete."""
     for name, data in files.items():
-        file = storage.create(join(folder, name), len(data), durable=durable)
-        try:
-            file.write_at(0, [memoryview(bytearray(data))])
-            file.finish()
-        except BaseException:
-            file.abort()
-            raise
+        write_file(storage, join(folder, name), data, durable=durable)

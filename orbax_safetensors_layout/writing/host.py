@@ -30,40 +30,35 @@ class HostValues:
     they live, also not for a donated array (seen with jax 0.7 to 0.12; `test_save_v0.py` checks
     it). From other devices they are brought over when asked for. Numpy arrays, too, are views,
     until `capture` says that the caller may overwrite them.
-
-    Args:
-        values: A `jax.Array` or numpy array a leaf.
-        leaves: The leaves.
     """
 
     def __init__(self, values: Sequence[Any], leaves: Sequence[LeafWrite]) -> None:
         self._values = list(values)
         self._leaves = leaves
-        self._shards = _ShardNumbers()
-        self._captured: dict[tuple[int, tuple[int, ...]], FetchShards] = {}
+        self._numbers: dict[tuple[Sharding, tuple[int, ...]], dict[Box, int]] = {}
+        self._captured: dict[tuple[int, tuple[int, ...]], Sequence[np.ndarray]] = {}
         self._lock = threading.Lock()
         self._left = 0
         self._all_captured = threading.Event()
         self._copies = False  # of numpy arrays, which the caller may overwrite
 
     def local_names(self) -> list[str]:
-        """Arrays that are on devices of this process alone."""
+        """Return the names of arrays that are on devices of this process alone."""
         return [
             leaf.tensor.name
             for leaf, value in zip(self._leaves, self._values, strict=False)
             if isinstance(value, jax.Array) and value.is_fully_addressable
         ]
 
-    def cut(self, part: FilePart, budget_bytes: int) -> Iterable[FilePart]:
-        """Return a part, or slabs of one that would hold more than a budget."""
+    def cut(self, part: FilePart, budget_bytes: int) -> Iterator[FilePart]:
+        """Yields a part, or slabs of one that would hold more than a budget."""
         nbytes = self.held_bytes(part)
         captured = (part.leaf, part.tile.members) in self._captured
         if nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
-            return [part]
+            yield part
+            return
         slab_bytes = max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES)
-        return self._slabs(part, part.tile.box.size * slab_bytes // nbytes)
-
-    def _slabs(self, part: FilePart, most: int) -> Iterator[FilePart]:
+        most = part.tile.box.size * slab_bytes // nbytes
         start = part.start
         for slab in part.tile.slabs(most, 8 if part.dtype.packed else 1):
             stop = start + slab.box.size * part.dtype.bits // 8
@@ -92,24 +87,27 @@ class HostValues:
         """Begins to copy a part's members to the host; the result waits for them."""
         captured = self._captured.pop((part.leaf, part.tile.members), None)
         if captured is not None:
-            return captured
-        return functools.partial(self._counted, self._begin(part))
+            return lambda: captured
+        wait = self._begin(part)
 
-    def _counted(self, fetch: FetchShards) -> Sequence[np.ndarray]:
-        found = fetch()
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self._all_captured.set()
-        return found
+        def fetch() -> Sequence[np.ndarray]:
+            members = wait()
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self._all_captured.set()
+            return members
+
+        return fetch
 
     def _begin(self, part: FilePart) -> FetchShards:
         value, held = self._values[part.leaf], self._leaves[part.leaf].held
         if not isinstance(value, jax.Array):  # of which each process has the whole
-            found = value[part.tile.box.slices]
-            return functools.partial(_same, [found.copy() if self._copies else found])
+            region = value[part.tile.box.slices]
+            members = [region.copy() if self._copies else region]
+            return lambda: members
         boxes = [held.boxes[number] for number in part.tile.members]
-        numbers = self._shards.of(value)
+        numbers = self._shard_numbers(value)
         shards = [value.addressable_data(numbers[box]) for box in boxes]
         if not _on_host(value):
             shape = part.tile.member_shape
@@ -120,17 +118,30 @@ class HostValues:
             shards = _to_host(regions)
         return lambda: [np.asarray(shard) for shard in shards]
 
+    def _shard_numbers(self, array: jax.Array) -> dict[Box, int]:
+        """Return which addressable shard holds a box, computed once for each sharding and shape."""
+        key = (array.sharding, array.shape)
+        if key not in self._numbers:
+            numbers: dict[Box, int] = {}
+            for number, shard in enumerate(array.addressable_shards):
+                # Any number gives the one shard of a fully replicated array.
+                devices = array.addressable_data(number).sharding.device_set
+                assert array.is_fully_replicated or devices == {shard.device}
+                numbers.setdefault(box_of(shard.index, array.shape), number)
+            if not array.size:  # equal to what `ProcessShards.held` says of empty arrays
+                numbers.setdefault(Box.whole(array.shape), 0)
+            self._numbers[key] = numbers  # complete: other threads ask, too
+        return self._numbers[key]
+
     def shard(self, leaf: int, held: int) -> np.ndarray:
         """Return the values of a box of a leaf, by its number among those of all processes."""
-        captured = self._captured.get((leaf, (held,)))
-        if captured is None:
+        members = self._captured.get((leaf, (held,)))
+        if members is None:
             part = self.box_part(leaf, held)
-            captured = self._begin(part)
+            members = self._begin(part)()
             if self.held_bytes(part):  # regions of it are asked for one by one
-                captured = functools.partial(_same, captured())
-                self._captured[leaf, (held,)] = captured
-        (found,) = captured()
-        return found
+                self._captured[leaf, (held,)] = members
+        return members[0]
 
     def box_part(self, leaf: int, held: int) -> FilePart:
         """Return a box of a leaf as a part that belongs to no file."""
@@ -139,13 +150,9 @@ class HostValues:
         return FilePart(leaf, alone, self._leaves[leaf].tensor.dtype, 0, 0)
 
     def capture(self, parts: Sequence[FilePart], budget_bytes: int | None) -> None:
-        """Brings the members of parts to the host now, in order, as far as a budget allows.
+        """Brings the members of all `parts` to the host now, in order, as far as a budget allows.
 
         After `wait_captured` the caller may overwrite, donate or delete the arrays.
-
-        Args:
-            parts: All parts that will be asked for.
-            budget_bytes: Host bytes that may be held; None for no bound.
         """
         self._copies = True
         held, begun, left = 0, [], 0
@@ -157,7 +164,7 @@ class HostValues:
             held += nbytes
             begun.append((part, self._begin(part)))
         for part, fetch in begun:
-            self._captured[part.leaf, part.tile.members] = functools.partial(_same, fetch())
+            self._captured[part.leaf, part.tile.members] = fetch()
         self._left = left
         if not left:
             self.release()
@@ -170,10 +177,6 @@ class HostValues:
         """Drops the arrays, and ends `wait_captured`."""
         self._values = [_Nothing(value) for value in self._values]
         self._all_captured.set()
-
-
-def _same(members: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    return members
 
 
 class _Nothing:
@@ -206,7 +209,7 @@ def _slice(array: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Ar
 
 
 def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies in pinned host memory, on their way; numpy sees those without another copy.
+    """Copies to pinned host memory, without waiting; numpy sees those without another copy.
 
     `np.asarray` of a device array would keep its copy for as long as the array lives.
     """
@@ -219,29 +222,3 @@ def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:
             return [shard.copy() for shard in shards]
         targets.append(SingleDeviceSharding(device, memory_kind=kind))
     return list(jax.device_put(list(shards), targets))
-
-
-def _device(array: jax.Array, number: int) -> Any:
-    (device,) = array.addressable_data(number).sharding.device_set
-    return device
-
-
-class _ShardNumbers:
-    """Which of an array's addressable shards holds a box, once for each (sharding, shape)."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Sharding, tuple[int, ...]], dict[Box, int]] = {}
-
-    def of(self, array: jax.Array) -> dict[Box, int]:
-        key = (array.sharding, array.shape)
-        numbers = self._found.get(key)
-        if numbers is None:
-            numbers = {}
-            for number, shard in enumerate(array.addressable_shards):
-                # Any number gives the one shard of a fully replicated array.
-                assert array.is_fully_replicated or _device(array, number) == shard.device
-                numbers.setdefault(box_of(shard.index, array.shape), number)
-            if not array.size:  # equal to what `ProcessShards.held` says of empty arrays
-                numbers.setdefault(Box.whole(array.shape), 0)
-            self._found[key] = numbers  # complete: other threads ask, too
-        return numbers

@@ -15,15 +15,7 @@ from orbax_safetensors_layout.storage import ByteBuffer, FileWriter, Storage, jo
 class OpenFile:
     """A file that is being written; safe to write to from many threads.
 
-    Attributes:
-        plan: Its name and layout.
-        durable: Whether it must survive a crash of the machine.
-
-    Args:
-        plan: Its name and layout.
-        writer: Takes its bytes.
-        durable: Whether it must survive a crash of the machine.
-        digest: Whether the CRC-32 of its bytes is computed, on the threads that write.
+    The threads that write compute the CRC-32 of its bytes, if it has a `digest`.
     """
 
     def __init__(self, plan: FileWrite, writer: FileWriter, *, durable: bool, digest: bool) -> None:
@@ -60,21 +52,19 @@ class OpenFile:
 class FileSet:
     """The files of a save that this process has begun and not completed.
 
-    Attributes:
-        digests: CRC-32 of each file that is complete, by name; empty unless they are wanted.
-        appends: Whether a file grows from its first byte to its last; see `Storage`.
+    Files that stay are `durable` and have a `digest`, if asked for; temporary ones do not.
 
-    Args:
-        storage: Where they are.
-        folder: The checkpoint's folder.
-        durable: Whether those that stay must survive a crash of the machine.
-        digest: Whether digests of those that stay are wanted.
+    Attributes:
+        digests: CRC-32 of each complete file, by name.
+        bytes_written: Bytes of complete files.
+        appends: Whether a file grows from its first byte to its last; see `Storage`.
     """
 
     def __init__(
         self, storage: Storage, folder: str, *, durable: bool, digest: bool = False
     ) -> None:
         self.digests: dict[str, int] = {}
+        self.bytes_written = 0
         self.appends = storage.appends
         self._storage = storage
         self._folder = folder
@@ -97,12 +87,13 @@ class FileSet:
         return file
 
     def finish(self, name: str) -> None:
-        """Completes a file."""
         with self._lock:
             file = self._open.pop(name)
         digest = file.finish()
-        if digest is not None:
-            self.digests[name] = digest
+        with self._lock:
+            self.bytes_written += file.plan.layout.size
+            if digest is not None:
+                self.digests[name] = digest
 
     def expect(self, name: str, writes: int) -> None:
         """Sets the number of pending writes of a file; 0 completes it."""
@@ -112,7 +103,7 @@ class FileSet:
             self.finish(name)
 
     def written(self, name: str) -> None:
-        """Counts one pending write of a file as done; the last completes it."""
+        """Counts a pending write of a file as done; the last completes it."""
         with self._lock:
             self._pending[name] -= 1
             is_last = not self._pending[name]
@@ -120,7 +111,7 @@ class FileSet:
             self.finish(name)
 
     def unfinished(self) -> list[OpenFile]:
-        """The files that wait for more."""
+        """Returns the files that wait for more."""
         with self._lock:
             return [*self._open.values()]
 

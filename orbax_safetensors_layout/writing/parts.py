@@ -46,18 +46,11 @@ class TileRows(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], row_bits: int, group: int) -> TileRows:
-        """Rows of a tile.
-
-        Args:
-            shape: The tile's shape.
-            row_bits: Bits of an element in the file.
-            group: Blocks have a multiple of this many elements.
-        """
+        """Return the rows of a tile; blocks have a multiple of `group` elements."""
         if not shape:
             return cls(-1, 1, 1)
-        axis = (
-            0  # a row has the innermost dimension whole, so that it can be copied as wide elements
-        )
+        # A row has the innermost dimension whole, so that it can be copied as wide elements.
+        axis = 0
         while axis < len(shape) - 2 and math.prod(shape[axis + 1 :]) * row_bits > STAGING_BYTES:
             axis += 1
         if axis == len(shape) - 2 and shape[-1] * row_bits > 8 * _LONGEST_ROW_BYTES:
@@ -69,19 +62,30 @@ class TileRows(NamedTuple):
 
 
 class PartBytes:
-    """One part's bytes, from the shards that `fetch` gives; safe to use from many threads.
+    """One part's bytes, from the members of its tile.
+
+    Safe to use from many threads.
 
     Args:
         part: The part.
         leaf: The leaf it belongs to.
-        fetch: Waits for the members of the part's tile and gives them.
+        fetch: Waits for the members, and returns them.
         in_order: Whether each member is contiguous.
+        held_bytes: Host memory of the members.
     """
 
     def __init__(
-        self, part: FilePart, leaf: LeafWrite, fetch: FetchShards, in_order: bool = True
+        self,
+        part: FilePart,
+        leaf: LeafWrite,
+        fetch: FetchShards,
+        *,
+        in_order: bool,
+        held_bytes: int,
     ) -> None:
         self.part = part
+        self.held_bytes = held_bytes
+        self.unwritten_bytes = part.stop - part.start
         self._leaf = leaf
         self._fetch: FetchShards | None = fetch
         self._members: list[np.ndarray] = []
@@ -95,7 +99,6 @@ class PartBytes:
 
     @functools.cached_property
     def rows(self) -> TileRows:
-        """How the part is cut where it is staged."""
         group = 8 if self._packed else 1
         return TileRows.of(self.part.tile.box.shape, self.part.dtype.bits, group)
 
@@ -105,12 +108,9 @@ class PartBytes:
         return self.rows.block * self.rows.elements * self.part.dtype.bits // 8
 
     def buffers(self, start: int, stop: int, scratch: Bytes | None) -> list[ByteBuffer]:
-        """The part's bytes `start` to `stop`; of a staged part, whole blocks of rows.
+        """Return the part's bytes `start` to `stop`.
 
-        Args:
-            start: First byte, counted from the part's.
-            stop: One past the last byte.
-            scratch: Where a staged part puts them.
+        Of a staged part these are whole blocks of rows, which it puts into `scratch`.
         """
         members = self._wait()
         if not self.staged:
@@ -119,7 +119,7 @@ class PartBytes:
         return [self._stage(members, start, stop, scratch)]
 
     def drop(self) -> None:
-        """Lets the members go, when all is written."""
+        """Drops the members, when all is written."""
         self._members = []
 
     def _wait(self) -> list[np.ndarray]:
@@ -175,7 +175,7 @@ def _concatenated(members: Sequence[np.ndarray], start: int, stop: int) -> list[
 
 
 def _width(members: Sequence[np.ndarray], part: FilePart) -> int:
-    """Bytes of the widest unsigned integer that rows can be copied as.
+    """Return the bytes of the widest unsigned integer that rows can be copied as.
 
     Copying wide elements is faster, and numpy knows no fast copy of `bfloat16` and its like.
     """
@@ -193,15 +193,9 @@ def _copy_rows(
     last: int,
     out: np.ndarray,
 ) -> None:
-    """Puts rows `first` to `last` of a tile together from its members.
+    """Puts rows `first` to `last` of a tile into the flat `out`, from its members.
 
-    Args:
-        members: The members, in C order of the tile's grid, perhaps as wider elements.
-        part: The tile.
-        rows: How it is cut.
-        first: First row.
-        last: One past the last row.
-        out: Where they go, flat, of the members' element size.
+    Members, in C order of the tile's grid, and `out` may have wider elements than the tile.
     """
     if rows.axis < 0:
         assign(out, members[0].reshape(1))

@@ -73,12 +73,10 @@ class PreparedTree(NamedTuple):
         dtypes: Sequence[Any] | None = None,
         mapping: LeafMapping | None = None,
     ) -> PreparedTree:
-        """Reads a tree.
+        """Reads a tree, as `save` and `plan_save` take it.
 
         Args:
-            tree: Any pytree. Leaves may be `jax.Array`s, also of typed PRNG keys, numpy arrays and
-                scalars, Python numbers, booleans and strings, and for a plan
-                `jax.ShapeDtypeStruct`s.
+            tree: The tree.
             options: How to write.
             shards: The processes.
             dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
@@ -108,12 +106,7 @@ class PreparedTree(NamedTuple):
     def plan(
         self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
     ) -> tuple[WritePlan, ScatterPlan | None]:
-        """Plans what one process writes, and with a mapping what the files' tensors are made of.
-
-        Args:
-            mapping: What the leaves are made of; the files get the tensors that it takes.
-            options: How to write.
-            shards: The process.
+        """Plans what a process writes, and with a mapping what the files' tensors are made of.
 
         Raises:
             ValueError: The options say what only holds without a mapping.
@@ -146,19 +139,10 @@ class PreparedTree(NamedTuple):
         return plan, scattered
 
     def check_concrete(self) -> None:
-        """Raises for abstract and deleted arrays, which can be planned but not written.
-
-        Raises:
-            UnsupportedDtypeError: Leaves are abstract; names all.
-            SafetensorsLayoutError: Leaves were deleted; names all.
-        """
-        abstract, deleted = [], []
-        for leaf, value in zip(self.leaves, self.values, strict=True):
-            if isinstance(value, jax.Array):
-                if value.is_deleted():
-                    deleted.append(leaf.tensor.name)
-            elif not isinstance(value, np.ndarray):
-                abstract.append(leaf.tensor.name)
+        """Raises for abstract and deleted arrays, which can be planned but not written."""
+        named = [(leaf.tensor.name, v) for leaf, v in zip(self.leaves, self.values, strict=True)]
+        deleted = [name for name, v in named if isinstance(v, jax.Array) and v.is_deleted()]
+        abstract = [(name, v) for name, v in named if not isinstance(v, jax.Array | np.ndarray)]
         if deleted:
             raise SafetensorsLayoutError(
                 f"{len(deleted)} arrays were deleted, or donated to a function: {deleted[:10]}",
@@ -166,11 +150,12 @@ class PreparedTree(NamedTuple):
                 hint="Save what the function returned, or save before it is called.",
             )
         if abstract:
+            names = [name for name, _ in abstract]
             raise UnsupportedDtypeError(
-                f"{len(abstract)} leaves are abstract and have no values: {abstract[:10]}",
-                tensor=abstract[0],
+                f"{len(names)} leaves are abstract and have no values: {names[:10]}",
+                tensor=names[0],
                 expected="arrays",
-                found=type(self.values[[v.tensor.name for v in self.leaves].index(abstract[0])]),
+                found=type(abstract[0][1]),
             )
 
 
@@ -215,12 +200,15 @@ class _Parser:
             return None
         if name == _RESERVED:
             return "the name is reserved"
-        return None if _is_text(name) else "the name is no Unicode text"
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            return "the name is not Unicode text"
+        return None
 
     def raise_problems(self) -> None:
-        """Raises one error for all problems."""
         if self._problems:
-            raise SafetensorsLayoutError.collect(self._problems, "leaves can not be saved")
+            raise SafetensorsLayoutError.collect(self._problems, "leaves cannot be saved")
 
     def _tensor(self, name: str, value: Any, dtype: Any) -> TensorLeaf:
         kind: TensorKind = "jax"
@@ -247,15 +235,11 @@ class _Parser:
         if asked is None and self._dtype is not None and is_floating(dtype):
             dtype = self._dtype
         pack = self._may_pack and value.size % 8 == 0
-        found = self._stored.get((dtype, pack))
-        if found is None:
-            found = self._stored[dtype, pack] = _stored_as(dtype, pack)
-        return found
-
-
-def _stored_as(dtype: np.dtype, pack: bool) -> tuple[DType, str | None]:
-    stored = storage_dtype(dtype, pack=pack)
-    return stored, dtype.name if dtype in SUB_BYTE and not stored.packed else None
+        if (dtype, pack) not in self._stored:
+            stored = storage_dtype(dtype, pack=pack)
+            logical = dtype.name if dtype in SUB_BYTE and not stored.packed else None
+            self._stored[dtype, pack] = stored, logical
+        return self._stored[dtype, pack]
 
 
 def _check_kind(value: Any) -> None:
@@ -272,16 +256,8 @@ def _check_kind(value: Any) -> None:
         if hasattr(value, "shape") and isinstance(getattr(value, "dtype", None), np.dtype):
             return
     raise UnsupportedDtypeError(
-        f"a {type(value).__name__} can not be saved",
+        f"a {type(value).__name__} cannot be saved",
         expected="an array of JAX or numpy, a number, a boolean or a string",
         found=type(value),
         hint=hint,
     )
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -22,7 +22,6 @@ from .assemble_files import read_pieces
 from .folder import CheckpointFolder
 from .host import HostValues
 from .open_files import FileSet, OpenFile
-from .write import WriteStats
 
 
 class _MappedTensor:
@@ -72,7 +71,7 @@ def write_mapped(
     values: HostValues,
     pieces: Catalog | None,
     progress: Callable[[Progress], None] | None,
-) -> WriteStats:
+) -> None:
     """Completes the files that this process owns.
 
     Args:
@@ -86,8 +85,7 @@ def write_mapped(
     """
     unfinished = folder.files.unfinished()
     found = [(file, e) for file in unfinished for e in file.plan.layout.tensors if e.nbytes]
-    total_bytes = sum(entry.nbytes for _, entry in found)
-    report = ProgressReport(progress, total_bytes)
+    report = ProgressReport(progress, sum(entry.nbytes for _, entry in found))
     tensors = [
         _MappedTensor(entry, file, folder.files, mapped.parts[entry.name], report)
         for file, entry in found
@@ -96,10 +94,9 @@ def write_mapped(
     for file in unfinished:
         folder.files.expect(file.plan.name, writes[file.plan.name])
     if pieces is None:
-        stats = _write_from_host(folder, plan, tensors, values)
+        _write_from_host(folder, plan, tensors, values)
     else:
-        stats = _write_from_pieces(folder, plan, tensors, pieces)
-    return stats + WriteStats(bytes_written=total_bytes)
+        _write_from_pieces(folder, plan, tensors, pieces)
 
 
 def _write_from_host(
@@ -107,7 +104,7 @@ def _write_from_host(
     plan: WritePlan,
     tensors: Sequence[_MappedTensor],
     values: HostValues,
-) -> WriteStats:
+) -> None:
     held_bytes = 0
     lock = threading.Lock()
 
@@ -129,7 +126,6 @@ def _write_from_host(
             held_bytes += tensor.nbytes
         folder.pool.submit(functools.partial(write, tensor))
     folder.pool.join()
-    return WriteStats()
 
 
 def _write_from_pieces(
@@ -137,7 +133,7 @@ def _write_from_pieces(
     plan: WritePlan,
     tensors: Sequence[_MappedTensor],
     pieces: Catalog,
-) -> WriteStats:
+) -> None:
     parts = [(tensor, part) for tensor in tensors for part in tensor.parts]
 
     def take(number: int, values: np.ndarray) -> Callable[[], object] | None:
@@ -147,4 +143,4 @@ def _write_from_pieces(
         return None if tensor.pending else folder.pool.submit(tensor.write).result
 
     regions = [(plan.leaves[part.leaf].tensor.name, part.box) for _, part in parts]
-    return read_pieces(pieces, regions, folder, take)
+    read_pieces(pieces, regions, folder, take)

@@ -6,7 +6,6 @@ files that were begun are dropped, and the one error names file, tensor and caus
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import mmap
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import MIB, Progress
-from orbax_safetensors_layout.plan import FilePart, FileWrite, WritePlan
+from orbax_safetensors_layout.plan import FileWrite, WritePlan
 from orbax_safetensors_layout.runtime import Bytes, ProgressReport, align, allocate
 from orbax_safetensors_layout.storage import ByteBuffer
 
@@ -30,45 +29,16 @@ _JOB_BYTES = 8 * MIB
 _STAGED_BYTES = 4 * MIB  # most that a thread stages at once, as much as a direct write takes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WriteStats:
-    """Statistics of a save on this process.
-
-    Attributes:
-        bytes_written: Bytes written to files, headers and pieces included.
-        bytes_read: Bytes of pieces read back.
-        files: Files written.
-    """
-
-    bytes_written: int = 0
-    bytes_read: int = 0
-    files: int = 0
-
-    def __add__(self, other: WriteStats) -> WriteStats:
-        return WriteStats(
-            self.bytes_written + other.bytes_written,
-            self.bytes_read + other.bytes_read,
-            self.files + other.files,
-        )
-
-
 def write_parts(
     folder: CheckpointFolder,
     plan: WritePlan,
     values: HostValues,
     progress: Callable[[Progress], None] | None,
-) -> WriteStats:
-    """Writes what comes from this process's shards; files that need no more are completed.
-
-    Args:
-        folder: What is written.
-        plan: What this process writes.
-        values: The shards.
-        progress: Called after each part.
-    """
+) -> None:
+    """Writes what comes from this process's shards; files that need no more are completed."""
     if plan.pieces is not None and plan.pieces.is_temporary:
         folder.make_pieces_folder()
-    return _PartWriter(folder, plan, values, progress).run()
+    _PartWriter(folder, plan, values, progress).run()
 
 
 class _Segment(NamedTuple):
@@ -99,12 +69,10 @@ class _PartWriter:
         self._scratch = threading.local()
         self._lock = threading.Lock()
         self._held_bytes = 0
-        self._left_bytes: dict[int, int] = {}  # of parts that hold memory, by their identity
         parts = (part for file in self._plans for part in file.parts)
-        self._total_bytes = sum(part.stop - part.start for part in parts)
-        self._report = ProgressReport(progress, self._total_bytes)
+        self._report = ProgressReport(progress, sum(part.stop - part.start for part in parts))
 
-    def run(self) -> WriteStats:
+    def run(self) -> None:
         # A file system lets one write at a time into a file, so as many files as there are threads
         # take turns.
         files = (self._write_file(plan) for plan in self._plans)
@@ -120,8 +88,6 @@ class _PartWriter:
             if is_full:
                 self._pool.progress()
         self._pool.join()
-        headers = sum(len(plan.layout.header) for plan in self._plans)
-        return WriteStats(bytes_written=headers + self._total_bytes, files=len(self._plans))
 
     def _write_file(self, plan: FileWrite) -> Iterator[bool]:
         """Submits a job of a file in each turn; yields False while the budget has no room."""
@@ -147,7 +113,9 @@ class _PartWriter:
         """
         pending: list[_Segment] = []
         first = 0
-        for part in self._parts(plan):
+        for part in itertools.chain.from_iterable(
+            self._values.cut(part, self._budget) for part in plan.parts
+        ):
             size = part.stop - part.start
             adjoins = pending and pending[-1].source.part.stop == part.start
             held = self._values.held_bytes(part)
@@ -157,9 +125,15 @@ class _PartWriter:
                 pending = []
             while not self._has_room(held):
                 yield []
-            self._reserve(part, held)
-            in_order = self._values.in_order(part)
-            source = PartBytes(part, self._leaves[part.leaf], self._values.begin(part), in_order)
+            with self._lock:
+                self._held_bytes += held
+            source = PartBytes(
+                part,
+                self._leaves[part.leaf],
+                self._values.begin(part),
+                in_order=self._values.in_order(part),
+                held_bytes=held,
+            )
             step = _JOB_BYTES
             if source.staged:
                 step = max(1, _JOB_BYTES // source.block_bytes) * source.block_bytes
@@ -172,24 +146,14 @@ class _PartWriter:
         if pending:
             yield pending
 
-    def _parts(self, plan: FileWrite) -> Iterator[FilePart]:
-        for part in plan.parts:
-            yield from self._values.cut(part, self._budget)
-
     def _has_room(self, held: int) -> bool:
         with self._lock:
             used = self._held_bytes
         return not held or not used or used + held <= self._budget
 
-    def _reserve(self, part: FilePart, held: int) -> None:
-        if held:
-            with self._lock:
-                self._held_bytes += held
-                self._left_bytes[id(part)] = part.stop - part.start
-
     def _submit(self, file: OpenFile, segments: list[_Segment]) -> Future[None]:
         self._check()
-        return self._pool.submit(lambda: self._write(file, segments))
+        return self._pool.submit(functools.partial(self._write, file, segments))
 
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
         try:
@@ -232,7 +196,7 @@ class _PartWriter:
         yield first, buffers
 
     def _take(self, nbytes: int, offset: int) -> Bytes:
-        """Memory of this thread, from which whole pages of the file can be written directly."""
+        """Returns this thread's memory, from which whole pages can be written directly."""
         memory: Bytes | None = getattr(self._scratch, "memory", None)
         if memory is None or memory.size < nbytes + mmap.PAGESIZE:
             memory = self._scratch.memory = allocate(nbytes + mmap.PAGESIZE)
@@ -242,12 +206,9 @@ class _PartWriter:
     def _release(self, segments: Sequence[_Segment]) -> None:
         with self._lock:
             for source, start, stop in segments:
-                left = self._left_bytes.get(id(source.part))
-                if left is not None:
-                    self._left_bytes[id(source.part)] = left - (stop - start)
-                    if left == stop - start:
-                        source.drop()
-                        self._held_bytes -= self._values.held_bytes(source.part)
-                        del self._left_bytes[id(source.part)]
+                source.unwritten_bytes -= stop - start
+                if not source.unwritten_bytes:
+                    source.drop()
+                    self._held_bytes -= source.held_bytes
         name = self._leaves[segments[-1].source.part.leaf].tensor.name
         self._report.add(sum(stop - start for _, start, stop in segments), name)

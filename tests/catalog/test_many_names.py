@@ -46,7 +46,7 @@ def test_leaves_that_differ_in_numbers_are_told_once(path):
     text = lines(osl.UnexpectedTensorError, lambda: osl.load(path, {}, options=strict))
     assert (len(text), text[4]) == (6, "  ... 997 more that differ in numbers only")
     text = lines(osl.UnsupportedDtypeError, lambda: osl.save(path, layers(w=object())))
-    assert text[0] == "1,000 leaves can not be saved:"
+    assert text[0] == "1,000 leaves cannot be saved:"
     assert len(text) == 5
 
 

@@ -27,7 +27,7 @@ from recording import recording
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.resumable import ResumableFile
+from orbax_safetensors_layout.storage.local_write import ResumableFile
 
 SMALL = osl.ConvertOptions(memory_budget_bytes=256 << 10)  # blocks of 16 KiB
 

@@ -27,7 +27,7 @@ import traceback
 from orbax_safetensors_layout.conversion import journal, pipeline
 from orbax_safetensors_layout.adapters.orbax_format import orbax_reader
 from orbax_safetensors_layout.adapters.orbax_format import orbax_target
-from orbax_safetensors_layout.storage import local, resumable
+from orbax_safetensors_layout.storage import local, local_write
 
 warnings.simplefilter("ignore")
 
@@ -60,8 +60,8 @@ def child(source, target, form, kill):
     watched(orbax_reader.OrbaxReader, "read", kill, count,
             lambda self, blocks: [log("read", a.stored, list(b.start), list(b.stop))
                                   for a, b in blocks])
-    watched(resumable.ResumableFile, "write_at", kill, count)
-    watched(resumable.ResumableFile, "flush", kill, count)
+    watched(local_write.ResumableFile, "write_at", kill, count)
+    watched(local_write.ResumableFile, "flush", kill, count)
     watched(orbax_target.OrbaxTarget, "write", kill, count)
     watched(orbax_target.OrbaxTarget, "commit", kill, count, None, lambda *_: log("committed"))
     watched(journal.Journal, "_write", kill, count, None,
@@ -415,7 +415,7 @@ def test_an_old_checkpoint_is_put_back_where_names_are_not_exchanged(tmp_path):
             raise KeyboardInterrupt
 
     with (
-        mock.patch.object(local_commit, "_exchange", return_value=False),
+        mock.patch.object(local_commit, "_renameat2", return_value=None),
         mock.patch.object(os, "rename", ends),
         pytest.raises(KeyboardInterrupt),
     ):

@@ -12,8 +12,7 @@ def main(path, target, kind, process):
 
     from orbax_safetensors_layout.runtime import heartbeat
     from orbax_safetensors_layout.save import PreparedSave
-    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
-    from orbax_safetensors_layout.storage.resumable import ResumableFile
+    from orbax_safetensors_layout.storage.local_write import LocalFileWriter, ResumableFile
 
     heartbeat.SILENCE_SECONDS = 5.0
     tree = make_tree(path, "replicated")

@@ -26,8 +26,13 @@ import orbax_safetensors_layout.runtime.memory as buffers_module
 from orbax_safetensors_layout.options import PROFILES
 from orbax_safetensors_layout.reading import tile_buffers
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.runtime.direct import HUGE_PAGE_BYTES
-from orbax_safetensors_layout.runtime.memory import SLOT_ALIGNMENT, Pages, Staging, allocate
+from orbax_safetensors_layout.runtime.memory import (
+    HUGE_PAGE_BYTES,
+    SLOT_ALIGNMENT,
+    Pages,
+    Staging,
+    allocate,
+)
 from orbax_safetensors_layout.storage.local import LocalStorage
 
 

@@ -337,15 +337,17 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
         raise ConnectionError("the coordinator is gone")
 
     store.set = broken
-    (group,) = make_groups(store, 1, "lost store")
-    group.process_count = 2
-    with pytest.raises(osl.PeerError, match="does not answer while a step") as raised:
-        group.barrier("a step")
+    leader, other = make_groups(store, 2, "lost store")
+    with (
+        pytest.raises(osl.PeerError, match="does not answer while a step") as raised,
+        leader,
+        other,
+    ):
+        leader.barrier("a step")
     assert isinstance(raised.value.__cause__, ConnectionError)
-    (group,) = make_groups(store, 1, "lost store")
-    group.process_count = 2
-    with pytest.raises(ValueError, match="mine"):
-        group.barrier("a step", ValueError("mine"))
+    leader, other = make_groups(store, 2, "lost store")
+    with pytest.raises(ValueError, match="mine"), leader, other:
+        leader.barrier("a step", ValueError("mine"))
 
 
 def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):

@@ -155,7 +155,7 @@ def test_the_policy_reaches_the_client():
 
 def test_azure_without_an_account_says_what_is_missing():
     storage, path = open_storage("az://container/model", retries=POLICY)
-    with storage, pytest.raises(osl.StorageError, match="can not set up a client") as caught:
+    with storage, pytest.raises(osl.StorageError, match="cannot set up a client") as caught:
         storage.is_file(path)
     assert "account" in str(caught.value).lower()
 

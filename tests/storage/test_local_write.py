@@ -137,7 +137,7 @@ def test_short_writes_go_on_where_they_ended(
     path.unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwritev", short)
-        patch.setattr(local_write, "_MAX_BUFFERS", most_buffers)
+        patch.setattr("orbax_safetensors_layout.storage.buffers._MAX_BUFFERS", most_buffers)
         found = written(path, offset + total, [(offset, buffers)])
     assert found == bytes(offset) + data.tobytes()
 
@@ -275,7 +275,7 @@ def test_many_threads_write_one_file(tmp_path):
 
 @pytest.mark.usefixtures("fd_count")
 def test_no_folder_no_file(tmp_path):
-    with pytest.raises(osl.StorageError, match="can not create") as caught:
+    with pytest.raises(osl.StorageError, match="cannot create") as caught:
         LocalFileWriter(str(tmp_path / "gone" / "f"), 10, durable=False)
     assert caught.value.file == str(tmp_path / "gone" / "f")
     assert isinstance(caught.value.__cause__, FileNotFoundError)
@@ -298,7 +298,7 @@ def test_no_room_is_an_error_before_anything_is_written(tmp_path, monkeypatch, p
         monkeypatch.setattr(local_write, "_libc_fallocate", lambda: None)
     with (
         file_size_limit(5_000),
-        pytest.raises(osl.StorageError, match="can not make room for 10000 bytes") as caught,
+        pytest.raises(osl.StorageError, match="cannot make room for 10000 bytes") as caught,
     ):
         LocalFileWriter(str(tmp_path / "f"), 10_000, durable=False)
     assert caught.value.file == str(tmp_path / "f")
@@ -442,6 +442,6 @@ def test_the_storage_makes_and_removes(tmp_path):
         storage.remove(str(tmp_path / "a"))
         assert os.listdir(tmp_path) == []
         (tmp_path / "f").write_text("")
-        with pytest.raises(osl.StorageError, match="can not make the folder") as caught:
+        with pytest.raises(osl.StorageError, match="cannot make the folder") as caught:
             storage.make_folder(str(tmp_path / "f" / "g"))
         assert caught.value.file == str(tmp_path / "f" / "g")

@@ -150,7 +150,7 @@ def test_the_old_folder_is_as_it_was_when_something_can_not_be_kept(tmp_path, mo
 
     monkeypatch.setattr(os, "link", fail)
     monkeypatch.setattr(shutil, "copy2", fail)
-    with pytest.raises(osl.StorageError, match="can not put the finished folder") as caught:
+    with pytest.raises(osl.StorageError, match="cannot put the finished folder") as caught:
         put(new, old)
     assert caught.value.file == str(old)
     assert tree(old) == {"model": "old", "config": "c"}

@@ -35,7 +35,7 @@ from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.manifest import MANIFEST
 from orbax_safetensors_layout.storage import hub_api, web
-from orbax_safetensors_layout.storage.hub_path import HubPath
+from orbax_safetensors_layout.storage.hub_api import HubPath
 from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
@@ -223,7 +223,7 @@ def test_revisions_types_folders_and_files(hub, folder, tmp_path):
 
 @pytest.mark.parametrize("path", ["hf://", "hf:///x", "hf://org/model@", "hf://@main"])
 def test_a_path_that_names_no_repository(path):
-    with pytest.raises(osl.StorageError, match="can not open the path"):
+    with pytest.raises(osl.StorageError, match="cannot open the path"):
         HubPath.parse(path)
     assert not osl.is_safetensors_checkpoint(path)
 
@@ -293,7 +293,7 @@ def test_unknown_repository_revision_and_file(hub, folder):
 def test_an_endpoint_that_is_none_is_told_at_once(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "huggingface.example")
     error = failure("hf://org/model")
-    assert error.message == "HF_ENDPOINT is no http or https URL"
+    assert error.message == "HF_ENDPOINT is not an http or https URL"
     assert error.found == "huggingface.example"
 
 
@@ -341,7 +341,7 @@ def test_remote_paths_can_not_be_written_to(path, how):
             lambda: storage.make_folder(text),
             lambda: storage.remove(text),
         ):
-            with pytest.raises(osl.StorageError, match="can not be written to") as caught:
+            with pytest.raises(osl.StorageError, match="cannot be written to") as caught:
                 write()
             assert how in caught.value.hint
 
@@ -549,7 +549,7 @@ def test_a_failure_elsewhere_breaks_off_what_waits(tmp_path):
 
     with file_server(tmp_path) as server:
         server.faults = faults
-        with pytest.raises(osl.StorageError, match="the file was replaced or removed"):
+        with pytest.raises(osl.StorageError, match="replaced or removed"):
             osl.load(f"{server.url}/files", options=osl.ReadOptions(concurrency=2))
 
 

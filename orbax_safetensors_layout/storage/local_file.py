@@ -1,0 +1,285 @@
+"""An open file or folder of this machine: the same one, wherever its path leads later.
+
+A range that the page cache holds is copied out of it. A cold range that no other process of the
+host asks for is read with O_DIRECT, which on a fast disk is limited by the disk and not by the
+kernel's page allocation (measured 2.4 against 1.8 GiB/s), and leaves the cache to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.runtime import DIRECT_CHUNK_BYTES, direct_scratch
+
+from .base import Buffer
+from .buffers import changed, scatter, skip, transfer, truncated
+from .publish_note import folder_being_replaced
+
+_PAGE = mmap.PAGESIZE
+_PLACE_ATTEMPTS = 3
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+DIRECT_MIN_BYTES = 1 * MIB
+UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+
+
+class PinnedFolder:
+    """A folder that stays the same one, with what is in it, wherever it is moved.
+
+    A checkpoint is replaced by another folder in its place. Who has begun to read the old one reads
+    on in it, or is told when it is gone. Where two folders cannot be exchanged, the old one is for
+    an instant, or after a crash, at `folder_being_replaced`, and is found there.
+    """
+
+    def __init__(self, path: str) -> None:
+        for _ in range(_PLACE_ATTEMPTS):  # it may come back to its place between the two looks
+            with contextlib.suppress(FileNotFoundError):
+                self._open(path)
+                if not self._is_empty():
+                    return
+                os.close(self.fd)
+            with contextlib.suppress(FileNotFoundError):
+                aside = folder_being_replaced(os.path.realpath(path))
+                if aside is not None:
+                    self._open(aside)
+                    return
+        self._open(path)
+
+    def _open(self, place: str) -> None:
+        self.fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._place = place
+
+    def _is_empty(self) -> bool:
+        with os.scandir(self.fd) as entries:
+            return next(entries, None) is None
+
+    def files(self, path: str = ".") -> list[str]:
+        """Return its files, or those of a folder in it, and links that lead nowhere.
+
+        Opening one of those says what is wrong.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            with os.scandir(fd) as entries:
+                return sorted(e.name for e in entries if _is_file_or_broken_link(e, fd))
+        finally:
+            os.close(fd)
+
+    def is_moved(self) -> bool:
+        """Whether it is no longer where it was found, and perhaps is being removed."""
+        try:
+            return not os.path.samestat(os.stat(self._place), os.fstat(self.fd))
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Identity(NamedTuple):
+    """Changes whenever a file is replaced or written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> Identity:
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+class PinnedFile:
+    """A file as it was when it was opened, for many threads.
+
+    Args:
+        name: Its path.
+        place: Its path in `folder`.
+        folder: A folder; None where the path is the working folder's.
+        lock: Guards `users`, and is the storage's.
+    """
+
+    def __init__(
+        self, name: str, place: str, folder: PinnedFolder | None, lock: threading.Lock
+    ) -> None:
+        self.name = name
+        self._place = place
+        self._folder_fd = None if folder is None else folder.fd
+        try:
+            self.fd = self._open(0)
+        except FileNotFoundError as error:
+            if folder is not None and folder.is_moved():
+                raise replaced(name) from error
+            raise CheckpointNotFoundError("no such file", file=name) from error
+        except OSError as error:
+            raise StorageError("cannot open the file", file=name, found=error.strerror) from error
+        self.identity = Identity.of(os.fstat(self.fd))
+        self.users = 0
+        self._lock = lock
+        # Opened when first needed; -1 where the system has no such thing.
+        self._probe_fd: int | None = None
+        self._direct_fd: int | None = None
+        self._can_probe = bool(_NOWAIT and O_DIRECT)
+        self._mapped: mmap.mmap | None = None
+
+    def __enter__(self) -> PinnedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.users -= 1
+
+    def close(self) -> None:
+        for fd in (self.fd, self._probe_fd, self._direct_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+
+    def read_into(self, offset: int, buffers: Sequence[Buffer], *, shared: bool) -> None:
+        """Reads as `RangeReader.read_into`."""
+        total = sum(map(len, buffers))
+        if offset + total > self.identity.size:
+            raise truncated(self.name, offset, total, self.identity.size)
+        try:
+            is_direct = not shared and total >= DIRECT_MIN_BYTES
+            is_direct = is_direct and self.is_cold(offset + total // 2)
+            if not (is_direct and self._read_direct(offset, buffers, total)):
+                done = transfer(os.preadv, self.fd, offset, buffers)
+                if done < total:
+                    raise truncated(self.name, offset, total, offset + done)
+        except OSError as error:
+            raise StorageError(
+                f"reading bytes [{offset}, {offset + total}) failed",
+                file=self.name,
+                found=error.strerror or error,
+            ) from error
+        self.check_unchanged(offset, total)
+
+    def map(self) -> memoryview:
+        """Return the file's read-only mapped pages, which stay valid after `close`."""
+        if self._mapped is None:
+            try:
+                self._mapped = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as error:
+                raise StorageError("cannot map the file", file=self.name, found=error) from error
+            self.check_unchanged(0, self.identity.size)
+        return memoryview(self._mapped)
+
+    def check_unchanged(self, offset: int, total: int) -> None:
+        """Raises if the file was written to, or no longer has a range."""
+        stat = os.fstat(self.fd)
+        if (stat.st_size, stat.st_mtime_ns) == self.identity[2:]:
+            return
+        if stat.st_size < offset + total:
+            raise truncated(self.name, offset, total, stat.st_size)
+        raise changed(
+            self.name,
+            f"{self.identity.size} bytes, unchanged since its header was read",
+            f"{stat.st_size} bytes, written to since",
+            f"bytes [{offset}, {offset + total}) were read",
+        )
+
+    def is_cold(self, offset: int) -> bool:
+        """Whether the page at `offset` is not in the page cache.
+
+        Asked through a descriptor without read-ahead: on a cold page even a read that may not wait
+        starts it (seen with Linux 6.18), and the disk would read everything twice.
+        """
+        if not self._can_probe:
+            return False
+        with self._lock:
+            if self._probe_fd is None:
+                self._probe_fd = self._reopen(0)
+                if self._probe_fd >= 0:
+                    os.posix_fadvise(self._probe_fd, 0, 0, os.POSIX_FADV_RANDOM)
+        if self._probe_fd < 0:
+            return False
+        try:
+            os.preadv(self._probe_fd, [bytearray(1)], offset, _NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            self._can_probe = False
+        return False
+
+    def _read_direct(self, offset: int, buffers: Sequence[Buffer], total: int) -> bool:
+        """Reads past the page cache through an aligned chunk; False where that is unsupported."""
+        with self._lock:
+            if self._direct_fd is None:
+                self._direct_fd = self._reopen(O_DIRECT)
+        if self._direct_fd < 0:
+            return False
+        scratch = direct_scratch()
+        position, stop = offset, offset + total
+        while position < stop:
+            first = position - position % _PAGE
+            length = min(DIRECT_CHUNK_BYTES, -(-(stop - first) // _PAGE) * _PAGE)
+            rest = skip(buffers, position - offset)
+            whole_pages = min(len(rest[0]), DIRECT_CHUNK_BYTES) // _PAGE * _PAGE
+            in_place = whole_pages and first == position and is_on_page(rest[0])
+            try:
+                into = rest[0][:whole_pages] if in_place else scratch[:length]
+                got = os.preadv(self._direct_fd, [into], first)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                return False
+            usable = min(first + got, stop) - position
+            if usable <= 0:
+                raise truncated(self.name, offset, total, first + got)
+            if not in_place:
+                scatter(scratch[position - first :][:usable], rest)
+            position += usable
+        return True
+
+    def _open(self, flags: int) -> int:
+        return os.open(self._place, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=self._folder_fd)
+
+    def _reopen(self, flags: int) -> int:
+        """Return another descriptor of the same file; -1 where the flags are not supported."""
+        try:
+            fd = self._open(flags)
+        except OSError:
+            return -1
+        if Identity.of(os.fstat(fd))[:2] != self.identity[:2]:
+            os.close(fd)
+            return -1
+        return fd
+
+
+def is_on_page(buffer: Buffer) -> bool:
+    """Whether a buffer begins with a page of memory."""
+    return np.frombuffer(buffer, np.uint8).ctypes.data % _PAGE == 0
+
+
+def replaced(file: str) -> StorageError:
+    """Return the error for a checkpoint that no longer is the same."""
+    return StorageError(
+        "the checkpoint was replaced, or removed, while it was read", file=file, hint="Load again."
+    )
+
+
+def _is_file_or_broken_link(entry: os.DirEntry[str], folder: int) -> bool:
+    try:
+        return entry.is_file() or (entry.is_symlink() and not _leads_somewhere(entry.name, folder))
+    except OSError:  # a link to itself
+        return True
+
+
+def _leads_somewhere(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
