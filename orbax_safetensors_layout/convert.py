@@ -13,15 +13,13 @@ import jax
 from absl import logging
 
 from orbax_safetensors_layout.adapters import (
+    OrbaxTarget,
     holds_checkpoint,
     is_orbax_checkpoint,
     locate,
     open_reader,
-    orbax_target,
 )
-from orbax_safetensors_layout.catalog import CheckpointRef
 from orbax_safetensors_layout.conversion import (
-    CheckpointReader,
     Conversion,
     FilesTarget,
     Target,
@@ -62,7 +60,7 @@ Format = Literal["hf", "sharded", "orbax"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Converted:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         path: The finished checkpoint.
@@ -154,65 +152,76 @@ def convert(
     options = given_or_default(options, ConvertOptions)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
-        location = locate(_local_or_url(source), step=step, item=item)
+        text = os.fsdecode(source)
+        path = text if "://" in text else os.path.abspath(os.path.expanduser(text))
+        ref = locate(path, step=step, item=item)
         reading = ReadOptions(memory_budget_bytes=options.memory_budget_bytes)
-        opened = open_reader(location, reading)
-        stack.callback(opened.close)
-        kind = format or ("orbax" if opened.kind == "hf" else "hf")
-        kept = _step_of(location) if step is not None and kind == "orbax" else None
-        folder = _target_path(target)
-        folder = folder if kept is None else os.path.join(folder, kept)
-        _check_apart(location.path, folder)
-        tree = rerooted(opened.tree, subtree)
+        reader = open_reader(ref, reading)
+        stack.callback(reader.close)
+        kind = format or ("orbax" if reader.kind == "hf" else "hf")
+        folder, target_item = _target_path(target), None
+        if step is not None and kind == "orbax":  # the target is a step, too
+            step_folder = ref.path if ref.item is None else os.path.dirname(ref.path)
+            folder = os.path.join(folder, os.path.basename(step_folder))
+            target_item = ref.item or "default"
+        _check_apart(ref.path, folder)
+        tree = rerooted(reader.tree, subtree)
         arrays = arrays_of(tree)
         if not jax.tree.leaves(tree):
-            raise CheckpointNotFoundError(
-                "there is nothing in what shall be converted", file=location.path
-            )
-        made = plain_tree(tree)
-        backwards = False
-        if mapping is not None:
-            backwards = kind == "hf" and opened.kind != "hf" if inverse is None else inverse
-            made = mapped_tree(tree, mapping, inverse=backwards)
+            raise CheckpointNotFoundError("the source has no leaves to convert", file=ref.path)
+        inverts = False
+        if mapping is None:
+            target_tree = plain_tree(tree)
+        else:
+            inverts = kind == "hf" and reader.kind != "hf" if inverse is None else inverse
+            target_tree = mapped_tree(tree, mapping, inverse=inverts)
         topology = _topology(mesh, spec, processes)
         block_bytes = conversion_block_bytes(folder, options.memory_budget_bytes, restart=restart)
-        way = mapping and fingerprint(mapping)
+        mapping_digest = mapping and fingerprint(mapping)
         planned: Target
         sidecar_files: dict[str, bytes] = {}
         if kind == "orbax":
-            saved_item = None if kept is None else location.item or "default"
-            planned = orbax_target(
-                made,
-                opened,
+            planned = OrbaxTarget(
+                target_tree,
+                reader,
                 arrays,
                 topology,
                 options,
                 most_chunk_bytes=block_bytes,
-                item=saved_item,
+                item=target_item,
             )
         else:
-            sidecar_files = _sidecar_files(opened, config)
+            if config is not None:
+                sidecar_files = read_sidecar_files(config, required=True)
+            elif reader.kind == "hf":
+                sidecar_files = read_sidecar_files(reader.path)
+            identity = (reader.identity(), mapping_digest, inverts, subtree, options.dtype)
             planned = FilesTarget(
-                made,
-                opened,
-                _write_options(options, kind, opened.metadata),
+                target_tree,
+                reader,
+                WriteOptions(
+                    layout=kind,
+                    dtype=options.dtype,
+                    max_file_bytes=options.max_file_bytes,
+                    metadata={**reader.metadata, **options.metadata},
+                ),
                 topology,
-                is_tree=mapping is None and opened.is_recorded,
-                identity=_digest(opened.identity(), way, backwards, subtree, options.dtype),
+                is_tree=mapping is None and reader.is_recorded,
+                identity=hashlib.sha256(repr(identity).encode()).hexdigest(),
                 sidecar_files=sidecar_files,
             )
         for rule in () if topology is None or not spec else topology.unused_rules:
             logging.warning("The sharding rule %s is used by no array.", rule)
         with frozen_heap(len(planned.leaves)):
             conversion = Conversion(
-                opened,
+                reader,
                 arrays,
                 planned,
                 folder,
                 options,
                 block_bytes,
                 restart=restart,
-                arguments=(way, backwards, subtree),
+                arguments=(mapping_digest, inverts, subtree),
                 reopen=lambda path: open_reader(locate(path), reading),
                 is_replaced=_is_replaced(folder),
             )
@@ -221,21 +230,6 @@ def convert(
                 lambda: _check_target(folder, kind, sidecar_files, overwrite),
             )
         return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
-
-
-def _sidecar_files(source: CheckpointReader, config: PathLike | None) -> dict[str, bytes]:
-    if config is not None:
-        return read_sidecar_files(config, required=True)
-    return read_sidecar_files(source.path) if source.kind == "hf" else {}
-
-
-def _digest(*arguments: object) -> str:
-    return hashlib.sha256(repr(arguments).encode()).hexdigest()
-
-
-def _local_or_url(source: PathLike) -> str:
-    text = os.fsdecode(source)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
 def _target_path(target: PathLike) -> str:
@@ -250,19 +244,13 @@ def _target_path(target: PathLike) -> str:
     return os.path.realpath(path)
 
 
-def _step_of(location: CheckpointRef) -> str:
-    """What the folder of the source's step is called."""
-    step = location.path if location.item is None else os.path.dirname(location.path)
-    return os.path.basename(step)
-
-
 def _check_apart(source: str, target: str) -> None:
-    one = os.path.realpath(source)
-    if target == one or f"{target}/".startswith(f"{one}/") or f"{one}/".startswith(f"{target}/"):
+    source = os.path.realpath(source)
+    if f"{target}/".startswith(f"{source}/") or f"{source}/".startswith(f"{target}/"):
         raise SafetensorsLayoutError(
             "source and target are the same folder, or one lies in the other",
             file=target,
-            found=one,
+            found=source,
             hint="Convert to a folder of its own.",
         )
 
@@ -277,17 +265,6 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
     return Topology(MeshShape(axes, processes), rules or [ShardingRule(".*", None)])
 
 
-def _write_options(
-    options: ConvertOptions, layout: Literal["hf", "sharded"], metadata: Mapping[str, str]
-) -> WriteOptions:
-    return WriteOptions(
-        layout=layout,
-        dtype=options.dtype,
-        max_file_bytes=options.max_file_bytes,
-        metadata={**metadata, **options.metadata},
-    )
-
-
 def _check_target(
     folder: str, kind: Format, sidecar_files: Mapping[str, bytes], overwrite: bool
 ) -> None:
@@ -295,7 +272,7 @@ def _check_target(
     if holds_checkpoint(folder):
         if not overwrite:
             raise CheckpointExistsError(
-                "a checkpoint stands there already",
+                "a checkpoint is there already",
                 file=folder,
                 hint="Pass overwrite=True (--overwrite) to replace it.",
             )
@@ -309,6 +286,6 @@ def _check_target(
 
 
 def _is_replaced(folder: str) -> Callable[[str], bool]:
-    """Which files of what is at the target go with it."""
+    """Whether a file at the target belongs to the checkpoint that is replaced, by name."""
     is_whole = is_orbax_checkpoint(folder)
     return lambda name: is_whole or appearance_rank(name) is not None

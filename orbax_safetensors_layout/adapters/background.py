@@ -25,12 +25,9 @@ def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
     context = contextvars.copy_context()
     x64 = bool(_jax.config.jax_enable_x64)
 
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _x64(x64):
-            return function(*args, **kwargs)
-
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return context.run(call, *args, **kwargs)
+        with _x64(x64):
+            return context.run(function, *args, **kwargs)
 
     return run
 

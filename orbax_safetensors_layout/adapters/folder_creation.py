@@ -1,8 +1,8 @@
-"""Reports folders that Orbax cannot make to all processes.
+"""Waits for the folders that Orbax makes for a save, and reports those that it cannot make.
 
 Orbax makes the folders of a save on its first process; the others wait for it, up to five minutes.
-Where it makes them in the background (v0's default), handlers take part in the waiting; see
-`_orbax.folders_being_made`. Otherwise its functions are watched, for every handler:
+Where it makes them in the background (v0's default), handlers wait with `FoldersBeingMade`.
+Otherwise its functions are watched, for every handler:
 
 1. The first process remembers an error, tells it the others, and meets them as if all were well.
 2. Having met, the first process raises the error, and each of the others a `PeerError`.
@@ -13,10 +13,12 @@ Without an error, each of the others asks the key-value store once more than Orb
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import os
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,56 +28,139 @@ from orbax_safetensors_layout.reading import DistributedStore
 from . import _orbax
 
 _PREFIX = "orbax_safetensors_layout/folders"
+_create_all = _orbax.folder_creation_v0.create_all
+_create_all_async = _orbax.folder_creation_v0.create_all_async
+_create_paths = _orbax.folder_creation_v1._create_paths
+
+_making: dict[str, list[Any]] = {}  # by the operation, of which the last counts
 
 
-class WatchedFolders:
-    """The folders of one save, with what goes wrong while they are made.
+class FoldersBeingMade(NamedTuple):
+    """Futures of the folders that Orbax v0 is making in the background: a step's, its items'.
 
-    Args:
-        operation: Orbax's number of the save, the same on all processes.
-        paths: The `TemporaryPath`s to make.
-        subdirectories: Names of the folders to make in each of them.
+    Orbax tells handlers only that the folders are there: if one cannot be made, they wait until
+    `coordination_timeout`, five minutes. On processes that make none, the futures are done.
     """
 
-    def __init__(self, operation: str, paths: Sequence[Any], subdirectories: Iterable[str]) -> None:
-        self._folder = os.fspath(paths[0].get())
-        self._key = f"{_PREFIX}/{operation}/{urllib.parse.quote(self._folder, safe='')}"
-        self._error: Exception | None = None
-        names = tuple(subdirectories)
-        self.paths = [_WatchedPath(path, names, self._report) for path in paths]
+    operation: str
+    futures: Sequence[Any]
 
-    def _report(self, error: Exception) -> None:
-        self._error = error
-        text = f"process {jax.process_index()} failed while making the folder: {error}"
-        DistributedStore.connect().renew(self._key, text)
+    def wait(self) -> None:
+        """Waits; if one cannot be made, an `OSError`, and threads end that wait for it."""
+        for number, future in enumerate(self.futures, 1):
+            try:
+                future.result()
+            except BaseException:
+                for waiting in self.futures[number:]:
+                    waiting.cancel()
+                _orbax.end_waits(self.operation)
+                raise
 
-    async def make(self, make: Callable[[], Awaitable[None]]) -> None:
-        """Awaits what makes `paths`, and ends with a barrier.
 
-        Raises:
-            PeerError: Another process could not make its folders.
-            Exception: This process could not.
-        """
-        await make()
-        if self._error is not None:
-            raise self._error
-        text = DistributedStore.connect().peek(self._key)
-        if text is not None:
-            raise PeerError(text, file=self._folder)
+def folders_being_made() -> FoldersBeingMade | None:
+    """Those of the current operation; None, on all processes, where handlers need not wait."""
+    operation = _orbax.current_operation()
+    futures = tuple(_making.get(operation, ()))
+    return FoldersBeingMade(operation, futures) if futures else None
+
+
+@contextlib.asynccontextmanager
+async def abandoned_on_error(directory: Any) -> AsyncIterator[None]:
+    """Ends the making of folders if the block raises, as the item cannot be saved then.
+
+    If the program ends, or closes the checkpointer, while Orbax v0 makes them for
+    `training.Checkpointer`, a thread of Orbax waits for them for five minutes. The item's folder
+    is in Orbax v1 a `PathAwaitingCreation`.
+    """
+    try:
+        yield
+    except BaseException:
+        being_made = folders_being_made()
+        if being_made is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(being_made.wait)
+        creation = getattr(getattr(directory, "_base_path", directory), "_awaitable", None)
+        if (
+            inspect.iscoroutine(creation)
+            and inspect.getcoroutinestate(creation) == inspect.CORO_CREATED
+        ):
+            creation.close()
+        raise
 
 
 class _WatchedPath:
     """Has the one method of a `TemporaryPath` that makes it."""
 
-    def __init__(self, path: Any, names: tuple[str, ...], report: Any) -> None:
+    def __init__(
+        self, path: Any, subdirectories: Sequence[str], on_error: Callable[[Exception], None]
+    ) -> None:
         self._path = path
-        self._names = names
-        self._report = report
+        self._subdirectories = subdirectories
+        self._on_error = on_error
 
     async def create(self) -> Any:
         try:
             folder = await self._path.create()
-            await asyncio.gather(*(_orbax.make_folder(folder / name) for name in self._names))
+            await asyncio.gather(*(_orbax.make_folder(folder / n) for n in self._subdirectories))
         except Exception as error:
-            self._report(error)
+            self._on_error(error)
         return self._path.get()
+
+
+async def _make_watched(
+    operation: str,
+    paths: Sequence[Any],
+    subdirectories: Sequence[str],
+    make: Callable[[Sequence[_WatchedPath]], Awaitable[None]],
+) -> None:
+    """Makes `TemporaryPath`s and folders in each of them with `make`, which ends with a barrier."""
+    folder = os.fspath(paths[0].get())
+    key = f"{_PREFIX}/{operation}/{urllib.parse.quote(folder, safe='')}"
+    errors: list[Exception] = []
+
+    def report(error: Exception) -> None:
+        errors.append(error)
+        text = f"process {jax.process_index()} failed while making the folder: {error}"
+        DistributedStore.connect().renew(key, text)
+
+    await make([_WatchedPath(path, subdirectories, report) for path in paths])
+    if errors:
+        raise errors[-1]
+    text = DistributedStore.connect().peek(key)
+    if text is not None:
+        raise PeerError(text, file=folder)
+
+
+def _create_all_watched(paths: Sequence[Any], **options: Any) -> Any:
+    if jax.process_count() == 1:
+        return _create_all(paths, **options)
+    operation = _orbax.current_operation()
+    return _make_watched(operation, paths, (), lambda watched: _create_all(watched, **options))
+
+
+def _create_paths_watched(
+    path: Any, *, subdirectories: Any, operation_id: str, **options: Any
+) -> Any:
+    def create(path: Any, subdirectories: Any) -> Any:
+        return _create_paths(
+            path, subdirectories=subdirectories, operation_id=operation_id, **options
+        )
+
+    if jax.process_count() == 1:
+        return create(path, subdirectories)
+    names = tuple(subdirectories)
+    return _make_watched(operation_id, [path], names, lambda watched: create(watched[0], ()))
+
+
+def _create_all_remembered(*args: Any, **kwargs: Any) -> Any:
+    future = _create_all_async(*args, **kwargs)
+    operation = _orbax.current_operation()
+    if operation not in _making:
+        _making.clear()
+    _making.setdefault(operation, []).append(future)
+    return future
+
+
+_orbax.folder_creation_v0.create_all = _create_all_watched
+_orbax.folder_creation_v0.create_all_async = _create_all_remembered
+_orbax.folder_creation_v1._create_paths = _create_paths_watched

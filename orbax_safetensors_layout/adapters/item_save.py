@@ -19,7 +19,7 @@ from orbax_safetensors_layout.storage import open_storage
 
 from . import _orbax
 from .background import in_callers_context
-from .folder_creation import WatchedFolders
+from .folder_creation import FoldersBeingMade
 
 _PathLike = str | os.PathLike[str]
 HINT = (
@@ -30,11 +30,9 @@ HINT = (
 # Orbax v1 takes a folder for a pytree by this file's presence. What is in it, only Orbax's own
 # handlers read; theirs is then the error "ValueError: '<the hint>' is not a valid KeyType".
 _ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": HINT}]}}}
-# A part of what was saved is gone if the manifest is; see `remains`.
+# A part of what was saved is gone if the manifest is; see `item_load.check_remains`.
 _WITH_MANIFEST = _ITEM_METADATA | {MANIFEST: True}
 _POLL_SECONDS = 0.05
-
-_orbax.watch_folder_creation(WatchedFolders)
 
 
 class _Turn:
@@ -61,17 +59,12 @@ class ItemSave:
 
     Args:
         folder: Where the item will be; it need not exist yet. Processes find each other by it.
-        tree: The item.
+        tree: As for `osl.save`, as are the options and the mapping.
         options: How to write.
-        mapping: What its leaves are made of, as for `osl.save`.
+        mapping: What the leaves are made of.
         custom: A JSON value to keep with it.
         dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
         making: What `write` waits for; None if the folder is there when it is called.
-
-    Raises:
-        ValueError: The tree is an empty container.
-        SafetensorsLayoutError: Leaves that cannot be saved.
-        PeerError: Another process cannot save.
     """
 
     def __init__(
@@ -80,10 +73,10 @@ class ItemSave:
         tree: Any,
         options: WriteOptions,
         *,
-        mapping: LeafMapping | None = None,
+        mapping: LeafMapping | None,
         custom: object = None,
-        dtypes: Sequence[Any] | None = None,
-        making: _orbax.FoldersBeingMade | None = None,
+        dtypes: Sequence[Any] | None,
+        making: FoldersBeingMade | None,
     ) -> None:
         self._retries = options.retries
         has_manifest = mapping is None or options.layout == "sharded"

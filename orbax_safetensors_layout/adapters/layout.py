@@ -1,42 +1,22 @@
-"""Orbax v1: the layout that a context takes.
-
-It reads checkpoints that others wrote, without any file of Orbax's beside them:
-
-    context = ocp.Context()
-    context.checkpoint_layout = osl.SafetensorsLayout
-    with context:
-        state = ocp.load(folder, abstract_state)
-        ocp.save(path, state)
-
-After `osl.install()`, `"safetensors"` (and `"auto"`, for loading) mean this layout, too.
-
-It is a handler of Orbax v0, too: `ocp.Checkpointer(osl.SafetensorsLayout())`.
-"""
+"""Orbax v1: the layout that a context takes, for checkpoints without any file of Orbax's, too."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+import threading
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
-from orbax_safetensors_layout.load import load, load_catalog
 
-from . import _orbax, settings, v1
+from . import _orbax, routing, settings
 from .background import in_background
-from .metadata import CheckpointMetadata
-from .remains import check_remains
-from .routing import LayoutOption, connect, handler_for_save
-from .settings import Settings
-from .strictness import open_item
-from .v0 import (
-    SafetensorsCheckpointHandler,
-    SafetensorsRestore,
-    SafetensorsSave,
-)
+from .item_load import begin_load
+from .metadata import CheckpointMetadata, describe_v1
+from .v0 import SafetensorsCheckpointHandler, SafetensorsRestore, SafetensorsSave
 
 _NOT_GIVEN: Any = object()
 
@@ -45,8 +25,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     """The `CheckpointLayout` of safetensors checkpoints; each process its own shards' bytes.
 
     A file, or a folder that is a checkpoint itself, holds one checkpointable; its name is
-    `"state"`, or None. A folder that is none holds one under the name of each subfolder that is,
-    as in a step that Orbax saved, or a pipeline repository of Hugging Face diffusers.
+    `"state"`, or None. Any other folder holds one under the name of each subfolder that is a
+    checkpoint, as in a step that Orbax saved, or a pipeline repository of Hugging Face diffusers.
 
     `context.checkpoint_layout = SafetensorsLayout`, or an instance, makes Orbax's functions use it,
     and `ocp.training.Checkpointer`, which then saves every pytree of a step as safetensors.
@@ -70,39 +50,25 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
 
-    @property
-    def _own(self) -> Settings:
-        return Settings(read=self._read, write=self._write, mapping=self._mapping)
-
     async def get_checkpointable_names(self, path: ocp.path.Path) -> list[str]:
         """Names of what is at `path`, `"state"` first, the others sorted."""
         return await in_background(_names, path)
 
     async def validate_checkpointables(self, path: ocp.path.Path) -> None:
-        """Checks, by names alone, that there is a checkpoint.
-
-        Raises:
-            InvalidLayoutError: There is none.
-        """
+        """Checks, by names alone, that there is a checkpoint; else an `InvalidLayoutError`."""
         if not await in_background(_names, path):
             raise ocp.errors.InvalidLayoutError(await in_background(_why_not, path))
 
     async def validate(self, path: ocp.path.Path, checkpointable_name: str | None) -> None:
-        """Checks, by names alone, that the named checkpointable is there.
-
-        Raises:
-            InvalidLayoutError: It is not.
-        """
+        """Checks, by names alone, that it is there; else an `InvalidLayoutError`."""
         await in_background(_locate, path, checkpointable_name)
 
     def metadata(self, path: Any, checkpointable_name: str | None = _NOT_GIVEN) -> Any:
-        """Shapes and dtypes of one checkpointable; its name is what tells Orbax v1 from v0.
+        """Shapes and dtypes of one checkpointable.
 
-        Returns:
-            For v0, which gives a path alone, what `SafetensorsCheckpointHandler.metadata` returns.
-            For v1 a coroutine of the metadata: the tree as `v1.describe` gives it. The times and
-            the custom metadata are those that Orbax recorded; without a record, when the last file
-            was written and the strings of `__metadata__`.
+        Orbax v0 gives a path alone, for `SafetensorsCheckpointHandler.metadata`. For v1, it is a
+        coroutine: the tree as `describe_v1` gives it, with the times and the custom metadata that
+        Orbax recorded, else when the last file was written and the strings of `__metadata__`.
         """
         if checkpointable_name is _NOT_GIVEN:
             return super().metadata(path)
@@ -111,19 +77,11 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     async def _metadata(
         self, path: ocp.path.Path, checkpointable_name: str | None
     ) -> ocp.CheckpointMetadata[Any]:
-        found = await in_background(_locate, path, checkpointable_name)
-        contents = await in_background(
-            CheckpointMetadata.read, found, settings.current(self._own).mapping
-        )
-        record = await _read_record(path)
-        if record is not None:
-            return _recorded(path, record, v1.describe(contents))
-        return ocp.CheckpointMetadata(
-            path,
-            metadata=v1.describe(contents),
-            commit_timestamp_nsecs=contents.modified_nsecs,
-            custom_metadata=contents.custom_metadata,
-        )
+        mapping = settings.current(self.own).mapping
+        located = await in_background(_locate, path, checkpointable_name)
+        contents = await in_background(CheckpointMetadata.read, located, mapping)
+        tree = describe_v1(contents)
+        return await _with_record(path, tree, contents.modified_nsecs, contents.custom_metadata)
 
     async def checkpointables_metadata(
         self, path: ocp.path.Path
@@ -134,18 +92,13 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         each under its name.
         """
         names = await in_background(_names, path)
-        found = {name: await self.metadata(path, name) for name in names}
-        trees = {name: metadata.metadata for name, metadata in found.items()}
-        record = await _read_record(path)
-        if record is not None:
-            return _recorded(path, record, trees)
-        custom = {name: metadata.custom_metadata for name, metadata in found.items()}
-        written = [metadata.commit_timestamp_nsecs for metadata in found.values()]
-        return ocp.CheckpointMetadata(
-            path,
-            metadata=trees,
-            commit_timestamp_nsecs=max((at for at in written if at is not None), default=None),
-            custom_metadata=custom[names[0]] if len(names) == 1 else custom,
+        by_name = {name: await self._metadata(path, name) for name in names}
+        trees = {name: metadata.metadata for name, metadata in by_name.items()}
+        custom = {name: metadata.custom_metadata for name, metadata in by_name.items()}
+        times = [metadata.commit_timestamp_nsecs for metadata in by_name.values()]
+        last = max((time for time in times if time is not None), default=None)
+        return await _with_record(
+            path, trees, last, custom[names[0]] if len(names) == 1 else custom
         )
 
     async def load(
@@ -157,44 +110,34 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         """Loads one checkpointable in two phases, as Orbax's own layouts do.
 
         Here settings are taken, and the headers of what is wanted are read and checked; tensors are
-        read when the result is awaited.
-
-        Args:
-            path: A `.safetensors` file or a folder.
-            checkpointable_name: Which one; see the class.
-            abstract_state: The wanted tree, of any structure, with the leaves that `osl.load`
-                takes. None loads everything: what this package saved as it was saved, a checkpoint
-                of others as a flat dict of numpy arrays.
+        read when the result is awaited. The tree may have any structure, with the leaves that
+        `osl.load` takes; None loads everything.
 
         Raises:
             InvalidLayoutError: It is not there.
             FormatError: A header, the index or the manifest is malformed, or a file is truncated.
             ValueError: An option of Orbax's context is invalid.
         """
-        found = await in_background(_locate, path, checkpointable_name)
-        options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
-        opening = await in_background(open_item, found, abstract_state, mapping, options)
+        located = await in_background(_locate, path, checkpointable_name)
+        options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
         return in_background(
-            load_catalog, opening, found, abstract_state, mapping=mapping, options=options
+            await in_background(begin_load, located, abstract_state, mapping, options)
         )
 
     async def load_checkpointables(
         self, path: ocp.path.Path, abstract_checkpointables: Mapping[str, Any] | None = None
     ) -> Awaitable[dict[str, Any]]:
-        """Loads several checkpointables, one after the other; see `load`.
+        """Loads several checkpointables by name, one after the other; see `load`.
 
-        Args:
-            path: A `.safetensors` file or a folder.
-            abstract_checkpointables: The wanted trees by name; None, also for a single one, loads
-                everything. What other handlers saved in the same step, they load.
+        What other handlers saved in the same step, they load.
 
         Raises:
             CheckpointNotFoundError: Some of the names are not there.
         """
         names = await in_background(_names, path)
         others = await in_background(_other_names, path, names)
-        wanted = dict(abstract_checkpointables or dict.fromkeys([*names, *others]))
-        absent = [name for name in wanted if name not in names and name not in others]
+        abstracts = dict(abstract_checkpointables or dict.fromkeys([*names, *others]))
+        absent = [name for name in abstracts if name not in names and name not in others]
         if absent:
             raise CheckpointNotFoundError(
                 "the checkpoint does not hold these checkpointables",
@@ -202,21 +145,20 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
                 expected=", ".join(absent),
                 found=", ".join([*names, *others]),
             )
-        options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
-
-        def load_one(name: str) -> Any:
-            found = _locate(path, name)
-            check_remains(found)
-            return load(found, wanted[name], mapping=mapping, options=options)
+        options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
 
         def load_ours() -> dict[str, Any]:
-            return {name: load_one(name) for name in wanted if name in names}
+            return {
+                name: begin_load(_locate(path, name), abstract, mapping, options)()
+                for name, abstract in abstracts.items()
+                if name in names
+            }
 
-        theirs = {name: abstract for name, abstract in wanted.items() if name in others}
+        theirs = {name: abstract for name, abstract in abstracts.items() if name in others}
         if not theirs:
             return in_background(load_ours)
         loading = await (await _orbax.orbaxs_layout(path)).load_checkpointables(path, theirs)
-        return _join(wanted, in_background(load_ours), loading)
+        return _join(abstracts, in_background(load_ours), loading)
 
     async def save_checkpointables(
         self, path: ocp.path.PathAwaitingCreation, *, checkpointables: Mapping[str, Any]
@@ -226,18 +168,14 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         Every pytree becomes a folder of its own, as with `SafetensorsHandler`. What other
         checkpointables have handlers for, is left to them.
 
-        Args:
-            path: The folder of the checkpoint.
-            checkpointables: What to save, by name.
-
         Raises:
             ValueError: A tree is an empty container.
             SafetensorsLayoutError: Leaves that cannot be saved.
         """
         context = _orbax.get_context()
-        resolve, known = _orbax.get_hooks().for_save, context.checkpointables.registry
+        resolve, known = _orbax.resolve_handler_for_save, context.checkpointables.registry
         handlers = {
-            name: handler_for_save(resolve, known, value, name, self._own)
+            name: routing.handler_for_save(resolve, known, value, name, self.own)
             for name, value in checkpointables.items()
         }
         writing = [
@@ -247,54 +185,101 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
 
 
 class _Save(SafetensorsSave):
-    """What `ocp.Checkpointer(SafetensorsLayout()).save(path, tree)` makes of a plain tree."""
+    pass  # what `ocp.Checkpointer(SafetensorsLayout()).save(path, tree)` makes of a plain tree
 
 
 class _Restore(SafetensorsRestore):
-    """What `ocp.Checkpointer(SafetensorsLayout()).restore(path)` asks for."""
+    pass  # what `ocp.Checkpointer(SafetensorsLayout()).restore(path)` asks for
 
 
 _orbax.register_args(SafetensorsLayout, _Save, _Restore)
+routing.connect(SafetensorsLayout)
+
+_install_lock = threading.Lock()
+_previous: Any = None
 
 
-def _option(value: Any) -> LayoutOption | None:
-    """What a context holds whose `checkpoint_layout` is set to this layout."""
-    if isinstance(value, type) and issubclass(value, SafetensorsLayout):
-        value = value()
-    return LayoutOption(value, value._own) if isinstance(value, SafetensorsLayout) else None
+def install() -> None:
+    """Makes `checkpoint_layout = "safetensors"`, and detection by `"auto"`, mean our layout.
+
+    In a context of that layout every pytree is then saved as safetensors, also by
+    `ocp.training.Checkpointer`, which otherwise would write Orbax's own format under that name;
+    `ocp.partial.save`, which knows that format only, is refused. What was saved so is also found
+    by `"auto"`, whose own saves stay in Orbax's format.
+
+    For the whole process, until `uninstall`. Calling it again does nothing.
+
+    Raises:
+        SafetensorsLayoutError: This version of Orbax resolves layouts or handlers in another way.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> import orbax.checkpoint.experimental.v1 as ocp
+        >>> path = f"{tempfile.mkdtemp()}/checkpoint"
+        >>> install()
+        >>> ctx = ocp.Context()
+        >>> ctx.checkpoint_layout = "safetensors"
+        >>> with ctx:
+        ...     ocp.save(path, {"weight": np.arange(4.0, dtype=np.float32)})
+        ...     ocp.load(path)
+        {'weight': array([0., 1., 2., 3.], dtype=float32)}
+        >>> uninstall()
+    """
+    global _previous
+    with _install_lock:
+        if routing.is_installed():
+            return
+        _previous = _orbax.safetensors.SafetensorsLayout
+        _orbax.safetensors.SafetensorsLayout = SafetensorsLayout
+        try:
+            routing.check(ocp.options.CheckpointLayout.SAFETENSORS, SafetensorsLayout)
+        except BaseException:
+            _orbax.safetensors.SafetensorsLayout = _previous
+            raise
 
 
-connect(SafetensorsLayout, _option)
+def uninstall() -> None:
+    """Puts back what `install` replaced. Without an `install` it does nothing.
+
+    What another library has put in the same place since then, stays.
+    """
+    with _install_lock:
+        if routing.is_installed():
+            _orbax.safetensors.SafetensorsLayout = _previous
 
 
 async def _write(
     path: ocp.path.PathAwaitingCreation, writing: list[Awaitable[None]], primary_host: int | None
 ) -> None:
-    """Writes everything, and what tells Orbax that the folder is a checkpoint of v1."""
     await asyncio.gather(*writing)
     folder = await path.await_creation()
     if ocp.multihost.is_primary_host(primary_host):
+        # By this file Orbax knows a checkpoint of v1.
         await in_background((folder / _orbax.STEP_INDICATOR).touch, exist_ok=True)
 
 
-async def _join(wanted: Mapping[str, Any], *loading: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in loading:
-        found |= await one
-    return {name: found[name] for name in wanted}
+async def _join(names: Iterable[str], *loading: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    loaded: dict[str, Any] = {}
+    for part in loading:
+        loaded |= await part
+    return {name: loaded[name] for name in names}
 
 
-async def _read_record(path: ocp.path.Path) -> Any:
-    """What Orbax recorded about a step; None for a folder that it did not save."""
+async def _with_record(
+    path: ocp.path.Path, tree: Any, modified_nsecs: int | None, custom: Any
+) -> ocp.CheckpointMetadata[Any]:
+    """Times and custom metadata are Orbax's record of the step; of others' folders, those given."""
     if not (path / _orbax.STEP_METADATA).exists():
-        return None
-    return await _orbax.read_step_metadata(path)
-
-
-def _recorded(path: ocp.path.Path, record: Any, metadata: Any) -> ocp.CheckpointMetadata[Any]:
+        return ocp.CheckpointMetadata(
+            path,
+            metadata=tree,
+            commit_timestamp_nsecs=modified_nsecs,
+            custom_metadata=custom,
+        )
+    record = await _orbax.read_step_metadata(path)
     return ocp.CheckpointMetadata(
         path,
-        metadata=metadata,
+        metadata=tree,
         init_timestamp_nsecs=record.init_timestamp_nsecs,
         commit_timestamp_nsecs=record.commit_timestamp_nsecs,
         custom_metadata=record.custom_metadata,
@@ -306,13 +291,13 @@ def _names(path: ocp.path.Path) -> list[str]:
         return [_orbax.STATE]
     if not path.is_dir():
         return []
-    names = [child.name for child in path.iterdir() if child.is_dir()]
-    found = [name for name in names if is_safetensors_checkpoint(path / name)]
-    return sorted(found, key=lambda name: (name != _orbax.STATE, name))
+    folders = [child for child in path.iterdir() if child.is_dir()]
+    names = [folder.name for folder in folders if is_safetensors_checkpoint(folder)]
+    return sorted(names, key=lambda name: (name != _orbax.STATE, name))
 
 
 def _other_names(path: ocp.path.Path, names: list[str]) -> list[str]:
-    """What other handlers saved in a step of Orbax."""
+    """Names of items that other handlers saved in a step of Orbax."""
     if not (path / _orbax.STEP_METADATA).exists():
         return []
     others = {child.name for child in path.iterdir() if child.is_dir()}
@@ -329,9 +314,9 @@ def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
     names = _names(path)
     if not names:
         raise ocp.errors.InvalidLayoutError(_why_not(path))
-    wanted = "a checkpoint of its own" if name is None else f"a checkpointable named '{name}'"
+    missing = "a checkpoint of its own" if name is None else f"a checkpointable named '{name}'"
     raise ocp.errors.InvalidLayoutError(
-        f"'{path}' does not hold {wanted}; it holds: {', '.join(names)}."
+        f"'{path}' does not hold {missing}; it holds: {', '.join(names)}."
     )
 
 

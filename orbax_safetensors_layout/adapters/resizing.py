@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,81 +27,55 @@ def load_resized(
 ) -> Any:
     """Loads a tree in which arrays may be wanted in another shape, of as many dimensions.
 
-    Numpy arrays and typed PRNG keys have their shape.
-
-    Args:
-        path: The checkpoint.
-        abstract: The wanted tree.
-        load_others: Loads a tree of which all arrays have the shapes that are wanted.
-        options: How to read.
-        loose: Whether that goes for all arrays, not only for those whose restore arguments have
-            `strict=False`.
+    This goes for arrays whose restore arguments have `strict=False`, or for all if `loose`; not for
+    numpy arrays and typed PRNG keys. `load_others` loads a tree whose arrays have their own shapes.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = [leaf for _, leaf in pairs]
     numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]
     if not numbers:
         return load_others(abstract)
-    stored = _stored_arrays(path)
+    stored: dict[str, StoredArrayMetadata] = {}
+    CheckpointMetadata.read(path, None).tree(
+        lambda array: stored.update({array.name: array}), lambda *_: None
+    )
     wanted, rules = {}, []
     for number in numbers:
-        found = _stored(stored, pairs[number][0])
-        shape = _shape(leaves[number])
-        if found is None or not _is_resizable(leaves[number], found, shape):
+        key_path, leaf = pairs[number]
+        array = stored.get(dotted_name(key_path)) or stored.get(unboxed_name(key_path) or "")
+        shape = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
+        if array is None or shape is None or not _is_resizable(leaf, array, tuple(shape)):
             continue
-        wanted[str(number)] = _placed(leaves[number], found, shape)
-        rules.append(rule(str(number), _resized(found, shape)))
+        wanted[str(number)] = ocp.ArrayRestoreArgs(
+            dtype=leaf.dtype or array.dtype,
+            sharding=leaf.sharding or array.placement,
+            global_shape=tuple(shape),
+        )
+        rules.append(rule(str(number), _resized(array, tuple(shape))))
         leaves[number] = ...
     values = load_others(jax.tree.unflatten(structure, leaves))
     if not wanted:
         return values
     resized = load(path, wanted, mapping=Mapping(rules, strict=False), options=options)
     leaves = jax.tree.leaves(values)
-    for number, value in resized.items():
-        leaves[int(number)] = value
+    for name, value in resized.items():
+        leaves[int(name)] = value
     return jax.tree.unflatten(structure, leaves)
 
 
-def _stored_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArrayMetadata]:
-    found: dict[str, StoredArrayMetadata] = {}
-    CheckpointMetadata.read(path).tree(
-        lambda array: found.update({array.name: array}), lambda *_: None
-    )
-    return found
-
-
-def _stored(
-    arrays: dict[str, StoredArrayMetadata], path: Sequence[Any]
-) -> StoredArrayMetadata | None:
-    return arrays.get(dotted_name(path)) or arrays.get(unboxed_name(path) or "")
-
-
-def _shape(leaf: Any) -> tuple[int, ...] | None:
-    shape = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
-    return None if shape is None else tuple(shape)
-
-
-def _is_resizable(leaf: Any, stored: StoredArrayMetadata, shape: tuple[int, ...] | None) -> bool:
-    if shape is None or not hasattr(leaf, "sharding") or prng.is_key(stored):
+def _is_resizable(leaf: Any, stored: StoredArrayMetadata, shape: tuple[int, ...]) -> bool:
+    if not hasattr(leaf, "sharding") or prng.is_key(stored):
         return False
     if stored.on_host and leaf.sharding is None:
         return False
     return shape != stored.shape and len(shape) == len(stored.shape)
 
 
-def _placed(leaf: Any, stored: StoredArrayMetadata, shape: tuple[int, ...] | None) -> Any:
-    return ocp.ArrayRestoreArgs(
-        dtype=leaf.dtype or stored.dtype,
-        sharding=leaf.sharding or stored.placement,
-        global_shape=shape,
-    )
-
-
-def _resized(stored: StoredArrayMetadata, shape: tuple[int, ...] | None) -> Expr:
-    made = tensor(stored.name)
-    for axis, (found, wanted) in enumerate(zip(stored.shape, shape or (), strict=True)):
-        if wanted < found:
-            made = made.slice(axis, 0, wanted)
-        elif wanted > found:
-            made = made.pad(axis, 0, wanted - found)
-    return made
+def _resized(stored: StoredArrayMetadata, shape: tuple[int, ...]) -> Expr:
+    expr = tensor(stored.name)
+    for axis, (size, wanted_size) in enumerate(zip(stored.shape, shape, strict=True)):
+        if wanted_size < size:
+            expr = expr.slice(axis, 0, wanted_size)
+        elif wanted_size > size:
+            expr = expr.pad(axis, 0, wanted_size - size)
+    return expr

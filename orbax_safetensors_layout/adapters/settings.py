@@ -1,12 +1,16 @@
-"""What an operation started through Orbax uses: `using`, and the options of Orbax's own context."""
+"""Settings of operations started through Orbax: `using`, and options of Orbax's own context."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Self
+from typing import Any, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
@@ -16,13 +20,7 @@ from . import _orbax
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a `using` block asks for; None where it says nothing.
-
-    Attributes:
-        read: How checkpoints are read.
-        write: How checkpoints are written.
-        mapping: What the leaves of trees are made of.
-    """
+    """Settings of a `using` block, or of a handler or layout; None leaves one open."""
 
     read: ReadOptions | None = None
     write: WriteOptions | None = None
@@ -31,14 +29,15 @@ class Settings:
     def over(self, other: Self) -> Self:
         """These settings, and the other's where these say nothing."""
         return type(self)(
-            read=other.read if self.read is None else self.read,
-            write=other.write if self.write is None else self.write,
-            mapping=other.mapping if self.mapping is None else self.mapping,
+            read=self.read or other.read,
+            write=self.write or other.write,
+            mapping=self.mapping or other.mapping,
         )
 
 
 NOTHING = Settings()
 _SETTINGS: ContextVar[Settings] = ContextVar("orbax_safetensors_layout", default=NOTHING)
+_StorageOptions = ocp.options.ArrayOptions.Saving.StorageOptions
 
 
 @contextlib.contextmanager
@@ -79,17 +78,16 @@ def using(
         _SETTINGS.reset(token)
 
 
-def current(own: Settings = NOTHING) -> Settings:
-    """The settings of the innermost `using` block; call it in the blocking phase.
+def current(own: Settings) -> Settings:
+    """The settings of the innermost `using` block, and a handler's own for what it does not set.
 
-    Args:
-        own: Those that a layout was made with, for what the block does not set.
+    Call this, and the functions below, in the blocking phase of an operation.
     """
     return _SETTINGS.get().over(own)
 
 
-def read_options_v1(own: Settings = NOTHING) -> ReadOptions:
-    """How to read, for an operation of Orbax v1; call it in the blocking phase.
+def read_options_v1(own: Settings) -> ReadOptions:
+    """Return the options for reading with Orbax v1.
 
     `using(read=...)`, or the layout's own, decides alone. Without it,
     `ctx.memory.read_concurrent_bytes` of Orbax's context is the memory budget and
@@ -107,8 +105,8 @@ def read_options_v1(own: Settings = NOTHING) -> ReadOptions:
     return read if budget is None else dataclasses.replace(read, memory_budget_bytes=budget)
 
 
-def write_options_v1(own: Settings = NOTHING) -> WriteOptions:
-    """How to write, for an operation of Orbax v1; call it in the blocking phase.
+def write_options_v1(own: Settings) -> WriteOptions:
+    """Return the options for writing with Orbax v1.
 
     `using(write=...)`, or the layout's own, decides alone. Without it, the smaller of
     `ctx.memory.write_concurrent_bytes` and `transfer_concurrent_bytes` of Orbax's context is the
@@ -132,3 +130,41 @@ def _byte_count(group: str, name: str) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"context.{group}.{name} is {value!r}; a positive integer, or None.")
     return value
+
+
+def storage_dtypes_v1(tree: Any) -> Sequence[Any] | None:
+    """The dtype that Orbax's context asks for, for each leaf; None where it says nothing.
+
+    Of `context.array.saving.storage_options`, and of what `scoped_storage_options_creator` returns
+    for a leaf, the `dtype` counts; the others are about how Orbax's own format stores arrays.
+
+    Raises:
+        ValueError: An option is not `StorageOptions`, or its dtype is not one of numpy's.
+    """
+    saving = _orbax.get_context().array.saving
+    create = saving.scoped_storage_options_creator
+    usual = _dtype(saving.storage_options, "storage_options")
+    if create is None:
+        return None if usual is None else [usual for _ in jax.tree.leaves(tree)]
+
+    def dtype_of(path: Any, leaf: Any) -> Any:
+        scoped = _dtype(create(path, leaf), "scoped_storage_options_creator")
+        return usual if scoped is None else scoped
+
+    return [dtype_of(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _dtype(options: Any, name: str) -> Any:
+    if options is not None and not isinstance(options, _StorageOptions):
+        raise ValueError(
+            f"context.array.saving.{name} gives {options!r}; it must be `StorageOptions` or None."
+        )
+    if options is None or options.dtype is None:
+        return None
+    try:
+        return np.dtype(options.dtype)
+    except TypeError as error:
+        raise ValueError(
+            f"context.array.saving.{name} gives the dtype {options.dtype!r}, which is not a dtype"
+            " of numpy."
+        ) from error

@@ -1,56 +1,32 @@
 """Orbax v0: the handler for `ocp.Checkpointer` and `ocp.CheckpointManager`.
 
-An existing pipeline writes safetensors, and restores them, with one line changed:
-
-    manager = ocp.CheckpointManager(root, handler_registry=osl.handler_registry("default"))
-    manager.save(step, args=ocp.args.StandardSave(state))
-
-Steps that it saved before, in Orbax's own format, are restored as well. `item_handlers=` takes a
-`SafetensorsCheckpointHandler` as it takes Orbax's handlers.
-
-A folder of published weights is restored as it is, with nothing added to it:
-
-    checkpointer = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
-    state = checkpointer.restore(folder, args=osl.SafetensorsRestore(abstract_state))
-
-`ocp.Checkpointer` takes folders only: for the path of a single file Orbax says "Found incomplete
-checkpoint" before any handler is asked. Give the folder, or use `osl.load` or `ocp.load`.
-
-As a step of a `CheckpointManager`, the folder is under the name of an item of its own, most
-easily as a symbolic link; Orbax needs no other file. The manager goes on with its usual items:
-
-    (root / "0").mkdir(parents=True)
-    (root / "0" / "pretrained").symlink_to(folder)
-    manager = ocp.CheckpointManager(root)
-    args = ocp.args.Composite(pretrained=osl.SafetensorsRestore(abstract_params))
-    params = manager.restore(0, args=args).pretrained
-    manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
-
-With `handler_registry=osl.handler_registry("pretrained")`, `StandardRestore`, restoring without
-arguments and `item_metadata` work for that item, too.
+A folder of published weights is restored as it is. `ocp.Checkpointer` takes folders only: for the
+path of a single file Orbax says "Found incomplete checkpoint" before any handler is asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import os
+from functools import partial
 from typing import Any
 
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 from orbax.checkpoint import future
 
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
-from . import _orbax, orbax_item, settings, v0_metadata
+from . import _orbax, settings
+from .folder_creation import FoldersBeingMade, abandoned_on_error, folders_being_made
+from .item_load import begin_load, is_orbax_item
 from .item_save import ItemSave
-from .metadata import CheckpointMetadata
+from .metadata import CheckpointMetadata, describe_v0
 from .resizing import load_resized
-from .restore_args import abstract_tree_of
-from .save_args import leaf_dtypes
-from .strictness import load_item
+from .settings import Settings
+from .v0_args import abstract_tree_of, leaf_dtypes, restore_orbax_item
 from .v1 import SafetensorsHandler, item_name
 
 
@@ -65,6 +41,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         write: How to write, where no `using(write=...)` block says otherwise.
 
     Attributes:
+        own: The settings that it was made with.
         used_items: The folder of the steps and the name of each item that it saved or restored.
 
     Example:
@@ -87,24 +64,18 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         read: ReadOptions | None = None,
         write: WriteOptions | None = None,
     ) -> None:
-        self._mapping = mapping
-        self._read = read
-        self._write = write
+        self.own = Settings(read=read, write=write, mapping=mapping)
         self.used_items: set[tuple[str, str]] = set()
 
     @classmethod
     def typestr(cls) -> str:
-        """What steps record; that of the v1 handler, so that each API restores the other's."""
+        """Name that steps record; the v1 handler's, so that each API restores the other's."""
         return str(_orbax.typestr(SafetensorsHandler))
 
     async def async_save(
         self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs
     ) -> list[future.Future]:
         """Copies what this process writes to the host; files are written in the background.
-
-        Args:
-            directory: Where the item will be; it need not exist yet.
-            args: `SafetensorsSave`, `StandardSave` or `PyTreeSave`.
 
         Returns:
             What waits until all processes have written, and raises what went wrong.
@@ -114,53 +85,41 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             SafetensorsLayoutError: Leaves that cannot be saved.
         """
         self.used_items.add(item_of(directory))
-        making = _orbax.folders_being_made()
-        try:
+        making = folders_being_made()
+        async with abandoned_on_error(directory):
             save = self._begin(directory, args, making)
-        except BaseException:
-            await _orbax.abandon_folders(directory)
-            raise
         commit = _commit(save, directory, at_once=making is not None)
         if not save.is_captured:
-            await asyncio.to_thread(_wait_captured, save, commit)
+            await asyncio.to_thread(save.wait_captured, partial(_is_writing, commit))
         return [commit]
 
     def save(self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs) -> None:
-        """Saves, and waits for it; also inside a running event loop. As `async_save`.
-
-        Raises:
-            StorageError: A write failed.
-            PeerError: Another process failed.
-        """
-        _commit(self._begin(directory, args), directory).result()
+        """Saves, and waits for it; also inside a running event loop."""
+        _commit(self._begin(directory, args, None), directory, at_once=False).result()
 
     def _begin(
-        self, directory: os.PathLike[str], args: Any, making: _orbax.FoldersBeingMade | None = None
+        self, directory: os.PathLike[str], args: Any, making: FoldersBeingMade | None
     ) -> ItemSave:
         return ItemSave(
             directory,
             args.item,
-            settings.current().write or self._write or WriteOptions(),
-            mapping=self._mapping_of(args),
+            settings.current(self.own).write or WriteOptions(),
+            mapping=self._mapping(args),
             custom=getattr(args, "custom_metadata", None),
             dtypes=leaf_dtypes(args),
             making=making,
         )
 
-    def _mapping_of(self, args: Any) -> LeafMapping | None:
-        return getattr(args, "mapping", None) or settings.current().mapping or self._mapping
+    def _mapping(self, args: Any) -> LeafMapping | None:
+        return getattr(args, "mapping", None) or settings.current(self.own).mapping
 
     def restore(
         self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs | None = None
     ) -> Any:
-        """Restores the tree that the arguments ask for.
+        """Restores the tree that the arguments ask for; Orbax's own format with Orbax's handlers.
 
-        Args:
-            directory: The folder that holds the `.safetensors` files; or an item in Orbax's own
-                format, as a run's earlier steps may be, which Orbax's own handlers restore.
-            args: `SafetensorsRestore`, `StandardRestore`, `PyTreeRestore`, or None. Without a tree
-                everything is loaded: what this package saved as it was saved, a checkpoint of
-                others as a flat dict of numpy arrays.
+        Without a tree everything is loaded: what this package saved as it was saved, a checkpoint
+        of others as a flat dict of numpy arrays.
 
         Raises:
             CheckpointNotFoundError: There is no safetensors checkpoint there.
@@ -169,18 +128,17 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             StorageError: A read failed.
         """
         self.used_items.add(item_of(directory))
-        if orbax_item.is_orbax_item(directory):
-            return orbax_item.restore(directory, args)
-        mapping = self._mapping_of(args)
-        options = settings.current().read or self._read or ReadOptions()
-        load = functools.partial(
-            load_item,
-            directory,
-            mapping=mapping,
-            options=options,
-            partial=getattr(args, "partial_restore", False),
-            switch="`SafetensorsRestore(..., partial_restore=True)`",
-        )
+        if is_orbax_item(directory):
+            return restore_orbax_item(directory, args)
+        mapping = self._mapping(args)
+        options = settings.current(self.own).read or ReadOptions()
+        strict = not getattr(args, "partial_restore", False)
+
+        def load(abstract: Any) -> Any:
+            switch = "`SafetensorsRestore(..., partial_restore=True)`"
+            strict_options = dataclasses.replace(options, strict=strict)
+            return begin_load(directory, abstract, mapping, strict_options, switch)()
+
         if mapping is not None:  # which says what is cut or padded
             return load(abstract_tree_of(args))
         loose = not getattr(args, "strict", True)
@@ -189,16 +147,12 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """Name, shape, dtype and sharding of every leaf, and the custom metadata.
 
-        Returns:
-            A `TreeMetadata`, as from Orbax's own pytree handlers, which also serves as the tree to
-            restore. Of a checkpoint that others wrote, it is a flat dict of tensors, and the files'
-            `__metadata__` are the custom metadata.
+        The `TreeMetadata` also serves as the tree to restore. Of a checkpoint that others wrote, it
+        is a flat dict of tensors, and the files' `__metadata__` are the custom metadata.
         """
-        if orbax_item.is_orbax_item(directory):
-            return orbax_item.metadata(directory)
-        return v0_metadata.describe(
-            directory, CheckpointMetadata.read(directory, self._mapping_of(None))
-        )
+        if is_orbax_item(directory):
+            return ocp.StandardCheckpointHandler().metadata(ocp_v1.path.Path(directory))
+        return describe_v0(directory, CheckpointMetadata.read(directory, self._mapping(None)))
 
 
 def item_of(directory: str | os.PathLike[str]) -> tuple[str, str]:
@@ -206,34 +160,30 @@ def item_of(directory: str | os.PathLike[str]) -> tuple[str, str]:
     return os.path.dirname(os.path.dirname(os.fspath(directory))), item_name(directory)
 
 
-def _commit(save: ItemSave, directory: os.PathLike[str], *, at_once: bool = False) -> future.Future:
+def _commit(save: ItemSave, directory: os.PathLike[str], *, at_once: bool) -> future.Future:
     """Starts the background phase: `at_once`, or when Orbax tells that the folder is there."""
 
     async def write() -> None:
         save.write(directory)  # the thread is its own
 
     kind: Any = _orbax.CommitFuture if at_once else future.CommitFutureAwaitingContractedSignals
-    found: future.Future = kind(write(), name="safetensors_save")
-    return found
+    commit: future.Future = kind(write(), name="safetensors_save")
+    return commit
 
 
-def _wait_captured(save: ItemSave, commit: future.Future) -> None:
-    """Waits until the caller may change the arrays; raises where the background phase failed."""
-
-    def writing() -> bool:
-        try:
-            commit.result(timeout=0)
-        except TimeoutError:
-            return True
-        return False
-
-    save.wait_captured(writing)
+def _is_writing(commit: future.Future) -> bool:
+    """Whether the background phase runs or will run; raises where it failed."""
+    try:
+        commit.result(timeout=0)
+    except TimeoutError:
+        return True
+    return False
 
 
 @ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_save=True)
 @dataclasses.dataclass
 class SafetensorsSave(ocp.args.CheckpointArgs):
-    """What to save as a safetensors checkpoint.
+    """Arguments of a save as a safetensors checkpoint.
 
     Attributes:
         item: Any pytree of `jax.Array`s (plain, or of typed PRNG keys), numpy arrays and scalars,
@@ -254,10 +204,10 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_restore=True)
 @dataclasses.dataclass
 class SafetensorsRestore(ocp.args.CheckpointArgs):
-    """What to restore from a safetensors checkpoint.
+    """Arguments of a restore from a safetensors checkpoint.
 
     Attributes:
-        item: The tree that is wanted. Leaves may be all that `osl.load` takes: abstract or
+        item: The abstract tree. Leaves may be all that `osl.load` takes: abstract or
             concrete arrays, `...`, Python scalars and strings, the leaves of `metadata`. Without
             an item, `restore_args` gives the structure; without either, everything is loaded.
         restore_args: A tree of the item's structure of `ocp.RestoreArgs` and
@@ -275,13 +225,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
 
 
 SAVE_AND_RESTORE = (
-    SafetensorsSave,
-    ocp.args.StandardSave,
-    ocp.args.PyTreeSave,
-    SafetensorsRestore,
-    ocp.args.StandardRestore,
-    ocp.args.PyTreeRestore,
+    *(SafetensorsSave, ocp.args.StandardSave, ocp.args.PyTreeSave),
+    *(SafetensorsRestore, ocp.args.StandardRestore, ocp.args.PyTreeRestore),
 )
-"""Arguments that the handler takes."""
-
 _orbax.add_args(SafetensorsCheckpointHandler, SAVE_AND_RESTORE)

@@ -1,19 +1,13 @@
-"""Orbax v1: the handler for items of checkpoints in Orbax's own layout.
+"""Orbax v1: the handler for items of checkpoints in Orbax's own layout; see `osl.context`.
 
-    with osl.context("state"):
-        ocp.save(path, state)
-        state = ocp.load(path)
-
-    with ocp.training.Checkpointer(root, context=osl.context("state")) as training:
-        training.save(step, state)
-
-The other way is the layout; see `layout` and `install`. Both leave the same folder.
+The other way is the layout, see `layout`; both leave the same folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import os
 from collections.abc import Awaitable
 from typing import Any, cast
@@ -28,16 +22,14 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 from . import _orbax, settings
 from .background import in_background
+from .folder_creation import FoldersBeingMade, abandoned_on_error, folders_being_made
+from .item_load import begin_load, is_orbax_item
 from .item_save import ItemSave
-from .metadata import CheckpointMetadata, StoredArrayMetadata
-from .orbax_item import is_orbax_item
-from .restore_args import HostArray
-from .save_args import storage_dtypes
-from .settings import Settings
-from .strictness import load_item, open_item
+from .metadata import CheckpointMetadata, describe_v1
+from .settings import NOTHING, Settings
 
-_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 _VALUES = (bool, int, float, str)
+_LEAVES = (jax.Array, np.ndarray, np.generic, *_VALUES)
 
 
 class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
@@ -62,7 +54,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         {'weight': array([0., 1., 2., 3.], dtype=float32), 'step': 3}
     """
 
-    def __init__(self, own: Settings = settings.NOTHING) -> None:
+    def __init__(self, own: Settings = NOTHING) -> None:
         self._own = own
 
     async def save(
@@ -70,17 +62,13 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     ) -> Awaitable[None]:
         """Copies what this process writes to the host; files are written when awaited.
 
-        Args:
-            directory: The item's folder.
-            checkpointable: Any pytree that `osl.save` takes.
-
         Raises:
             ValueError: The tree is an empty container, or an option of Orbax's context is invalid.
             SafetensorsLayoutError: Leaves that cannot be saved, or Orbax's context leaves out
                 some of the processes.
         """
-        making = _orbax.folders_being_made()
-        try:
+        making = folders_being_made()
+        async with abandoned_on_error(directory):
             _check_processes()
             _note_use(directory.path)
             save = ItemSave(
@@ -88,59 +76,51 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
                 checkpointable,
                 settings.write_options_v1(self._own),
                 mapping=settings.current(self._own).mapping,
-                dtypes=storage_dtypes(checkpointable),
+                dtypes=settings.storage_dtypes_v1(checkpointable),
                 making=making,
             )
-        except BaseException:
-            await _orbax.abandon_folders(directory)
-            raise
         if save.is_captured:
             return _write(save, directory, making)
         # More than the memory budget: the caller waits until files have taken up the rest.
-        return _finish(save.start(await _folder(directory, making)))
+        return _join(save.start(await _folder(directory, making)))
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
     ) -> Awaitable[Any]:
         """Loads the item; here settings are taken and headers checked, the rest when awaited.
 
-        Args:
-            directory: The item's folder; or an item in Orbax's own format, as a run's earlier steps
-                may be, which Orbax's own handler loads.
-            abstract_checkpointable: The wanted tree; None loads everything: what this package saved
-                as it was saved, a checkpoint of others as a flat dict of numpy arrays.
+        An item in Orbax's own format, as a run's earlier steps may be, is loaded by its handler.
+        Without a tree everything is loaded: what this package saved as it was saved, a checkpoint
+        of others as a flat dict of numpy arrays.
         """
         _note_use(directory)
         if await in_background(is_orbax_item, directory):
             orbaxs: Any = ocp.handlers.PyTreeHandler()
             return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
         options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
+        partial = _orbax.get_context().pytree.loading.partial_load
         # Of what is raised later Orbax says that the handler is incompatible.
-        opening = await in_background(
-            open_item, directory, abstract_checkpointable, mapping, options
-        )
-        return in_background(
-            load_item,
+        load = await in_background(
+            begin_load,
             directory,
             abstract_checkpointable,
-            opening=opening,
-            mapping=mapping,
-            options=options,
-            partial=_orbax.get_context().pytree.loading.partial_load,
-            switch="`context.pytree.loading.partial_load = True`",
+            mapping,
+            dataclasses.replace(options, strict=not partial),
+            "`context.pytree.loading.partial_load = True`",
         )
+        return in_background(load)
 
     async def metadata(self, directory: ocp.path.Path) -> Any:
-        """Shapes, dtypes and shardings, as `describe` gives them."""
+        """Shapes, dtypes and shardings, as `describe_v1` gives them."""
         if await in_background(is_orbax_item, directory):
             return await ocp.handlers.PyTreeHandler().metadata(directory)
         mapping = settings.current(self._own).mapping
-        return describe(await in_background(CheckpointMetadata.read, directory, mapping))
+        return describe_v1(await in_background(CheckpointMetadata.read, directory, mapping))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether it is a tree of leaves that `osl.save` takes."""
         leaves = jax.tree.leaves(checkpointable)
-        return bool(leaves) and all(map(_is_leaf, leaves))
+        return bool(leaves) and all(isinstance(leaf, _LEAVES) for leaf in leaves)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
         """Whether it is a tree of leaves that `osl.load` takes."""
@@ -154,7 +134,7 @@ def item_name(directory: str | os.PathLike[str]) -> str:
 
 
 def _note_use(directory: str | os.PathLike[str]) -> None:
-    """Tells the handlers of Orbax that watch the context's items; see `v1_context`."""
+    """Tells the handlers of Orbax that watch the context's items; see `registries`."""
     for handler, _ in _orbax.get_context().checkpointables.registry.get_all_entries():
         used: set[str] = getattr(handler, "used_items", set())
         used.add(item_name(directory))
@@ -186,43 +166,20 @@ def _check_processes() -> None:
 
 
 async def _folder(
-    directory: ocp.path.PathAwaitingCreation, making: _orbax.FoldersBeingMade | None
+    directory: ocp.path.PathAwaitingCreation, making: FoldersBeingMade | None
 ) -> ocp.path.Path:
     """The item's folder, which `ItemSave` waits for if it is being made."""
     return await directory.await_creation() if making is None else directory.path
 
 
 async def _write(
-    save: ItemSave,
-    directory: ocp.path.PathAwaitingCreation,
-    making: _orbax.FoldersBeingMade | None,
+    save: ItemSave, directory: ocp.path.PathAwaitingCreation, making: FoldersBeingMade | None
 ) -> None:
     await in_background(save.write, await _folder(directory, making))
 
 
-async def _finish(writing: concurrent.futures.Future[None]) -> None:
+async def _join(writing: concurrent.futures.Future[None]) -> None:
     await asyncio.wrap_future(writing)  # for the loop that waits, not the one that began
-
-
-def describe(contents: CheckpointMetadata) -> Any:
-    """The tree of a checkpoint, which also serves as the tree to load.
-
-    Arrays are `jax.ShapeDtypeStruct`s, with the sharding that they were saved with where this
-    program has the devices; numpy arrays have a shape and a dtype alone; numbers and strings are
-    their types. A checkpoint that others wrote is a flat dict from tensor name to
-    `jax.ShapeDtypeStruct`.
-    """
-
-    def array(stored: StoredArrayMetadata) -> Any:
-        if stored.on_host:
-            return HostArray(stored.shape, stored.dtype)
-        return _struct(stored.shape, stored.dtype, sharding=stored.placement)
-
-    return contents.tree(array, lambda _, value: type(value))
-
-
-def _is_leaf(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | str)
 
 
 def _is_abstract_leaf(leaf: Any) -> bool:

@@ -1,31 +1,29 @@
-"""The interface of a command, and what commands share."""
+"""The interface of a command, and the arguments that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
-from typing import TypeVar
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.options import KIB, ReadOptions, WriteOptions
+from orbax_safetensors_layout.runtime import parse_size
+from orbax_safetensors_layout.sharding import ShardingRule, parse_rules
 
 from .output import Output
 
-Argument = TypeVar("Argument")
+_LEAST_BUDGET_BYTES, _USUAL_BUDGET_BYTES = 64 * KIB, ReadOptions().memory_budget_bytes
+T = TypeVar("T")
 
 
 class UsageError(Exception):
     """The arguments are malformed, or make no sense together; exit code 2."""
-
-
-def argument(parse: Callable[[str], Argument]) -> Callable[[str], Argument]:
-    """Return a `type` of argparse that reports the text of a `ValueError` of `parse`."""
-
-    def parsed(text: str) -> Argument:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +52,128 @@ class Command:
     resume: Callable[[argparse.Namespace], str] = lambda _: "Nothing was changed; run it again."
 
 
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a `type` of argparse that reports the text of a `ValueError` of `parse`."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds `--json`."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
+
+
+def add_memory_budget(
+    parser: argparse.ArgumentParser,
+    help: str = "default 2GiB",
+    default: int | None = _USUAL_BUDGET_BYTES,
+) -> None:
+    """Adds `--memory-budget-bytes`."""
+    parser.add_argument(
+        "--memory-budget-bytes",
+        type=argument(_memory_budget),
+        default=default,
+        metavar="SIZE",
+        help=help,
+    )
+
+
+def _memory_budget(text: str) -> int:
+    size = parse_size(text)
+    if size < _LEAST_BUDGET_BYTES:  # as without a unit
+        raise ValueError(
+            f"{text} is too little memory to work with; 2GiB is usual, 64KiB the least"
+        )
+    return size
+
+
+def add_max_file_bytes(parser: argparse.ArgumentParser, help: str) -> None:
+    """Adds `--max-file-bytes`."""
+    parser.add_argument(
+        "--max-file-bytes",
+        type=argument(parse_size),
+        default=WriteOptions().max_file_bytes,
+        metavar="SIZE",
+        help=f"{help}; default 5GB",
+    )
+
+
+def add_mesh(parser: argparse.ArgumentParser, help: str, spec_help: str) -> None:
+    """Adds `--mesh`, `--hosts` and `--spec`; see `sharding_rules`."""
+    parser.add_argument("--mesh", type=argument(_mesh_axes), metavar="AXES", help=help)
+    parser.add_argument(
+        "--hosts", type=int, default=1, metavar="N", help="processes of that mesh; default 1"
+    )
+    parser.add_argument(
+        "--spec",
+        action="append",
+        metavar="RULE|FILE",
+        help=f"\"'.*kernel' = fsdp,tensor\"{spec_help}. Default: '.*' = auto",
+    )
+
+
+def _mesh_axes(text: str) -> dict[str, int]:
+    axes = {}
+    for part in text.split(","):
+        name, separator, size = (piece.strip() for piece in part.partition("="))
+        if not (name and separator and size.isdecimal() and int(size)) or name in axes:
+            raise ValueError(f"{text!r} is not a mesh; write for instance fsdp=64,tensor=4")
+        axes[name] = int(size)
+    return axes
+
+
+def sharding_rules(texts: Sequence[str] | None) -> tuple[ShardingRule, ...]:
+    """Parse rules, each given as itself or as a file of them; a malformed one is a `ValueError`."""
+    rules: list[ShardingRule] = []
+    for text in texts or ():
+        lines = Path(text).read_text().splitlines() if os.path.isfile(text) else [text]
+        rules += parse_rules(lines)
+    return tuple(rules)
+
+
+def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
+    """Adds `--mapping`, whose purpose `help` says; see `find_mapping`."""
+    parser.add_argument(
+        "--mapping",
+        "--family",
+        metavar="NAME[:TARGET]|MODULE:ATTRIBUTE",
+        help=f"{help}: a ready mapping of osl.families, as 'llama:maxtext-unscanned', 'auto:tunix'"
+        " to go by config.json, or an osl.Mapping of a Python module or FILE.py",
+    )
+
+
+def find_mapping(text: str, path: str) -> Any:
+    """Return the mapping that `--mapping` names, with the configuration of the checkpoint `path`.
+
+    The working folder is on the module path.
+    """
+    from orbax_safetensors_layout.mapping import find_mapping as find
+
+    _see_working_folder()
+    try:
+        return find(text, path)
+    except MappingError as error:
+        raise UsageError(str(error)) from error
+
+
+def python_object(text: str) -> Any:
+    """Return the object that `module:attribute` names; the working folder is on the module path."""
+    module, _, name = text.partition(":")
+    if not (module and name):
+        raise UsageError(f"{text!r} is not a MODULE:ATTRIBUTE")
+    _see_working_folder()
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError as error:
+        raise UsageError(f"{text!r}: {error}") from error
+
+
+def _see_working_folder() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.runtime import parse_size
 
-from .arguments import memory_budget
-from .command import Command, argument
+from .command import Command, add_max_file_bytes, add_memory_budget
 from .output import Output
 
 
@@ -18,19 +16,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "target", nargs="?", help="the folder to write; by default the pieces are replaced"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
-    parser.add_argument(
-        "--max-file-bytes",
-        type=argument(parse_size),
-        default=WriteOptions().max_file_bytes,
-        metavar="SIZE",
-        help="most bytes of tensors in a file, by default 5GB",
-    )
-    parser.add_argument(
-        "--memory-budget-bytes",
-        type=argument(memory_budget),
-        metavar="SIZE",
-        help="host memory to use",
-    )
+    add_max_file_bytes(parser, "most bytes of tensors in a file")
+    add_memory_budget(parser, "host memory to use", default=None)
 
 
 def _run(parsed: argparse.Namespace, output: Output) -> int:

@@ -7,10 +7,18 @@ import os
 from typing import Any
 
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.runtime import parse_size, size_text
+from orbax_safetensors_layout.runtime import size_text
 
-from .arguments import add_mapping, find_mapping, memory_budget, mesh_axes, sharding_rules
-from .command import Command, UsageError, argument
+from .command import (
+    Command,
+    UsageError,
+    add_mapping,
+    add_max_file_bytes,
+    add_memory_budget,
+    add_mesh,
+    find_mapping,
+    sharding_rules,
+)
 from .output import Output
 
 
@@ -22,24 +30,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("hf", "sharded", "orbax"),
         help="of the target; default orbax for a Hugging Face source, hf for others",
     )
-    _add_choice(parser)
-    _add_mapping(parser)
-    _add_layout(parser)
-    parser.add_argument(
-        "--memory-budget-bytes",
-        type=argument(memory_budget),
-        default=ConvertOptions().memory_budget_bytes,
-        metavar="SIZE",
-        help="host memory to use, whatever the checkpoint's size; default 2GiB",
-    )
-    parser.add_argument("--no-verify", action="store_true", help="do not read back and compare")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
-    parser.add_argument(
-        "--restart", action="store_true", help="drop what an interrupted conversion has done"
-    )
-
-
-def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step",
         type=int,
@@ -50,9 +40,6 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subtree", metavar="NAME", help="convert a part of the tree, as params.params"
     )
-
-
-def _add_mapping(parser: argparse.ArgumentParser) -> None:
     add_mapping(parser, "names and shapes")
     parser.add_argument(
         "--config",
@@ -68,37 +55,24 @@ def _add_mapping(parser: argparse.ArgumentParser) -> None:
         " 'vision_tower.*'; may be repeated",
     )
     parser.add_argument("--dtype", help="write floating-point arrays in this dtype")
-
-
-def _add_layout(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mesh",
-        type=argument(mesh_axes),
-        metavar="AXES",
-        help="store the shards of this mesh, axes outermost first: fsdp=16,tensor=4",
+    add_mesh(
+        parser,
+        "store the shards of this mesh, axes outermost first: fsdp=16,tensor=4",
+        ", as for plan",
     )
-    parser.add_argument(
-        "--hosts", type=int, default=1, metavar="N", help="processes of that mesh; default 1"
-    )
-    parser.add_argument(
-        "--spec",
-        action="append",
-        metavar="RULE|FILE",
-        help="\"'.*kernel' = fsdp,tensor\", as for plan. Default: '.*' = auto",
-    )
-    parser.add_argument(
-        "--max-file-bytes",
-        type=argument(parse_size),
-        default=ConvertOptions().max_file_bytes,
-        metavar="SIZE",
-        help="most bytes of tensors in a Hugging Face file; default 5GB",
-    )
-    for name, what in (
+    add_max_file_bytes(parser, "most bytes of tensors in a Hugging Face file")
+    for name, effect in (
         ("ocdbt", "a file a chunk in place of OCDBT databases"),
         ("zarr3", "version 2 of zarr in place of 3"),
         ("compression", "chunks as they are in place of zstd"),
     ):
-        parser.add_argument(f"--no-{name}", action="store_true", help=f"of Orbax: {what}")
+        parser.add_argument(f"--no-{name}", action="store_true", help=f"of Orbax: {effect}")
+    add_memory_budget(parser, "host memory to use, whatever the checkpoint's size; default 2GiB")
+    parser.add_argument("--no-verify", action="store_true", help="do not read back and compare")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
+    parser.add_argument(
+        "--restart", action="store_true", help="drop what an interrupted conversion has done"
+    )
 
 
 def _run(parsed: argparse.Namespace, output: Output) -> int:

@@ -1,67 +1,35 @@
-"""Joins names that differ by numbers alone to a pattern: `layers.{0..61}.mlp.up_proj.weight`."""
+"""`families`: lists the model families that have a ready mapping."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+import argparse
 
-_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]*)(?![^.])")
-_MOST_LISTED = 6
-_SPECIAL = re.compile(r"([*?\[\]{},])")
-
-Key = TypeVar("Key", bound=Hashable)
+from .command import Command, add_json
+from .output import Output, table
 
 
-class NameFamily(NamedTuple, Generic[Key]):
-    """Names of one kind and pattern (as `--filter` takes it), by their numbers in order."""
+def _run(parsed: argparse.Namespace, output: Output) -> int:
+    from orbax_safetensors_layout.mapping import TARGETS
 
-    pattern: str
-    kind: Key
-    members: tuple[int, ...]
-
-
-def name_families(named: Iterable[tuple[str, Key]]) -> list[NameFamily[Key]]:
-    """Joins names of one kind that differ by whole numbers alone, as in `layers.0.w`, `layers_0.w`.
-
-    Args:
-        named: Names and their kinds.
-
-    Returns:
-        In the order of their first members.
-
-    Example:
-        >>> [found.pattern for found in name_families([("a.0.w", 1), ("b", 1), ("a.1.w", 1)])]
-        ['a.{0..1}.w', 'b']
-    """
-    members: dict[tuple[tuple[str, ...], Key], list[int]] = {}
-    numbers: dict[tuple[tuple[str, ...], Key], list[set[int]]] = {}
-    for place, (name, kind) in enumerate(named):
-        parts = _NUMBER.split(name)
-        key = (tuple(parts[::2]), kind)
-        members.setdefault(key, []).append(place)
-        found = numbers.setdefault(key, [set() for _ in parts[1::2]])
-        for known, number in zip(found, parts[1::2], strict=True):
-            known.add(int(number))
-    return [
-        NameFamily(_pattern(texts, numbers[texts, kind]), kind, tuple(places))
-        for (texts, kind), places in members.items()
+    if parsed.json:
+        output.json(TARGETS)
+        return 0
+    names = list(dict.fromkeys(name for families in TARGETS.values() for name in families))
+    rows = [
+        [name, *("yes" if name in families else "-" for families in TARGETS.values())]
+        for name in names
     ]
+    output.result(table(["family", *TARGETS], rows, left=1 + len(TARGETS)))
+    return 0
 
 
-def _pattern(texts: Sequence[str], numbers: Sequence[set[int]]) -> str:
-    plain = all(len(values) == 1 for values in numbers)
-    escaped = [text if plain else _SPECIAL.sub(r"[\1]", text) for text in texts]
-    spans = [_span(sorted(values)) for values in numbers] + [""]
-    return "".join(text + span for text, span in zip(escaped, spans, strict=True))
-
-
-def _span(numbers: Sequence[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    if first == last:
-        return str(first)
-    if last - first + 1 == len(numbers):
-        return f"{{{first}..{last}}}"
-    if len(numbers) <= _MOST_LISTED:
-        return f"{{{','.join(map(str, numbers))}}}"
-    return "*"
+VERB = Command(
+    name="families",
+    help="the model families that have a ready mapping",
+    description="Lists the families of Hugging Face models that have a ready mapping, and to which"
+    " targets: MaxText's parameter tree, Tunix's models, or a plain tree. `--mapping"
+    " FAMILY:TARGET` of plan, convert and verify takes them; `auto` goes by config.json.",
+    examples=("families",),
+    add_arguments=add_json,
+    run=_run,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,7 @@ from orbax_safetensors_layout.analysis import (
 from orbax_safetensors_layout.runtime import count_text, number_text, size_text
 
 from .command import Command, add_json
-from .families import name_families
-from .output import Output, table
+from .output import Output, name_families, table
 
 _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
     "name": lambda tensor: tensor.name,
@@ -98,9 +98,7 @@ def _by_tensor(report: Inspection, *, every: bool) -> str:
         ]
     rows = []
     for name, tensors in groups:
-        total = Total()
-        for tensor in tensors:
-            total = total.plus(tensor)
+        total = functools.reduce(Total.plus, tensors, Total())
         first = tensors[0]
         files = sorted({file for tensor in tensors for file in tensor.files})
         if report.layout == "orbax":
@@ -108,8 +106,7 @@ def _by_tensor(report: Inspection, *, every: bool) -> str:
         else:
             pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
             where = (files[0] if len(files) == 1 else f"{len(files)} files") + pieces
-        row = (name, first.dtype, str(list(first.shape)), where)
-        rows.append([*row, f"{total.tensors:,}", count_text(total.parameters), _size(total)])
+        rows.append([name, first.dtype, str(list(first.shape)), where, *_cells(total)])
     header = ["tensor", "dtype", "shape", "file", "tensors", "parameters", "bytes"]
     return table(header, rows, left=4)
 
@@ -121,24 +118,19 @@ def _by_file(report: Inspection) -> str:
             totals[file] = totals[file].plus(tensor)
     rows = []
     for file, size in report.files.items():
-        total = totals[file]
-        shown = [f"{total.tensors:,}", count_text(total.parameters)]
-        rows.append([file, size_text(size), *(shown if report.layout == "hf" else ["-", "-"])])
+        counts = _cells(totals[file])[:2] if report.layout == "hf" else ["-", "-"]
+        rows.append([file, size_text(size), *counts])
     return table(["file", "size", "tensors", "parameters"], rows)
 
 
 def _totals(report: Inspection) -> str:
-    rows = [
-        [code, f"{total.tensors:,}", count_text(total.parameters), _size(total)]
-        for code, total in report.by_dtype().items()
-    ]
-    total = report.total
-    rows.append(["all", f"{total.tensors:,}", count_text(total.parameters), _size(total)])
+    totals = report.by_dtype() | {"all": report.total}
+    rows = [[code, *_cells(total)] for code, total in totals.items()]
     return table(["dtype", "tensors", "parameters", "bytes"], rows)
 
 
-def _size(total: Total) -> str:
-    return size_text(total.nbytes)
+def _cells(total: Total) -> list[str]:
+    return [f"{total.tensors:,}", count_text(total.parameters), size_text(total.nbytes)]
 
 
 def _short(value: object) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
-from . import consolidate, convert, inspect, list_families, plan, verify
+from . import consolidate, convert, families, inspect, plan, verify
 from .command import Command, UsageError
 from .output import Output
 from .sigint import INTERRUPTED, clean_interrupts
@@ -25,7 +25,7 @@ VERBS: tuple[Command, ...] = (
     verify.VERB,
     convert.VERB,
     consolidate.VERB,
-    list_families.VERB,
+    families.VERB,
 )
 
 _EXPECTED = (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError)

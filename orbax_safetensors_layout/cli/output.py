@@ -1,11 +1,13 @@
-"""Writes results to stdout and messages to stderr."""
+"""Writes results to stdout and messages to stderr; formats tables, and patterns of names."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from orbax_safetensors_layout.runtime import text_table
 
@@ -16,6 +18,12 @@ _CONTROLS = _SURROGATES | {
     n: repr(chr(n))[1:-1] for n in (*range(32), *range(127, 160)) if chr(n) != "\n"
 }
 """Control characters of a terminal, which a file may put into names of its tensors."""
+
+_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]*)(?![^.])")
+_MOST_LISTED = 6
+_SPECIAL = re.compile(r"([*?\[\]{},])")
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Output:
         sys.stdout.write(text.translate(_SURROGATES) + "\n")
 
     def message(self, text: str) -> None:
-        """Writes a line to stderr, unless it is quiet."""
+        """Writes a line to stderr, unless quiet."""
         if not self.quiet:
             self.error(text)
 
@@ -51,20 +59,54 @@ class Output:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Format rows in columns.
-
-    Args:
-        header: The head of each column.
-        rows: The cells.
-        left: Number of columns that are aligned to the left; the others hold numbers.
-
-    Example:
-        >>> print(table(["name", "bytes"], [["a", "1"], ["bcdef", "10"]]))
-        name   bytes
-        a          1
-        bcdef     10
-    """
+    """Format rows in columns, the first `left` aligned to the left; the others hold numbers."""
     lines = [
         [cell.replace("\n", "\\n").translate(_CONTROLS) for cell in row] for row in [header, *rows]
     ]
     return text_table(lines, left)
+
+
+class NameFamily(NamedTuple, Generic[Key]):
+    """Names of one kind and pattern, as `layers.{0..61}.w`, which `--filter` takes."""
+
+    pattern: str
+    kind: Key
+    members: tuple[int, ...]  # places of the names
+
+
+def name_families(named: Iterable[tuple[str, Key]]) -> list[NameFamily[Key]]:
+    """Joins names of one kind that differ by whole numbers alone, as in `layers.0.w`, `layers_0.w`.
+
+    Takes names and their kinds; returns the families in the order of their first members.
+    """
+    members: dict[tuple[tuple[str, ...], Key], list[int]] = {}
+    numbers: dict[tuple[tuple[str, ...], Key], list[set[int]]] = {}
+    for place, (name, kind) in enumerate(named):
+        parts = _NUMBER.split(name)
+        key = (tuple(parts[::2]), kind)
+        members.setdefault(key, []).append(place)
+        columns = numbers.setdefault(key, [set() for _ in parts[1::2]])
+        for column, number in zip(columns, parts[1::2], strict=True):
+            column.add(int(number))
+    return [
+        NameFamily(_pattern(texts, numbers[texts, kind]), kind, tuple(places))
+        for (texts, kind), places in members.items()
+    ]
+
+
+def _pattern(texts: Sequence[str], numbers: Sequence[set[int]]) -> str:
+    plain = all(len(values) == 1 for values in numbers)
+    escaped = [text if plain else _SPECIAL.sub(r"[\1]", text) for text in texts]
+    spans = [_span(sorted(values)) for values in numbers] + [""]
+    return "".join(text + span for text, span in zip(escaped, spans, strict=True))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return str(first)
+    if last - first + 1 == len(numbers):
+        return f"{{{first}..{last}}}"
+    if len(numbers) <= _MOST_LISTED:
+        return f"{{{','.join(map(str, numbers))}}}"
+    return "*"

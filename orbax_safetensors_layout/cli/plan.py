@@ -13,15 +13,19 @@ from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
 
-from .arguments import (
+from .command import (
+    Command,
+    UsageError,
+    add_json,
     add_mapping,
+    add_max_file_bytes,
+    add_memory_budget,
+    add_mesh,
+    argument,
     find_mapping,
-    memory_budget,
-    mesh_axes,
     python_object,
     sharding_rules,
 )
-from .command import Command, UsageError, add_json, argument
 from .output import Output
 from .plan_text import comparison_text, estimate_document, estimate_text
 
@@ -30,23 +34,13 @@ _AUTO = ShardingRule(".*", None)
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", help="a .safetensors file, or a folder of them")
-    parser.add_argument(
-        "--mesh",
-        type=argument(mesh_axes),
-        metavar="AXES",
-        help="axes of the mesh, outermost first: fsdp=64,tensor=4",
-    )
-    parser.add_argument(
-        "--hosts", type=int, metavar="N", help="processes that share the devices; default 1"
-    )
-    parser.add_argument(
-        "--spec",
-        action="append",
-        metavar="RULE|FILE",
-        help="\"'.*kernel' = fsdp,tensor\": a regular expression of names, and for each dimension"
-        " the axes that split it ('-' for none, '+' between several), or 'replicated', or 'auto':"
-        " the outermost dimension that the most devices divide. May be repeated; the first that"
-        " matches counts. A file has one a line. Default: '.*' = auto",
+    add_mesh(
+        parser,
+        "axes of the mesh, outermost first: fsdp=64,tensor=4",
+        ": a regular expression of names, and for each dimension the axes that split it ('-' for"
+        " none, '+' between several), or 'replicated', or 'auto': the outermost dimension that the"
+        " most devices divide. May be repeated; the first that matches counts. A file has one a"
+        " line",
     )
     add_mapping(parser, "load through this")
     parser.add_argument(
@@ -68,9 +62,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a host with all its streams, for the estimated time; default: local files one"
         " stream's, else all streams', at most 25 Gbit/s",
     )
-    parser.add_argument(
-        "--memory-budget-bytes", type=argument(memory_budget), metavar="SIZE", help="default 2GiB"
-    )
+    add_memory_budget(parser)
     parser.add_argument("--top", type=int, default=5, help="how many costly tensors to name")
     parser.add_argument(
         "--compare",
@@ -88,13 +80,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="plan a save of the same tensors, in layout hf (default) or sharded",
     )
-    parser.add_argument(
-        "--max-file-bytes",
-        type=argument(parse_size),
-        default=WriteOptions().max_file_bytes,
-        metavar="SIZE",
-        help="of a save: most bytes of tensors in a file, by default 5GB",
-    )
+    add_max_file_bytes(parser, "of a save: most bytes of tensors in a file")
     parser.add_argument("--plot", metavar="PNG", help="draw which host reads what (needs [plot])")
     parser.add_argument(
         "--plot-files", default="*", metavar="GLOB", help="draw only files of such names"
@@ -183,18 +169,18 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
 def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> MeshShape:
     if axes is None:
         raise UsageError("name the mesh: --mesh fsdp=64,tensor=4")
-    return MeshShape(axes, 1 if parsed.hosts is None else parsed.hosts)
+    return MeshShape(axes, parsed.hosts)
 
 
 def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
-    given: dict[str, Any] = {"concurrency": parsed.concurrency}
+    given: dict[str, Any] = {}
     if parsed.latency is not None:
         given["latency_seconds"] = {kind: parsed.latency}
     if parsed.bandwidth is not None:
         given["bandwidth_bytes_per_second"] = {kind: float(parsed.bandwidth)}
-    if parsed.memory_budget_bytes is not None:
-        given["memory_budget_bytes"] = parsed.memory_budget_bytes
-    return ReadOptions(**given)
+    return ReadOptions(
+        concurrency=parsed.concurrency, memory_budget_bytes=parsed.memory_budget_bytes, **given
+    )
 
 
 VERB = Command(

@@ -10,8 +10,7 @@ from orbax_safetensors_layout.plan import Cost
 from orbax_safetensors_layout.runtime import count_text, number_text, seconds_text, size_text
 from orbax_safetensors_layout.sharding import spec_text
 
-from .families import name_families
-from .output import table
+from .output import name_families, table
 
 
 def _ratio(value: float) -> str:

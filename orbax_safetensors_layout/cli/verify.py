@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from orbax_safetensors_layout.analysis import resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions
 
-from .arguments import add_mapping, find_mapping, memory_budget
-from .command import Command, UsageError, add_json, argument
+from .command import (
+    Command,
+    UsageError,
+    add_json,
+    add_mapping,
+    add_memory_budget,
+    find_mapping,
+)
 from .output import Output
 
 
@@ -28,9 +33,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="do not hold files against their checksums"
     )
-    parser.add_argument(
-        "--memory-budget-bytes", type=argument(memory_budget), metavar="SIZE", help="default 2GiB"
-    )
+    add_memory_budget(parser)
     add_json(parser)
 
 
@@ -41,9 +44,6 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         raise UsageError("--mapping says what PATH is made of in --against OTHER")
     if parsed.subtree and parsed.against is None:
         raise UsageError("--subtree says which part of PATH is compared with --against OTHER")
-    given: dict[str, Any] = {}
-    if parsed.memory_budget_bytes is not None:
-        given["memory_budget_bytes"] = parsed.memory_budget_bytes
     mapping = None
     if parsed.mapping:
         source = resolve_checkpoint(parsed.against)
@@ -59,7 +59,9 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         mapping=mapping,
         subtree=parsed.subtree,
         digests=not parsed.quick,
-        options=ReadOptions(progress=output.progress, **given),
+        options=ReadOptions(
+            progress=output.progress, memory_budget_bytes=parsed.memory_budget_bytes
+        ),
     )
     if parsed.json:
         output.json({"ok": report.ok, **dataclasses.asdict(report)})

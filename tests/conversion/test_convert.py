@@ -525,7 +525,7 @@ def test_one_array_is_a_part_too(tmp_path):
     assert bits(plainly(tmp_path / "orbax")) == bits({"b": np.arange(3.0)})
     assert bits(osl.load(tmp_path / "hf")) == bits({"b": np.arange(3.0)})
     safetensors.numpy.save_file({}, tmp_path / "empty.safetensors")
-    with pytest.raises(osl.CheckpointNotFoundError, match="there is nothing in"):
+    with pytest.raises(osl.CheckpointNotFoundError, match="has no leaves to convert"):
         osl.convert(tmp_path / "empty.safetensors", tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
@@ -576,7 +576,7 @@ def test_from_the_hub(tmp_path, hf, weights, monkeypatch):
 def test_what_stands_at_the_target(tmp_path, hf, weights):
     one = save(tmp_path / "one", {"a": np.zeros(3, np.float32)})
     (one / "README.md").write_text("mine")
-    with pytest.raises(osl.CheckpointExistsError, match="stands there already"):
+    with pytest.raises(osl.CheckpointExistsError, match="is there already"):
         osl.convert(hf, one, format="hf")
     osl.convert(hf, one, format="hf", overwrite=True)
     assert bits(osl.load(one)) == bits(weights)

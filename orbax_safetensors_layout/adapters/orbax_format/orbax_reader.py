@@ -1,7 +1,13 @@
-"""Checkpoints that Orbax saved, as a source of conversions."""
+"""Checkpoints that Orbax saved, as a source of conversions.
+
+Orbax restores a tree with type handlers in place of its own for arrays, which open each array with
+TensorStore and read nothing. All else, names, metadata and scalars, is Orbax's.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import hashlib
 import math
 import os
@@ -10,18 +16,20 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import tensorstore as ts
 
 from orbax_safetensors_layout.conversion import ReadableArrays, SourceArray
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
-from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
+from orbax_safetensors_layout.pytree import prng
 
-from .tensorstore_io import (
-    OpenArray,
-    custom_metadata,
-    open_tree,
-)
-
+_handlers: Any = ocp.type_handlers
+_ArrayHandler: Any = ocp.type_handlers.ArrayHandler
+_NumpyHandler: Any = ocp.type_handlers.NumpyHandler
+_MOST_KEY_BYTES = 1 << 20
+_KEY_WORDS = (2, 4)  # uint32 words of a key: threefry, and rbg
 _MOST_TEXT = 500  # characters of an error of others
 
 
@@ -30,84 +38,58 @@ class OrbaxReader:
 
     Args:
         path: The item's folder.
-        tell: Told of arrays that cannot be opened, which are then left out.
+        on_error: Called for each array that cannot be opened, which is then left out.
 
     Raises:
         CheckpointNotFoundError: Orbax finds no tree there.
         FormatError: Its metadata are malformed.
-        StorageError: Arrays cannot be opened, and `tell` is not given; names all.
+        StorageError: Arrays cannot be opened, without `on_error`; names all.
     """
 
     kind = "orbax"
     is_recorded = True
     metadata: Mapping[str, str] = {}
 
-    def __init__(self, path: str, tell: Callable[[StorageError], None] | None = None) -> None:
+    def __init__(self, path: str, on_error: Callable[[StorageError], None] | None = None) -> None:
         self.path = path
-        self._open: dict[str, OpenArray] = {}
-        self._problems: list[StorageError] = []
         try:
-            tree = open_tree(path)
-            self.custom = custom_metadata(path)
+            tree, self.custom = _open_tree(path)
         except (FileNotFoundError, ValueError) as error:
             raise CheckpointNotFoundError(
                 "Orbax finds no tree", file=path, found=_first_line(error)
             ) from error
         except (KeyError, TypeError, AttributeError, NotImplementedError) as error:
             raise FormatError(
-                "Orbax can not read its own metadata", file=path, found=repr(error)
+                "Orbax cannot read its own metadata", file=path, found=repr(error)
             ) from error
-        self.tree = jax.tree.map(self._leaf, tree)
-        if tell is None:
-            self._raise_problems()
-        else:
-            for problem in self._problems:
-                tell(problem)
-
-    def _leaf(self, leaf: Any) -> Any:
-        if not isinstance(leaf, OpenArray):
-            return leaf.item() if isinstance(leaf, np.generic) else leaf
-        if leaf.problem is not None:
-            self._problems.append(
-                StorageError(
-                    "the array can not be opened",
-                    file=self.path,
-                    tensor=leaf.name,
-                    found=_first_line(leaf.problem),
-                )
+        self.tree = jax.tree.map(_source_leaf, tree)
+        arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, _OpenArray)]
+        self._open = {array.name: array for array in arrays if array.problem is None}
+        problems = [
+            StorageError(
+                "the array cannot be opened",
+                file=path,
+                tensor=array.name,
+                found=_first_line(array.problem),
             )
-            return None
-        self._open[leaf.name] = leaf
-        shape, dtype = tuple(leaf.store.shape), np.dtype(leaf.store.dtype.numpy_dtype)
-        if leaf.keys is not None:
-            impl = str(jax.random.key_impl(leaf.keys))
-            return SourceArray(leaf.name, leaf.name, shape, dtype, "key", impl)
-        kind: TensorKind = "jax" if leaf.is_jax else "numpy"
-        return SourceArray(leaf.name, leaf.name, shape, dtype, kind)
-
-    def _raise_problems(self) -> None:
-        if len(self._problems) > 1:
-            first = self._problems[0]
-            raise StorageError(
-                f"{len(self._problems)} arrays can not be opened:"
-                f" {[problem.tensor for problem in self._problems[:10]]}",
-                file=self.path,
-                tensor=first.tensor,
-                found=first.found,
-            )
-        for problem in self._problems:
-            raise problem
+            for array in arrays
+            if array.problem is not None
+        ]
+        if on_error is not None:
+            for problem in problems:
+                on_error(problem)
+        elif problems:
+            raise StorageError.collect(problems, "arrays cannot be opened")
 
     def identity(self) -> str:
-        """Of all files their names, sizes and times."""
-        found = []
+        """Digest of the names, sizes and times of all files."""
+        files = []
         for root, _, names in os.walk(self.path):
             for name in names:
                 file = os.path.join(root, name)
                 status = os.stat(file)
-                place = os.path.relpath(file, self.path)
-                found.append((place, status.st_size, status.st_mtime_ns))
-        return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
+                files.append((os.path.relpath(file, self.path), status.st_size, status.st_mtime_ns))
+        return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
     def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
         """None: whole chunks are decoded."""
@@ -115,16 +97,15 @@ class OrbaxReader:
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         """Whole chunks."""
-        opened = self._open[array.stored]
-        return cut(array.shape, array.dtype.itemsize, most_bytes, chunk=opened.chunk)
+        return cut(array.shape, array.dtype.itemsize, most_bytes, chunk=self.chunk(array))
 
     def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
         """Some of the blocks."""
         reads = [self._open[array.stored].store[box.slices].read() for array, box in blocks]
-        found = []
+        arrays = []
         for (array, box), values in zip(blocks, reads, strict=True):
             try:
-                found.append(np.ascontiguousarray(values.result()).reshape(box.shape))
+                arrays.append(np.ascontiguousarray(values.result()).reshape(box.shape))
             except ValueError as error:  # TensorStore's
                 raise StorageError(
                     f"reading {list(box.start)} to {list(box.stop)} failed",
@@ -132,7 +113,7 @@ class OrbaxReader:
                     tensor=array.name,
                     found=_first_line(error),
                 ) from error
-        return found
+        return arrays
 
     def chunk(self, array: SourceArray) -> tuple[int, ...]:
         """Shape of what is decoded at once."""
@@ -146,6 +127,97 @@ class OrbaxReader:
     def close(self) -> None:
         """Lets go of the open arrays."""
         self._open.clear()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OpenArray:
+    """An array of an Orbax checkpoint, by Orbax's name, open for reading."""
+
+    name: str
+    store: Any  # TensorStore's; None where it cannot be opened
+    is_jax: bool  # whether it was a `jax.Array`
+    keys: jax.Array | None = None  # typed PRNG keys, if it is an array of these
+    problem: Exception | None = None  # why it cannot be opened
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """Shape of what is decoded at once."""
+        shape = self.store.chunk_layout.read_chunk.shape or ()  # None without dimensions
+        return tuple(n or extent for n, extent in zip(shape, self.store.shape, strict=True))
+
+
+class _Opening:
+    """Opens arrays in place of restoring them; for a type handler of Orbax to inherit."""
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> list[_OpenArray]:
+        return list(await asyncio.gather(*map(self._open, infos)))
+
+    async def metadata(self, infos: Sequence[Any]) -> list[None]:
+        return [None for _ in infos]  # no array is opened for the metadata of the tree alone
+
+    async def _open(self, info: Any) -> _OpenArray:
+        is_jax = isinstance(self, _ArrayHandler)
+        try:
+            spec = _handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
+            store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
+            keys = await _keys(info) if is_jax and _may_be_keys(store) else None
+        except Exception as problem:  # of many types; the others are opened nevertheless
+            return _OpenArray(info.name, None, is_jax, problem=problem)
+        return _OpenArray(info.name, store, is_jax, keys)
+
+
+class _OpeningJax(_Opening, _ArrayHandler):
+    pass
+
+
+class _OpeningNumpy(_Opening, _NumpyHandler):
+    pass
+
+
+def _may_be_keys(store: Any) -> bool:
+    return (
+        store.dtype.numpy_dtype == np.uint32
+        and store.rank > 0
+        and store.shape[-1] in _KEY_WORDS
+        and store.size * 4 <= _MOST_KEY_BYTES
+    )
+
+
+async def _keys(info: Any) -> jax.Array | None:
+    """Keys, if Orbax makes such of an array."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    args = _handlers.ArrayRestoreArgs(sharding=here)
+    (restored,) = await _handlers.get_type_handler(jax.Array).deserialize([info], [args])
+    return restored if prng.is_key(restored) else None
+
+
+def _open_tree(folder: str) -> tuple[Any, Any]:
+    """The tree of an item that Orbax saved, of `_OpenArray`s, and its custom metadata."""
+    opening = type_handler_registry({jax.Array: _OpeningJax(), np.ndarray: _OpeningNumpy()})
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=opening)
+    path = ocp_v1.path.Path(folder)
+    tree = handler.restore(path, args=ocp.args.PyTreeRestore())
+    return tree, handler.metadata(path).custom_metadata
+
+
+def type_handler_registry(handlers: dict[Any, Any]) -> Any:
+    """These handlers, by types, and for all other types those that Orbax has."""
+    others = [kind for kind in _handlers.supported_types() if kind not in handlers]
+    return _handlers.create_type_handler_registry(
+        *handlers.items(), *((kind, _handlers.get_type_handler(kind)) for kind in others)
+    )
+
+
+def _source_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, _OpenArray):
+        return leaf.item() if isinstance(leaf, np.generic) else leaf
+    if leaf.problem is not None:
+        return None
+    shape, dtype = tuple(leaf.store.shape), np.dtype(leaf.store.dtype.numpy_dtype)
+    if leaf.keys is not None:
+        impl = str(jax.random.key_impl(leaf.keys))
+        return SourceArray(leaf.name, leaf.name, shape, dtype, "key", impl)
+    return SourceArray(leaf.name, leaf.name, shape, dtype, "jax" if leaf.is_jax else "numpy")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,9 @@
-"""Checkpoints in Orbax's own format, as a target of conversions."""
+"""Checkpoints in Orbax's own format, as a target of conversions.
+
+Arrays are written with TensorStore, with the specifications that Orbax makes for them; then Orbax
+saves the tree with a type handler that takes what is written. All else, names, metadata, scalars,
+the merge of OCDBT databases and the commit, is Orbax's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 import tensorstore as ts
+from orbax.checkpoint import future
 
 from orbax_safetensors_layout.conversion import (
     FINISHED,
@@ -30,16 +38,13 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
 from orbax_safetensors_layout.pytree import dotted_name, prng
-from orbax_safetensors_layout.storage import FULL
+from orbax_safetensors_layout.storage import FULL, link_tree
 
 from .._orbax import ITEM_METADATA
-from .tensorstore_io import (
-    ArrayFormat,
-    Written,
-    context,
-    save_written,
-)
+from .orbax_reader import type_handler_registry
 
+_handlers: Any = ocp.type_handlers
+_NumpyHandler: Any = ocp.type_handlers.NumpyHandler
 _WRITTEN = "written"
 _MOST_NAME_BYTES = 255  # of a file
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -49,67 +54,66 @@ class OrbaxTarget:
     """A tree that Orbax restores, its arrays in chunks that are shards of a target topology.
 
     Args:
-        tree: The tree: `TargetArray`s for the leaves, keys, numbers and strings.
-        leaves: The arrays that are streamed.
-        shards: Of each, by name, the shape of a shard.
-        array_format: How Orbax stores arrays.
+        tree: The tree: `TargetArray`s, numbers and strings.
+        source: The source, for typed PRNG keys and custom metadata.
+        arrays: The source's arrays by name.
+        topology: What arrays are cut for; None leaves each in one chunk, as far as memory allows.
+        options: The dtype and the format.
+        most_chunk_bytes: What a chunk may hold, unless a single element is more.
         item: The item's name in a step; None for a checkpoint that is the tree alone.
-        custom: Custom metadata.
-        most_chunk_bytes: Shards of more bytes are stored in several chunks.
 
     Raises:
+        SafetensorsLayoutError: Leaves that Orbax does not hold; names all.
         UnsupportedDtypeError: Orbax stores no arrays of some dtype; names all leaves.
-        SafetensorsLayoutError: Orbax stores no arrays without elements; names all leaves.
+        MismatchError: Arrays cannot be sharded as their rules say; names all.
     """
 
     def __init__(
         self,
         tree: Any,
-        leaves: Sequence[TargetArray],
-        shards: Mapping[str, tuple[int, ...]],
-        array_format: ArrayFormat,
+        source: CheckpointReader,
+        arrays: Mapping[str, SourceArray],
+        topology: Topology | None,
+        options: ConvertOptions,
         *,
-        item: str | None,
-        custom: Any,
         most_chunk_bytes: int,
+        item: str | None,
     ) -> None:
-        self.leaves = leaves
-        self._tree = tree
-        self._shards = shards
-        self._format = array_format
+        streamed = [array for array in arrays_in(tree) if array.key_impl is None]
+        self._shards = {array.name: array.shape for array in streamed}
+        if topology is not None:
+            self._shards = {array.name: topology.shard(array) for array in streamed}
+            topology.raise_misfits()
+        _refuse_values(tree)
+        self.leaves: Sequence[TargetArray] = [
+            dataclasses.replace(array, dtype=_dtype(array, options)) for array in streamed
+        ]
+        self._tree = jax.tree.map(lambda leaf: _with_keys(leaf, source, arrays), tree)
+        self._options = options
         self._item = item
-        self._custom = custom
+        self._custom = source.custom
         self._most_chunk_bytes = most_chunk_bytes
-        self._context = context(array_format)
+        self._context = _handlers.get_ts_context(use_ocdbt=options.use_ocdbt)
         self._chunks: dict[object, tuple[int, ...] | None] = {}
         self._written = ""
         self._process = 0
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self._refuse_empty()
-        self._refuse_names()
-        self._refuse_dtypes()
+        self._refuse_leaves()
 
-    def _refuse_empty(self) -> None:
+    def _refuse_leaves(self) -> None:
         empty = [leaf.name for leaf in self.leaves if 0 in leaf.shape]
         if empty:
             raise SafetensorsLayoutError(
                 f"Orbax stores no arrays without elements: {empty[:10]}", tensor=empty[0]
             )
-
-    def _refuse_names(self) -> None:
-        """Without a database each array is a folder of its name."""
-        if self._format.use_ocdbt:
-            return
-        refused = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
-        if refused:
+        names = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
+        if names and not self._options.use_ocdbt:  # each array is a folder of its name
             raise SafetensorsLayoutError(
-                f"arrays can not have folders of these names: {refused[:10]}",
-                tensor=refused[0],
+                f"arrays cannot have folders of these names: {names[:10]}",
+                tensor=names[0],
                 hint="Store them in OCDBT databases, without use_ocdbt=False (--no-ocdbt).",
             )
-
-    def _refuse_dtypes(self) -> None:
         refused = [leaf for leaf in self.leaves if self._chunk(leaf) is None]
         if refused:
             dtypes = sorted({str(leaf.dtype) for leaf in refused})
@@ -132,19 +136,28 @@ class OrbaxTarget:
         return self._chunks[key]
 
     def _spec(self, leaf: TargetArray, folder: str, process: int) -> dict[str, Any]:
-        """TensorStore's specification of a leaf, as Orbax makes it."""
-        shard = self._shards[leaf.name]
+        """TensorStore's specification of a leaf that a process writes, as Orbax makes it."""
+        options, shard, most_bytes = self._options, self._shards[leaf.name], self._most_chunk_bytes
         nbytes = int(np.prod(shard, dtype=np.int64)) * leaf.dtype.itemsize
-        return self._format.spec(
-            folder,
-            leaf.name,
-            leaf.shape,
-            shard,
-            leaf.dtype,
-            process=process,
-            most_chunk_bytes=self._most_chunk_bytes if nbytes > self._most_chunk_bytes else None,
-            context=self._context,
+        info = _handlers.ParamInfo(
+            name=leaf.name,
+            parent_dir=ocp_v1.path.Path(folder),
+            is_ocdbt_checkpoint=options.use_ocdbt,
+            use_zarr3=options.use_zarr3,
+            use_compression=options.use_compression,
+            ts_context=self._context,
         )
+        spec: dict[str, Any] = _handlers.get_json_tspec_write(
+            info,
+            use_ocdbt=options.use_ocdbt,
+            global_shape=leaf.shape,
+            local_shape=shard,
+            dtype=leaf.dtype,
+            # A database beside that of what Orbax writes itself; a save merges all.
+            process_index=f"converted{process}" if options.use_ocdbt else None,
+            arg=ocp.SaveArgs(chunk_byte_size=most_bytes if nbytes > most_bytes else None),
+        )
+        return spec
 
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         """Whole chunks."""
@@ -154,11 +167,13 @@ class OrbaxTarget:
         return [LeafRegion(leaf, box) for box in boxes]
 
     def describe(self) -> object:
-        """What Orbax is told."""
+        """The format, the tree and its shards, as Orbax is given them."""
         leaves, structure = jax.tree.flatten(self._tree)
         values = [leaf for leaf in leaves if not isinstance(leaf, TargetArray)]
+        options = self._options
+        flags = (options.use_ocdbt, options.use_zarr3, options.use_compression)
         shards = sorted(self._shards.items())
-        return self._format, self._item, self._custom, shards, str(structure), values
+        return flags, self._item, self._custom, shards, str(structure), values
 
     def open(self, folder: str, process: int) -> None:
         """Begins, or continues, to write arrays."""
@@ -205,72 +220,60 @@ class OrbaxTarget:
         self._stores.clear()
 
     def commit(self, folder: str) -> None:
-        """Lets Orbax make a checkpoint of what is written."""
-        save_written(
-            os.path.join(folder, FINISHED),
-            jax.tree.map(self._saved, self._tree),
-            self._written,
-            self._format,
-            item=self._item,
-            custom=self._custom,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+        """Lets Orbax make a checkpoint of what is written, on this process alone."""
+        alone = ocp.options.MultiprocessingOptions()
+        if jax.process_count() > 1:
+            process = jax.process_index()
+            alone = ocp.options.MultiprocessingOptions(
+                primary_host=process, active_processes={process}
+            )
+        adopting = _Adopting(self._written)
+        handler: Any = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=self._options.use_ocdbt,
+            use_zarr3=self._options.use_zarr3,
+            use_compression=self._options.use_compression,
+            type_handler_registry=type_handler_registry({TargetArray: adopting}),
+            multiprocessing_options=alone,
         )
+        args: Any = ocp.args.PyTreeSave(item=self._tree, custom_metadata=self._custom)
+        if self._item is not None:
+            handler = ocp.CompositeCheckpointHandler(**{self._item: handler})
+            args = ocp.args.Composite(**{self._item: args})
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+            checkpointer.save(os.path.join(folder, FINISHED), args=args, force=True)
 
-    def _saved(self, leaf: Any) -> Any:
-        return Written(leaf.name, leaf.dtype) if isinstance(leaf, TargetArray) else leaf
 
+class _Adopting(_NumpyHandler):
+    """Takes files that are written already in place of writing arrays."""
 
-def orbax_target(
-    tree: Any,
-    source: CheckpointReader,
-    arrays: Mapping[str, SourceArray],
-    topology: Topology | None,
-    options: ConvertOptions,
-    *,
-    most_chunk_bytes: int,
-    item: str | None,
-) -> OrbaxTarget:
-    """A target in Orbax's own format.
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self._written = written
 
-    Args:
-        tree: Its tree.
-        source: The source, for typed PRNG keys and custom metadata.
-        arrays: Its arrays by name.
-        topology: What arrays are cut for; None leaves each in one chunk, as far as memory allows.
-        options: The dtype and the format.
-        most_chunk_bytes: What a chunk may hold, unless a single element is more.
-        item: The item's name in a step; None for a checkpoint that is the tree alone.
+    async def serialize(
+        self, values: Sequence[TargetArray], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        names = [value.name for value in values]
+        orbaxs_names = [info.name for info in infos]
+        if names != orbaxs_names:
+            raise SafetensorsLayoutError(
+                "Orbax has other names for the arrays than those that they were written under",
+                file=self._written,
+                expected=names[:3],
+                found=orbaxs_names[:3],
+            )
+        return [future.CommitFutureAwaitingContractedSignals(self._link(infos[0]), name="adopt")]
 
-    Raises:
-        SafetensorsLayoutError: Leaves that Orbax does not hold; names all.
-        MismatchError: Arrays cannot be sharded as their rules say; names all.
-    """
-    streamed = [array for array in arrays_in(tree) if array.key_impl is None]
-    whole = {array.name: array.shape for array in streamed}
-    shards = whole if topology is None else {a.name: topology.shard(a) for a in streamed}
-    if topology is not None:
-        topology.raise_misfits()
-    _refuse_values(tree)
-    return OrbaxTarget(
-        jax.tree.map(lambda leaf: _with_keys(leaf, source, arrays), tree),
-        [dataclasses.replace(array, dtype=_dtype(array, options)) for array in streamed],
-        shards,
-        ArrayFormat(
-            use_ocdbt=options.use_ocdbt,
-            use_zarr3=options.use_zarr3,
-            use_compression=options.use_compression,
-        ),
-        item=item,
-        custom=source.custom,
-        most_chunk_bytes=most_chunk_bytes,
-    )
+    async def _link(self, info: Any) -> None:
+        folder = os.fspath(info.parent_dir)
+        for name in os.listdir(self._written):
+            link_tree(os.path.join(self._written, name), os.path.join(folder, name))
 
 
 def _dtype(array: TargetArray, options: ConvertOptions) -> np.dtype:
     floating = is_floating(array.dtype)
-    found: np.dtype = options.dtype if options.dtype is not None and floating else array.dtype
-    return found
+    dtype: np.dtype = options.dtype if options.dtype is not None and floating else array.dtype
+    return dtype
 
 
 def _refuse_values(tree: Any) -> None:
@@ -282,7 +285,7 @@ def _refuse_values(tree: Any) -> None:
         if isinstance(leaf, TargetArray) and leaf.key_impl and jax.process_count() > 1:
             problems.append(f"{dotted_name(path)} is typed PRNG keys; convert in one process")
     if problems:
-        raise SafetensorsLayoutError(f"Orbax can not hold these leaves: {'; '.join(problems)}")
+        raise SafetensorsLayoutError(f"Orbax cannot hold these leaves: {'; '.join(problems)}")
 
 
 def _with_keys(leaf: Any, source: CheckpointReader, arrays: Mapping[str, SourceArray]) -> Any:

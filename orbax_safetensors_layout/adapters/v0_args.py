@@ -1,57 +1,72 @@
-"""The abstract tree that Orbax v0's restore arguments ask for."""
+"""Reads the arguments of Orbax v0's saves and restores.
+
+Arguments are read by attribute, so that every registered class works.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 from jax.sharding import Sharding
+from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
 from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
-from orbax_safetensors_layout.pytree import SavedLeaf, dotted_name, prng
+from orbax_safetensors_layout.pytree import HostLeaf, SavedLeaf, dotted_name, prng
 
-from .v0_metadata import HostArrayMetadata
+from .metadata import HostArrayMetadata
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
-_UNSUPPORTED = ("transforms", "legacy_transform_fn")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostArray:
-    """An abstract leaf that is wanted as a numpy array."""
+def leaf_dtypes(args: Any) -> Sequence[Any] | None:
+    """The dtype that `save_args` ask for, for each leaf of `item`; None where they say nothing.
 
-    shape: tuple[int, ...]
-    dtype: Any
+    Of `ocp.SaveArgs` the `dtype` counts; the others are about how Orbax's own format stores arrays.
+
+    Raises:
+        MismatchError: `save_args` is not a tree of the item's structure.
+    """
+    save_args = getattr(args, "save_args", None)
+    if save_args is None:
+        return None
+    structure: Any = jax.tree.structure(args.item)
+    try:
+        leaves = structure.flatten_up_to(save_args)
+    except (ValueError, TypeError, KeyError) as error:
+        raise MismatchError(
+            f"save_args does not fit the item: {error}",
+            expected="a tree of the item's structure, of `ocp.SaveArgs` or None",
+        ) from error
+    return [getattr(leaf, "dtype", None) for leaf in leaves]
 
 
 def abstract_tree_of(args: Any) -> Any:
     """The tree to load; None asks for everything.
 
-    Arguments are read by attribute, so that every registered class works: `item` gives the
-    structure and each leaf's shape, dtype and sharding; `restore_args`, where it says something
-    about a leaf, overrides the item. As with Orbax's handlers, an array that names no sharding
-    comes back as it was saved, with `fallback_sharding` in place of one that is not to be had;
-    `ocp.RestoreArgs()` alone brings anything back as it was saved; and what was saved as typed
-    PRNG keys comes back so where the item has their data.
-
-    Args:
-        args: `SafetensorsRestore`, `StandardRestore`, `PyTreeRestore` or their like, or None.
+    `item` gives the structure and each leaf's shape, dtype and sharding; `restore_args`, where it
+    says something about a leaf, overrides the item. As with Orbax's handlers, an array that names
+    no sharding comes back as it was saved, with `fallback_sharding` in place of one that is not to
+    be had; `ocp.RestoreArgs()` alone brings anything back as it was saved; and what was saved as
+    typed PRNG keys comes back so where the item has their data.
 
     Raises:
         SafetensorsLayoutError: The arguments ask for a transformation.
-        MismatchError: `restore_args` has leaves that the item has not.
+        MismatchError: `restore_args` has leaves that the item does not have.
     """
-    for name in _UNSUPPORTED:
+    for name in ("transforms", "legacy_transform_fn"):
         if getattr(args, name, None) is not None:
             raise SafetensorsLayoutError(
                 f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
                 hint="Restore under the checkpoint's own names, then change the tree.",
             )
-    item = jax.tree.map(described, plain_abstract_tree(getattr(args, "item", None)))
-    overrides = plain_abstract_tree(getattr(args, "restore_args", None))
+    item = jax.tree.map(_described, _plain(getattr(args, "item", None)))
+    overrides = _plain(getattr(args, "restore_args", None))
     if overrides is None and isinstance(args, ocp.args.PyTreeRestore):
         overrides = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
     if overrides is not None:
@@ -63,12 +78,52 @@ def abstract_tree_of(args: Any) -> Any:
     return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)
 
 
-def plain_abstract_tree(tree: Any) -> Any:
+def restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
+    """Restores an item in Orbax's own format, with the handler of Orbax that takes the arguments.
+
+    A mapping does not count: it tells how leaves are kept in safetensors files.
+    """
+    folder = ocp_v1.path.Path(directory)
+    if args is None or isinstance(args, ocp.args.StandardRestore):
+        return ocp.StandardCheckpointHandler().restore(folder, args=args)
+    if not isinstance(args, ocp.args.PyTreeRestore):
+        item = _plain(getattr(args, "item", None))
+        restore_args = getattr(args, "restore_args", None)
+        if item is None and restore_args is None:
+            return restore_orbax_item(folder, None)
+        if restore_args is None:
+            saved = ocp.StandardCheckpointHandler().metadata(folder).tree
+            restore_args = _restore_args(item, saved)
+        partial = getattr(args, "partial_restore", False)
+        args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
+
+
+def _restore_args(item: Any, saved: Any) -> Any:
+    """Arguments that restore the leaves of an item as `abstract_tree_of` understands them."""
+    saved_leaves = {dotted_name(path): leaf for path, leaf in tree_flatten_with_path(saved)[0]}
+
+    def leaf_args(path: Any, leaf: Any) -> Any:
+        leaf = _described(leaf)
+        if isinstance(leaf, type):
+            return ocp.RestoreArgs(restore_type=leaf)
+        if isinstance(leaf, HostLeaf):
+            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+        if getattr(leaf, "sharding", ...) is None:
+            saved_leaf = _described(saved_leaves.get(dotted_name(path)))
+            sharding = getattr(saved_leaf, "sharding", None)
+            leaf = _struct(leaf.shape, leaf.dtype, sharding=sharding)
+        return ocp.checkpoint_utils.construct_restore_args(leaf)
+
+    return tree_map_with_path(leaf_args, item)
+
+
+def _plain(tree: Any) -> Any:
     """Orbax's `TreeMetadata` is a pytree of its own; its `tree` has the checkpoint's structure."""
     return tree.tree if hasattr(tree, "custom_metadata") and hasattr(tree, "tree") else tree
 
 
-def described(leaf: Any) -> Any:
+def _described(leaf: Any) -> Any:
     """A leaf of `metadata` as one that `osl.load` takes; other leaves as they are."""
     if isinstance(leaf, ocp.metadata.StringMetadata):
         return str
@@ -77,7 +132,7 @@ def described(leaf: Any) -> Any:
     if not isinstance(leaf, ocp.metadata.ArrayMetadata):
         return leaf
     if isinstance(leaf, HostArrayMetadata):
-        return HostArray(leaf.shape, leaf.dtype)
+        return HostLeaf(leaf.shape, leaf.dtype)
     sharding = leaf.sharding
     if sharding is not None and not isinstance(sharding, Sharding):
         try:
@@ -90,14 +145,14 @@ def described(leaf: Any) -> Any:
 def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
     if item is None:
         return jax.tree.map(lambda args: _merge(args, args), overrides)
-    pairs = jax.tree_util.tree_flatten_with_path(overrides)[0]
+    pairs = tree_flatten_with_path(overrides)[0]
     by_name = {dotted_name(path): args for path, args in pairs}
-    merged = jax.tree_util.tree_map_with_path(
+    merged = tree_map_with_path(
         lambda path, leaf: _merge(leaf, by_name.pop(dotted_name(path), None)), item
     )
     if by_name and not partial:
         raise MismatchError(
-            "restore_args has leaves that the item has not",
+            "restore_args has leaves that the item does not have",
             expected="a tree of the item's structure",
             found=", ".join(sorted(by_name)),
         )
@@ -139,7 +194,7 @@ def _merge(leaf: Any, args: Any) -> Any:
             dtype=dtype, sharding=sharding, global_shape=shape, strict=strict
         )
     if isinstance(kind, type) and issubclass(kind, np.ndarray) and shape is not None:
-        return HostArray(tuple(shape), dtype)
+        return HostLeaf(tuple(shape), dtype)
     return args
 
 
