@@ -74,27 +74,16 @@ def members(
     Raises:
         JsonError: The text is malformed, a key is repeated, or a value is too long.
     """
-    seen: dict[str | None, set[str]] = {}
-    for outer, key, value in _members(text, opened, longest):
-        if outer is not None or not may_repeat:
-            keys = seen.setdefault(outer, set())
-            if key in keys:
-                raise JsonError(f"key {key!r} is repeated")
-            keys.add(key)
-        yield outer, key, value
-
-
-def _members(
-    text: str, opened: Collection[str], limit: int
-) -> Iterator[tuple[str | None, str, object]]:
     # A Python call per integer is only paid where it can matter.
     scan = (_MINUS_ZERO_DECODER if "-0" in text else _DECODER).raw_decode
     if not text.startswith("{"):
         raise JsonError(f"the text begins with {text[:1]!r}, not with '{{'")
     position = stop = _end(_skip_space(text, 1))
     outer: str | None = None
+    outer_keys: set[str] | None = None if may_repeat else set()
+    keys = outer_keys
     # The scanner is shown a window of the text, so that it builds no large value.
-    size = max(limit, _LONGEST_VALUE)
+    size = max(longest, _LONGEST_VALUE)
     begin, window = 0, text if len(text) <= size else text[:size]
     is_empty = text.startswith("}", position)
     while not is_empty:
@@ -106,7 +95,7 @@ def _members(
                 if colon is not None and key not in opened:
                     value, stop = scan(window, colon.end())
                     is_read = stop < len(window) or window is text
-                    if stop - colon.end() > limit and type(value) is not str:
+                    if stop - colon.end() > longest and type(value) is not str:
                         is_read = False
         except (ValueError, RecursionError):
             pass  # `_member` says what is wrong, unless it is the window that ends too soon
@@ -114,19 +103,23 @@ def _members(
             if window is not text and position > begin:
                 begin, window = position, text[position : position + size]
                 continue
-            key, value, stop = _member(scan, text, position, opened, limit)
+            key, value, stop = _member(scan, text, position, opened, longest)
             stop -= begin
+        if keys is not None:
+            if key in keys:
+                raise JsonError(f"key {key!r} is repeated")
+            keys.add(key)
         yield outer, key, () if value is _OPENED else value
         stop += begin
         if value is _OPENED:
-            outer, position = key, _end(_skip_space(text, stop))
+            outer, keys, position = key, set(), _end(_skip_space(text, stop))
             if not text.startswith("}", position):
                 continue
             stop = position
         comma = _skip_comma(text, stop)
         if comma is None and outer is not None:
             stop = _end(_skip_close(text, stop), "',' or '}' expected", stop)
-            outer, comma = None, _skip_comma(text, stop)
+            outer, keys, comma = None, outer_keys, _skip_comma(text, stop)
         if comma is None:
             break
         position = comma.end()

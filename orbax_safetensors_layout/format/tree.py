@@ -33,8 +33,8 @@ ContainerKind = Literal[
 ]
 TensorKind = Literal["jax", "numpy", "numpy_scalar", "key"]
 
-_NODE_KINDS: tuple[ContainerKind | Literal["tensor", "value"], ...] = (
-    "tensor", "value", "dict", "ordered_dict", "list", "tuple", "namedtuple", "box", "node"
+_CONTAINER_KINDS: tuple[ContainerKind, ...] = (
+    "dict", "ordered_dict", "list", "tuple", "namedtuple", "box", "node"
 )  # fmt: skip
 _TENSOR_KINDS = ("jax", "numpy", "numpy_scalar", "key")
 _MAX_KEY_DEPTH = 32
@@ -199,27 +199,29 @@ def parse_tree(raw: object, checks: Schema, *, shardings: int) -> Node:
         InvalidManifestError: It is malformed, or nested too deeply.
     """
     parser = _NodeParser(checks, shardings)
-    stack: list[tuple[Node, int]] = []  # nodes with all below them, and their depth
+    nodes: list[Node] = []  # from the last on, each with all below it
+    depths: list[int] = []
     for item in reversed(checks.items(raw, "tree")):
         node, length = parser.node(item)
         depth = 0
         if isinstance(node, Container):
-            if length > len(stack):
+            first = len(nodes) - length
+            if first < 0:
                 expected = "each container with its children"
                 checks.refuse("the tree ends before all of its nodes came", expected)
-            below = [stack.pop() for _ in range(length)]
-            depth = 1 + max((depth for _, depth in below), default=0)
+            depth = 1 + max(depths[first:], default=0)
             if depth > MAX_DEPTH:
                 expected = f"at most {MAX_DEPTH} containers within one another"
                 checks.refuse("the tree is nested too deeply", expected)
-            children = tuple(child for child, _ in below)
-            node = Container(node.kind, children, node.keys, node.type)
-        stack.append((node, depth))
-    if not stack:
+            node = Container(node.kind, tuple(reversed(nodes[first:])), node.keys, node.type)
+            del nodes[first:], depths[first:]
+        nodes.append(node)
+        depths.append(depth)
+    if not nodes:
         checks.refuse("the tree ends before all of its nodes came", "a node", "an empty array")
-    if len(stack) > 1:
-        checks.refuse("the tree goes on after its last node", "one root", f"{len(stack)} roots")
-    return stack[0][0]
+    if len(nodes) > 1:
+        checks.refuse("the tree goes on after its last node", "one root", f"{len(nodes)} roots")
+    return nodes[0]
 
 
 class _NodeParser:
@@ -235,11 +237,11 @@ class _NodeParser:
             return Container("none"), 0
         checks = self._checks
         fields = checks.members(raw, "node of the tree")
-        kind = next((kind for kind in _NODE_KINDS if kind in fields), None)
-        if kind == "tensor":
+        if "tensor" in fields:
             return self._tensor(fields), 0
-        if kind == "value":
-            return self._value(fields[kind]), 0
+        if "value" in fields:
+            return self._value(fields["value"]), 0
+        kind = next((kind for kind in _CONTAINER_KINDS if kind in fields), None)
         if kind == "dict" or kind == "ordered_dict":
             keys = self._keys(fields[kind])
             return Container(kind, (), keys), len(keys)
@@ -257,7 +259,7 @@ class _NodeParser:
                 return Container(kind, (), (), type_), checks.size(fields["length"], "length")
             keys = self._keys(fields.get("keys"))
             return Container(kind, (), keys, type_), len(keys)
-        expected = f"one of {', '.join(_NODE_KINDS)}"
+        expected = f"one of tensor, value, {', '.join(_CONTAINER_KINDS)}"
         checks.refuse("unknown kind of node in the tree", expected, short_repr(list(fields)))
 
     def _tensor(self, fields: dict[str, object]) -> TensorLeaf:
