@@ -167,12 +167,17 @@ class Catalog:
         if self._pieces is not None:
             return {name: self._pieces.whole(name) for name in names}
         headers = self._headers.fetch(sorted({self._file_of[name] for name in names}))
-        entries: dict[str, TensorEntry] = {}
-        for name in names:
-            entry = headers[self._file_of[name]].tensors.get(name)
-            if entry is None:
-                raise self._contradiction(names, headers)
-            entries[name] = entry
+        lacking = [name for name in names if name not in headers[self._file_of[name]].tensors]
+        if lacking:
+            raise InvalidIndexError(
+                "the index names tensors that are not in their file's header: "
+                + listed([f"'{name}' in {self._file_of[name]}" for name in lacking]),
+                file=self._file_of[lacking[0]],
+                tensor=lacking[0],
+                expected="every tensor of the index in the file that the index gives it",
+                found=f"{len(lacking)} that are not",
+            )
+        entries = {name: headers[self._file_of[name]].tensors[name] for name in names}
         return self._as_recorded(entries)
 
     def locate(
@@ -264,20 +269,6 @@ class Catalog:
             MissingTensorError: Some patterns match nothing; names them all.
         """
         return select_names(self.names, patterns, path=self.path)
-
-    def _contradiction(
-        self, names: Sequence[str], headers: Mapping[str, Header]
-    ) -> InvalidIndexError:
-        lacking = [name for name in names if name not in headers[self._file_of[name]].tensors]
-        first = lacking[0]
-        return InvalidIndexError(
-            "the index names tensors that are not in their file's header: "
-            + listed([f"'{name}' in {self._file_of[name]}" for name in lacking]),
-            file=self._file_of[first],
-            tensor=first,
-            expected="every tensor of the index in the file that the index gives it",
-            found=f"{len(lacking)} that are not",
-        )
 
 
 @functools.lru_cache(1024)
