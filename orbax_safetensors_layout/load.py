@@ -98,7 +98,7 @@ def load(
     Raises:
         CheckpointNotFoundError: There is nothing at `path`.
         FormatError: A file is malformed, or with `ReadOptions(verify=True)` not what was saved.
-        MappingError: The mapping does not fit the checkpoint and the tree; tells all problems.
+        MappingError: The mapping does not fit the checkpoint and the tree; lists all problems.
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
             shape or dtype; all problems of one kind are reported together.
         StorageError: A read failed.
@@ -128,16 +128,7 @@ def load_catalog(
     only: str | Sequence[str] | None = None,
     options: ReadOptions,
 ) -> Any:
-    """Loads as `load` does.
-
-    Args:
-        opening: Opens the catalog, or gives one that is open; it is closed in the end.
-        path: As for `load`, as are all others.
-        abstract: See `load`.
-        mapping: See `load`.
-        only: See `load`.
-        options: See `load`.
-    """
+    """Loads as `load` does, from the catalog that `opening` gives; it is closed in the end."""
     with (
         load_group(path, options) as group,
         opening() as catalog,
@@ -148,7 +139,8 @@ def load_catalog(
         storage: RangeReader = catalog.storage
         if options.verify:
             storage = VerifyingReader.of(catalog.storage, catalog.path)
-        options = _for_selection(options, only)
+        if only is not None:  # the tensors that it leaves out are not unexpected
+            options = dataclasses.replace(options, strict=False)
         values, stats = _read_tree(catalog, storage, tree, mapping, options, group)
         if isinstance(storage, VerifyingReader):
             with group.together(_VERIFYING):
@@ -164,7 +156,7 @@ def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, Ten
 
     Args:
         path: As for `load`.
-        mapping: Tells of the leaves that it makes, in place of the tensors.
+        mapping: Gives the leaves that it makes, in place of the tensors.
 
     Raises:
         CheckpointNotFoundError: There is nothing at `path`.
@@ -188,7 +180,7 @@ def plan_load(
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> ReadPlan:
-    """What `load` would read, from the headers alone.
+    """Plans what `load` would read, from the headers alone.
 
     Args:
         path: As for `load`.
@@ -209,23 +201,13 @@ def plan_load(
     with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
         tree = _abstract_tree(catalog, abstract, only, mapping, devices=False)
         shards = ProcessShards(process_index, process_count)
-        options = _for_selection(options, only)
+        strict = options.strict and only is None
         leaves = resolve_leaves(
-            catalog,
-            tree,
-            shards,
-            mapping=mapping,
-            strict=options.strict,
-            devices=False,
+            catalog, tree, shards, mapping=mapping, strict=strict, devices=False
         )
         steps = steps_of(catalog, leaves, shards, options)
-        reader = _reader(catalog.storage, steps, options, adopt=adopts(tree.wants))
+        reader = _reader(catalog.storage, tree, steps, options)
         return ReadPlan.joined([reader.plan(step.reads) for step in steps])
-
-
-def _for_selection(options: ReadOptions, only: str | Sequence[str] | None) -> ReadOptions:
-    """The tensors that `only` leaves out are not unexpected."""
-    return options if only is None else dataclasses.replace(options, strict=False)
 
 
 def _abstract_tree(
@@ -239,8 +221,8 @@ def _abstract_tree(
     """The tree that is asked for, filled with what the checkpoint has recorded."""
     recorded = SavedMetadata(catalog)
     if abstract is None and mapping is not None and only is None:
-        made = array_sources(catalog, mapping).items()
-        return AbstractTree.parse({name: HostLeaf(one.shape, one.dtype) for name, one in made})
+        arrays = array_sources(catalog, mapping).items()
+        return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
     if abstract is None and mapping is None:
         saved = recorded.tree() if only is None else None
         names = catalog.names if only is None else catalog.select(only)
@@ -265,18 +247,13 @@ def _read_tree(
     """The tree with values in place of its leaves."""
     shards = ProcessShards()
     leaves = resolve_leaves(
-        catalog,
-        tree,
-        shards,
-        mapping=mapping,
-        strict=options.strict,
-        devices=True,
+        catalog, tree, shards, mapping=mapping, strict=options.strict, devices=True
     )
     values = LeafBuilder(leaves)
     exchange = ReplicaExchange(leaves, values, group)
     steps = steps_of(catalog, leaves, shards, options)
     takers = [exchange.taker(step) for step in steps]
-    reader = _reader(storage, steps, options, adopt=adopts(tree.wants))
+    reader = _reader(storage, tree, steps, options)
     plans = [reader.plan(step.reads) for step in steps]
     group.barrier(PLANNING, agree=fingerprint_of(steps, leaves))
     stats = ReadStats()
@@ -290,23 +267,19 @@ def _read_tree(
         with group.together(LOADING):
             exchange.finish()
     built = values.values()
-    return tree.build(
-        [
-            leaf if want is None else next(built)
-            for leaf, want in zip(tree.leaves, tree.wants, strict=True)
-        ]
-    ), stats
+    given = zip(tree.leaves, tree.wants, strict=True)
+    return tree.build([leaf if want is None else next(built) for leaf, want in given]), stats
 
 
 def _reader(
-    storage: RangeReader, steps: Sequence[ExchangeStep], options: ReadOptions, *, adopt: bool
+    storage: RangeReader, tree: AbstractTree, steps: Sequence[ExchangeStep], options: ReadOptions
 ) -> ArrayReader:
     """The reader of all steps, which are run one after the other."""
     return ArrayReader(
         storage=storage,
         profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
         memory_budget_bytes=options.memory_budget_bytes,
-        adopt=adopt,
+        adopt=adopts(tree.wants),
         joins_gaps=options.replicated == "each",
         mmap=options.mmap,
     )

@@ -30,7 +30,6 @@ MAY_IMPORT_JAX = (
     "pytree.treedef",
     "reading._jax",
     "reading.all_gather",
-    "reading.assemble",
     "reading.leaf_builder",
     "reading.replica_exchange",
     "reading.resolve",

@@ -1,19 +1,26 @@
 """Pure plans of reads and writes: printed and costed without touching a file or a device."""
 
-from .array_source import (
-    ArraySource,
-    ComposedBlock,
-    MappedSource,
-    StoredSource,
-    array_sources,
+from .array_source import ArraySource, ComposedBlock, MappedSource, StoredSource, array_sources
+from .cluster import (
+    ClusterPlan,
+    ClusterTensor,
+    TensorClass,
+    plan_cluster,
+    plan_cluster_writes,
 )
-from .bands import Bands, bands_of
-from .cluster import ClusterPlan, plan_cluster, plan_cluster_writes
-from .cluster_costs import ClusterTensor, TensorClass
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost
 from .coverage import Coverage, coverage
-from .exchange_rounds import ExchangeLimits, Fragment, Item, Round, SharedLeaf, Stage, plan_exchange
+from .exchange_rounds import (
+    ExchangeLimits,
+    Fragment,
+    Item,
+    Round,
+    SharedLeaf,
+    Stage,
+    bands_of,
+    plan_exchange,
+)
 from .leaf_reads import LeafRead
 from .mapped_writes import Contribution, ScatterPlan, plan_scatter
 from .reads import ReadPlan, plan_reads, read_bytes

@@ -15,31 +15,14 @@ class Axis(NamedTuple):
 
     Index `i` of it is index `phase + i` of the consecutive members that it runs through. One that
     stays inside a member, or whose members are contiguous, has a member of its own extent.
-
-    Attributes:
-        extent: Number of indices.
-        source: Byte stride in the file; 0 where elements are repeated.
-        member: Number of indices of one member.
-        phase: Place of the first index within its member.
-        within: Byte stride in memory inside a member; may be negative.
-        across: Byte stride in memory from member to member.
     """
 
     extent: int
-    source: int
-    member: int
-    phase: int
-    within: int
-    across: int
-
-    @classmethod
-    def of(
-        cls, extent: int, source: int, member: int, phase: int, within: int, across: int
-    ) -> Axis:
-        """Return the axis, simplified where the bounds of members do not matter."""
-        if phase + extent <= member or across == member * within:
-            return cls(extent, source, extent, 0, within, 0)
-        return cls(extent, source, member, phase, within, across)
+    source: int  # byte stride in the file; 0 where elements are repeated
+    member: int  # number of indices of one member
+    phase: int  # place of the first index within its member
+    within: int  # byte stride in memory inside a member; may be negative
+    across: int  # byte stride in memory from member to member
 
     @property
     def crosses(self) -> bool:
@@ -93,21 +76,18 @@ def axes_of(
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """Return the axes of a region, outermost in the file first, and those that repeat elements.
 
-    Args:
-        layout: The tile in memory.
-        extents: The region's shape.
-        strides: Its byte strides in the file. An axis with a negative one is reversed.
-        phases: The first index of each dimension within its member, counted from the member's
-            end where the dimension is reversed.
+    A dimension of negative stride (in bytes of the file) is reversed. `phases` are the first index
+    of each dimension within its member, counted from the member's end where it is reversed.
     """
     axes = []
-    sides = zip(extents, strides, phases, layout.member_shape, strict=True)
-    for (extent, stride, phase, member), within, across in zip(
-        sides, layout.within, layout.across, strict=True
-    ):
+    members = layout.member_shape, layout.within, layout.across
+    sides = zip(extents, strides, phases, *members, strict=True)
+    for extent, stride, phase, member, within, across in sides:
         if extent > 1:
+            if phase + extent <= member or across == member * within:
+                member, phase, across = extent, 0, 0  # the bounds of members do not matter
             sign = -1 if stride < 0 else 1
-            axes.append(Axis.of(extent, abs(stride), member, phase, sign * within, sign * across))
+            axes.append(Axis(extent, abs(stride), member, phase, sign * within, sign * across))
     repeats = tuple(axis for axis in axes if not axis.source)
     moving = sorted((axis for axis in axes if axis.source), key=lambda a: -a.source)
     return tuple(_merged(moving)), repeats
@@ -125,13 +105,9 @@ def _merged(axes: Sequence[Axis]) -> list[Axis]:
             and outer.within == inner.extent * inner.within
         ):
             count = inner.extent
+            sizes = outer.member * count, outer.phase * count
             merged[-1] = Axis(
-                outer.extent * count,
-                inner.source,
-                outer.member * count,
-                outer.phase * count,
-                inner.within,
-                outer.across,
+                outer.extent * count, inner.source, *sizes, inner.within, outer.across
             )
         else:
             merged.append(inner)

@@ -30,34 +30,21 @@ _PAD_BYTES = 64
 
 
 class Blocking(NamedTuple):
-    """The shape of a region's blocks, and the layout of one in the staging buffer.
+    """The shape of a region's blocks, and the layout of one in the staging buffer."""
 
-    Attributes:
-        lengths: Indices of each axis in one block, at most.
-        request: The axes from this one on share a request; a block has one for each index of
-            those before.
-        row: The axes from this one on are a row of the staging buffer: contiguous bytes of the
-            file. Not before `request`.
-        pad_bytes: Unused bytes after each row.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # indices of each axis in one block, at most
+    # The axes from this one on share a request; a block has one for each index of those before.
     request: int
+    # The axes from this one on are a row of the staging buffer: contiguous bytes of the file. Not
+    # before `request`.
     row: int
-    pad_bytes: int
+    pad_bytes: int  # unused bytes after each row
 
     @classmethod
     def plan(
         cls, axes: Sequence[Axis], itemsize: int, request_bytes: int, profile: StorageProfile
     ) -> Blocking:
-        """Return the blocking of a region.
-
-        Args:
-            axes: Its axes.
-            itemsize: Bytes of an element.
-            request_bytes: Length of a request, if the region were read without blocks.
-            profile: The cost model.
-        """
+        """Return the blocking of a region whose requests, without blocks, have `request_bytes`."""
         if not axes:
             return cls((), 0, 0, 0)
         shape = _Shape(axes, itemsize, request_bytes)
@@ -122,13 +109,10 @@ class _Shape(NamedTuple):
         return sum((a.extent - 1) * a.source for a in self.axes[first:]) + self.itemsize
 
     def lengths(self, most_bytes: int, first: int = 0) -> tuple[tuple[int, ...], int]:
-        """Return the longest blocks of `most_bytes`, and the axis that is cut.
+        """Return the longest blocks of `most_bytes`, and the axis that is cut: `first` or later.
 
-        A block has one index of the axes before it, some of that axis, all of those after.
-
-        Args:
-            most_bytes: Bound on its staging buffer, where one index of the axis allows it.
-            first: The first axis that may be cut.
+        A block has one index of the axes before it, some of that axis (at least one, whatever its
+        bytes), all of those after.
         """
         cut = first
         while cut < len(self.axes) - 1 and self.staged_bytes(cut + 1) > most_bytes:
@@ -154,12 +138,7 @@ def _padding(
 ) -> tuple[int, int]:
     """Return `Blocking.row` and `pad_bytes`; a block that is transposed is padded.
 
-    Args:
-        axes: The region's axes.
-        lengths: The block's.
-        itemsize: Bytes of an element.
-        inner: The axis of the smallest stride in memory, that the copy gathers along.
-        request: The axes from this one on share a request.
+    The copy gathers along axis `inner`, of the smallest stride in memory.
     """
     if inner < request:  # a row is a request
         tail = zip(axes[request:], lengths[request:], strict=True)

@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,45 +26,60 @@ from orbax_safetensors_layout.geometry import row_major_strides
 from orbax_safetensors_layout.options import StorageProfile, WriteOptions
 from orbax_safetensors_layout.sharding import GlobalShards, Ints, MeshShape, Partition, Spec
 
-from .cluster_costs import ClusterTensor, CostVectors, ShardClass, TensorClass
-from .coalesce import HeldBound, requests_of
+from .coalesce import MAX_GROUP_BUFFERS, Request, SmallRequest, requests_of
 from .cost import Cost
 from .leaf_reads import LeafRead
 from .planner import RegionPlanner
-from .reads import held_bytes, slab_bytes
+from .reads import held_bytes, slab_bytes, staging_bytes
 from .regions import ByteRegion
 from .writes import LeafWrite, WritePlan, plan_writes
 
 
+class ClusterTensor(NamedTuple):
+    """One tensor that is loaded as it is stored, and its sharding."""
+
+    entry: TensorEntry
+    spec: Spec
+
+
+class ShardClass(NamedTuple):
+    """Processes that read each tensor of a class in the same way, but for the offset."""
+
+    processes: Ints  # [n] the processes, counted among those that differ
+    fetches: tuple[Request, ...]  # requests of the first process; `start` is relative to the tensor
+    shift: Ints  # [n] bytes from the first process's requests to those of each
+    held: tuple[int, ...]  # host bytes of the tiles of each request
+    elements: int  # elements of the distinct shards of one process
+
+
+class TensorClass(NamedTuple):
+    """Tensors of one shape, dtype and spec."""
+
+    tensors: int  # number of tensors
+    first: ClusterTensor  # the first of them
+    shapes: tuple[ShardClass, ...]  # the shards of processes
+    shard_elements: int  # elements of one device's shard
+
+
+_ClusterFile = tuple[str, list[tuple[TensorEntry, TensorClass]]]
+"""A file, and its tensors by offset with their classes."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The shares of all processes of one load.
-
-    Attributes:
-        leaves: The tensors.
-        grid: The devices.
-        profile: The cost model.
-        kinds: The classes of tensors.
-        kind_of: For each tensor the number of its class.
-        distinct: For each process the number of its cost in `costs`.
-        costs: The costs of processes that differ.
-    """
+    """The shares of all processes of one load."""
 
     leaves: tuple[ClusterTensor, ...]
-    grid: MeshShape
     profile: StorageProfile
-    kinds: tuple[TensorClass, ...]
-    kind_of: tuple[int, ...]
-    distinct: Ints
-    costs: tuple[Cost, ...]
+    kinds: tuple[TensorClass, ...]  # the classes of tensors
+    kind_of: tuple[int, ...]  # for each tensor the number of its class
+    files: tuple[_ClusterFile, ...]
+    distinct: Ints  # for each process the number of its cost in `costs`
+    costs: tuple[Cost, ...]  # the costs of processes that differ
 
     def cost(self, process: int) -> Cost:
         """Return the cost of one process, equal to its `ReadPlan.cost`."""
         return self.costs[int(self.distinct[process])]
-
-    def files(self) -> Iterator[tuple[str, list[tuple[TensorEntry, TensorClass]]]]:
-        """Yields each file with its tensors, by offset, and their classes."""
-        yield from _files(self.leaves, self.kind_of, self.kinds)
 
 
 def plan_cluster(
@@ -73,17 +89,7 @@ def plan_cluster(
     profile: StorageProfile,
     memory_budget_bytes: int,
 ) -> ClusterPlan:
-    """Plan the reads of all processes, for devices with memory of their own.
-
-    Args:
-        leaves: The tensors.
-        grid: The devices and processes.
-        profile: Cost model of the storage class.
-        memory_budget_bytes: As for `plan_reads`.
-
-    Raises:
-        ValueError: A spec does not fit its tensor.
-    """
+    """Plan the reads of all processes, for devices with memory of their own."""
     numbers: dict[tuple[object, ...], int] = {}
     firsts: list[ClusterTensor] = []
     kind_of = []
@@ -93,10 +99,13 @@ def plan_cluster(
         if len(numbers) > len(firsts):
             firsts.append(leaf)
     counts = collections.Counter(kind_of)  # in the order of `firsts`
-    partitions = [_partition(leaf, grid) for leaf in firsts]
+    partitions = [
+        Partition.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
+        for leaf in firsts
+    ]
     chosen, distinct = _distinct(partitions, grid.processes)
     slabs = slab_bytes(profile, memory_budget_bytes)
-    planner = RegionPlanner(profile, memory_budget_bytes, slabs)
+    planner = RegionPlanner(profile, memory_budget_bytes, slabs, slabs)
     kinds = tuple(
         TensorClass(
             count,
@@ -106,27 +115,14 @@ def plan_cluster(
         )
         for count, leaf, partition in zip(counts.values(), firsts, partitions, strict=True)
     )
-    sums = CostVectors(len(chosen), profile)
-    for kind in kinds:
-        sums.add_kind(kind)
-    for _, tensors in _files(leaves, kind_of, kinds):
-        sums.add_file(tensors)
-    costs = sums.costs(memory_budget_bytes)
-    return ClusterPlan(tuple(leaves), grid, profile, kinds, tuple(kind_of), distinct, costs)
-
-
-def _files(
-    leaves: Sequence[ClusterTensor], kind_of: Sequence[int], kinds: Sequence[TensorClass]
-) -> Iterator[tuple[str, list[tuple[TensorEntry, TensorClass]]]]:
     by_file: dict[str, list[tuple[TensorEntry, TensorClass]]] = {}
     for leaf, number in zip(leaves, kind_of, strict=True):
         by_file.setdefault(leaf.entry.file, []).append((leaf.entry, kinds[number]))
-    for file, tensors in sorted(by_file.items()):
-        yield file, sorted(tensors, key=lambda item: item[0].start)
-
-
-def _partition(leaf: ClusterTensor, grid: MeshShape) -> Partition:
-    return Partition.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
+    for tensors in by_file.values():
+        tensors.sort(key=lambda item: item[0].start)
+    files = tuple(sorted(by_file.items()))
+    costs = _read_costs(kinds, files, len(chosen), profile, memory_budget_bytes)
+    return ClusterPlan(tuple(leaves), profile, kinds, tuple(kind_of), files, distinct, costs)
 
 
 def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, Ints]:
@@ -156,14 +152,15 @@ def _shapes(
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
         regions = sorted(planner.regions(0, read), key=lambda region: region.start)
         moved = [region._replace(start=region.start - entry.start) for region in regions]
-        fetches = tuple(requests_of(moved, HeldBound(functools.partial(_held, read), most_held)))
+        held = functools.partial(_held, read)
+        fetches = tuple(requests_of(moved, held, most_held))
         shift = (partition.origin[chosen[processes]] - partition.origin[first]) * parts @ strides
         yield ShardClass(
             processes,
             fetches,
             shift * entry.dtype.bits // 8,
-            tuple(sum(_held(read, region) for region in fetch.regions) for fetch in fetches),
-            sum(box.size for box in local.boxes),
+            tuple(sum(map(held, fetch.regions)) for fetch in fetches),
+            local.elements,
         )
 
 
@@ -171,14 +168,116 @@ def _held(read: LeafRead, region: ByteRegion) -> int:
     return held_bytes(read, region.layout)
 
 
+class _Small(NamedTuple):
+    """A fetch that may share a request; by itself it takes `alone_requests` of `alone_bytes`."""
+
+    request: SmallRequest
+    alone_requests: int
+    alone_bytes: int
+
+
+def _read_costs(
+    kinds: Sequence[TensorClass],
+    cluster_files: Sequence[_ClusterFile],
+    processes: int,
+    profile: StorageProfile,
+    memory_budget_bytes: int,
+) -> tuple[Cost, ...]:
+    """Return the costs of processes that differ, added up as vectors."""
+    zeros = [np.zeros(processes, np.int64) for _ in range(7)]
+    tensors, needed, read, requests, files, held, most_held = zeros
+    staged, padded = np.zeros((2, processes), bool)
+    small: dict[int, list[tuple[ShardClass, int, _Small]]] = {}
+    for kind in kinds:  # the part of a class that does not depend on neighbours in a file
+        small[id(kind)] = []
+        for shape in kind.shapes:
+            rows = shape.processes
+            tensors[rows] += kind.tensors
+            for number, (fetch, tile_bytes) in enumerate(
+                zip(shape.fetches, shape.held, strict=True)
+            ):
+                needed[rows] += kind.tensors * fetch.needed_bytes
+                held[rows] += kind.tensors * tile_bytes
+                staged[rows] |= not fetch.read.direct
+                padded[rows] |= not fetch.read.direct and bool(fetch.read.blocking.pad_bytes)
+                alone_bytes, alone_requests = fetch.cost(profile)
+                request = SmallRequest.of(fetch, profile)
+                if request is not None:
+                    alone = _Small(request, alone_requests, alone_bytes)
+                    small[id(kind)].append((shape, number, alone))
+                    continue
+                read[rows] += kind.tensors * alone_bytes
+                requests[rows] += kind.tensors * alone_requests
+                most_held[rows] = np.maximum(most_held[rows], tile_bytes)
+    for _, of_file in cluster_files:
+        opened = np.zeros(processes, bool)
+        group = _Groups(processes, profile.max_gap_bytes)
+        for kind in {id(kind): kind for _, kind in of_file}.values():
+            for shape in kind.shapes:
+                opened[shape.processes] = True
+        for entry, kind in of_file:
+            for shape, number, alone in small[id(kind)]:
+                group.add(entry.start, shape, number, alone)
+        files += opened
+        read += group.read
+        requests += group.requests
+        most_held = np.maximum(most_held, group.most_held)
+    staging = np.where(
+        padded, staging_bytes(profile, padded=True), staging_bytes(profile, padded=False)
+    )
+    peak = np.minimum(held, np.maximum(most_held, memory_budget_bytes)) + staging * staged
+    columns = np.stack([tensors, needed, read, requests, files, peak], 1)
+    return tuple(Cost(*row) for row in columns.tolist())
+
+
+class _Groups:
+    """`coalesce.coalesced` of one file for all processes."""
+
+    def __init__(self, processes: int, max_gap_bytes: int) -> None:
+        self._max_gap_bytes = max_gap_bytes
+        self._processes = processes
+        zeros = [np.zeros(processes, np.int64) for _ in range(10)]
+        self.read, self.requests, self.most_held, *zeros = zeros
+        self._first, self._end, self._limit, self._buffers, self._held, *zeros = zeros
+        # Changes when a region that was alone is joined by another.
+        self._more_requests, self._more_bytes = zeros
+        self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
+
+    def add(self, base: int, shape: ShardClass, number: int, small: _Small) -> None:
+        """Adds fetch `number` of a class for a tensor at byte `base`."""
+        fetch, request = shape.fetches[number], small.request
+        shared = fetch.regions[0].layout.shared
+        everyone = len(shape.processes) == self._processes
+        rows: slice | Ints = slice(None) if everyone else shape.processes
+        start = shape.shift + (base + fetch.start)
+        stop = start + request.length
+        gap = start - self._end[rows]
+        limit = np.minimum(self._limit[rows], request.limit)
+        join = (
+            (self._shared[rows] == shared)
+            & (gap >= 0)
+            & (gap <= self._max_gap_bytes)
+            & (stop - self._first[rows] <= limit)
+            & (self._buffers[rows] + request.buffers <= MAX_GROUP_BUFFERS)
+        )
+        joined = gap + request.length + self._more_bytes[rows]
+        self.read[rows] += np.where(join, joined, small.alone_bytes)
+        self._more_bytes[rows] = np.where(join, 0, request.length - small.alone_bytes)
+        self.requests[rows] += np.where(join, self._more_requests[rows], small.alone_requests)
+        self._more_requests[rows] = np.where(join, 0, 1 - small.alone_requests)
+        self._first[rows] = np.where(join, self._first[rows], start)
+        self._limit[rows] = np.where(join, limit, request.limit)
+        self._buffers[rows] = np.where(join, self._buffers[rows], 0) + request.buffers
+        self._held[rows] = np.where(join, self._held[rows], 0) + shape.held[number]
+        self.most_held[rows] = np.maximum(self.most_held[rows], self._held[rows])
+        self._shared[rows] = shared
+        self._end[rows] = stop
+
+
 def plan_cluster_writes(
     leaves: Sequence[ClusterTensor], grid: MeshShape, options: WriteOptions
 ) -> tuple[Cost, ...]:
-    """Return the cost of each process: its `WritePlan.cost`, but for the headers of pieces.
-
-    Raises:
-        ValueError: A spec does not fit its tensor.
-    """
+    """Return the cost of each process: its `WritePlan.cost`, but for the headers of pieces."""
     held: dict[tuple[tuple[int, ...], Spec], GlobalShards] = {}
     writes = []
     for entry, spec in leaves:
@@ -203,7 +302,9 @@ def _write_costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
         needed[owner] += sum(tensor.nbytes for tensor in members) - gathered
         tensors[owner] += sum(bool(tensor.nbytes) for tensor in members)
     if plan.stored is not None:
-        owners = _piece_owners(plan)
+        process_of = {piece_file_prefix(process): process for process in range(plan.process_count)}
+        prefixes = [name.rpartition("/")[2].rpartition("-of-")[0] for name in plan.stored.files]
+        owners = [process_of[f"{prefix}-of-"] for prefix in prefixes]
         files[list(set(owners))] += 1
         # Of each class: elements and tensors of each process, per tensor.
         elements = np.zeros((len(plan.stored.classes), plan.process_count), np.int64)
@@ -224,11 +325,3 @@ def _write_costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
         Cost(tensors=t, needed_bytes=n, read_bytes=r, written_bytes=w, files=f)
         for t, n, r, w, f in columns
     )
-
-
-def _piece_owners(plan: WritePlan) -> list[int]:
-    """Return the process that writes each file of pieces."""
-    assert plan.stored is not None
-    owners = {piece_file_prefix(process): process for process in range(plan.process_count)}
-    prefixes = [name.rpartition("/")[2].rpartition("-of-")[0] for name in plan.stored.files]
-    return [owners[f"{prefix}-of-"] for prefix in prefixes]

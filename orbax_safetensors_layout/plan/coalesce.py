@@ -34,12 +34,10 @@ class Request(NamedTuple):
 
     @property
     def read(self) -> RegionPlan:
-        """The geometry of each."""
         return self.regions[0].read
 
     @property
     def start(self) -> int:
-        """First byte, in the file."""
         return self.regions[0].start
 
     @property
@@ -49,7 +47,6 @@ class Request(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the last byte."""
         return self.regions[-1].stop
 
     @property
@@ -71,7 +68,6 @@ class RequestGroup(NamedTuple):
 
     @property
     def regions(self) -> tuple[ByteRegion, ...]:
-        """All regions, by offset."""
         return tuple(region for fetch in self.fetches for region in fetch.regions)
 
     def cost(self, profile: StorageProfile) -> tuple[int, int]:
@@ -92,25 +88,25 @@ class RequestGroup(NamedTuple):
             yield start, start + runs.run_bytes + fetch.spread_bytes
 
 
-class HeldBound(NamedTuple):
-    """A bound on the host bytes that the tiles of several regions hold together."""
+def requests_of(
+    regions: Sequence[ByteRegion], held_bytes: Callable[[ByteRegion], int], most_held: int
+) -> Iterator[Request]:
+    """Joins regions of a file, by offset, that the same requests can serve.
 
-    held_bytes: Callable[[ByteRegion], int]
-    most_bytes: int
-
-
-def requests_of(regions: Sequence[ByteRegion], bound: HeldBound) -> Iterator[Request]:
-    """Joins regions of a file, by offset, that the same requests can serve."""
+    Their tiles hold at most `most_held` host bytes together.
+    """
     pending: list[ByteRegion] = []
     for region in regions:
         if pending:
             first = pending[0]
-            equal = region.read is first.read and region.layout.shared == first.layout.shared
-            if equal and first.read.interlaces(region.start - first.start):
-                held = sum(map(bound.held_bytes, (*pending, region)))
-                if held <= bound.most_bytes:
-                    pending.append(region)
-                    continue
+            if (
+                region.read is first.read
+                and region.layout.shared == first.layout.shared
+                and first.read.interlaces(region.start - first.start)
+                and sum(map(held_bytes, (*pending, region))) <= most_held
+            ):
+                pending.append(region)
+                continue
             yield Request(tuple(pending))
         pending = [region]
     if pending:
@@ -118,19 +114,22 @@ def requests_of(regions: Sequence[ByteRegion], bound: HeldBound) -> Iterator[Req
 
 
 def coalesced(
-    file: str, regions: Sequence[ByteRegion], profile: StorageProfile, bound: HeldBound
+    file: str,
+    regions: Sequence[ByteRegion],
+    profile: StorageProfile,
+    held_bytes: Callable[[ByteRegion], int],
+    most_held: int,
 ) -> Iterator[RequestGroup]:
     """Joins neighbouring small fetches, by offset, whose gap is cheaper to read than to skip."""
     pending: list[Request] = []
     first = end = limit = buffers = 0
     # By the RegionPlan, which tensors of one shape share.
     known: dict[tuple[int, int], SmallRequest | None] = {}
-    for fetch in requests_of(regions, bound):
+    for fetch in requests_of(regions, held_bytes, most_held):
         key = id(fetch.read), fetch.spread_bytes
-        try:
-            request = known[key]
-        except KeyError:
-            request = known[key] = SmallRequest.of(fetch, profile)
+        if key not in known:
+            known[key] = SmallRequest.of(fetch, profile)
+        request = known[key]
         if request is None:
             yield RequestGroup(file, (fetch,))
             continue
@@ -157,17 +156,11 @@ def coalesced(
 
 
 class SmallRequest(NamedTuple):
-    """A small fetch that may be in a group.
+    """A small fetch that may be in a group."""
 
-    Attributes:
-        length: Its bytes in the file.
-        limit: Most bytes of a group that it is in.
-        buffers: Buffers that it fills, and one for the gap before it.
-    """
-
-    length: int
-    limit: int
-    buffers: int
+    length: int  # its bytes in the file
+    limit: int  # most bytes of a group that it is in
+    buffers: int  # buffers that it fills, and one for the gap before it
 
     @classmethod
     def of(cls, fetch: Request, profile: StorageProfile) -> SmallRequest | None:

@@ -13,39 +13,27 @@ from .cluster import ClusterPlan
 
 
 class Coverage(NamedTuple):
-    """The share of each bin of the concatenated files that each process reads.
+    """The share of each bin of the concatenated files that each process reads."""
 
-    Attributes:
-        read: [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
-        needed: [processes, bins] the share that the shards consist of.
-        edges: Name and first byte of each file.
-        tensors: Name, first byte and length of each tensor.
-        total_bytes: Bytes of all files' tensors.
-    """
-
+    # [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
     read: npt.NDArray[np.float64]
-    needed: npt.NDArray[np.float64]
-    edges: tuple[tuple[str, int], ...]
-    tensors: tuple[tuple[str, int, int], ...]
-    total_bytes: int
+    needed: npt.NDArray[np.float64]  # [processes, bins] the share that the shards consist of
+    edges: tuple[tuple[str, int], ...]  # name and first byte of each file
+    tensors: tuple[tuple[str, int, int], ...]  # name, first byte and length of each tensor
+    total_bytes: int  # bytes of all files' tensors
 
 
 def coverage(
     cluster: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
 ) -> Coverage:
-    """Return the coverage of some processes.
+    """Return the coverage of some processes, in `bins` of equal size.
 
-    A region that is read in several runs is spread evenly over its span.
-
-    Args:
-        cluster: The plan.
-        processes: The processes.
-        bins: Number of parts of equal size that the concatenated files are cut into.
-        files: Glob pattern of the names of the files that count.
+    Files whose name does not match the glob pattern `files` do not count. A region that is read in
+    several runs is spread evenly over its span.
     """
     chosen = [
         (file, tensors)
-        for file, tensors in cluster.files()
+        for file, tensors in cluster.files
         if fnmatch.fnmatchcase(file.rpartition("/")[2], files)
     ]
     distinct, rows = np.unique(cluster.distinct[list(processes)], return_inverse=True)

@@ -4,7 +4,7 @@ Devices that hold an array are a grid: a row for each distinct box, a column for
 replicas. In each round a device contributes one piece, and the devices of a row gather their
 pieces; so every row gets whole boxes of which no byte was read twice. A round moves several leaves
 of one shape, one to a group of columns (a lane) that splits it, or many small ones, packed into one
-buffer a column. Boxes that are neighbours in the rows of a file are read as one; see `bands`.
+buffer a column.
 
 1. Leaves are grouped: small ones by grid, others by grid, shape and dtype.
 2. Each group becomes rounds of bounded size. Columns are in the order of the processes, and lanes
@@ -12,6 +12,11 @@ buffer a column. Boxes that are neighbours in the rows of a file are read as one
 3. Rounds are joined to stages of bounded host memory.
 
 All is decided from shapes, shardings and headers, which all processes know.
+
+A process that reads the columns of a matrix of short rows reads through the gaps between them, and
+so the columns of all others: cheaper for it than a request a row, but N processes then read
+everything N times. Where each byte is to be read once, boxes that are neighbours in the rows of a
+file are one *band*, read in contiguous parts, each by one process, and exchanged among the devices.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,38 +40,26 @@ _MOST_IDLE = 1.1  # columns that a split may need for the work of one
 
 
 class SharedLeaf(NamedTuple):
-    """A leaf that several processes hold, or hold parts of.
-
-    Attributes:
-        number: The leaf's number.
-        replicas: Its boxes; all of one shape.
-        dtype: The dtype that it will have.
-        is_direct: Whether the gathered values remain on the devices; otherwise they pass through
-            the host.
-        place: The file and the offset that it, or its first part, begins at.
-        strides: Its byte strides in the file.
-        cut_axes: The dimensions along which bands are made of several boxes.
-        tied: Numbers of leaves with equal values in the same places. The values read for this one
-            are exchanged again for each of them.
-    """
+    """A leaf that several processes hold, or hold parts of."""
 
     number: int
-    replicas: Replicas
-    dtype: np.dtype
+    replicas: Replicas  # its boxes; all of one shape
+    dtype: np.dtype  # the dtype that it will have
+    # Whether the gathered values remain on the devices; otherwise they pass through the host.
     is_direct: bool
-    place: tuple[str, int]
-    strides: tuple[int, ...]
-    cut_axes: tuple[int, ...] = ()
+    place: tuple[str, int]  # the file and the offset that it, or its first part, begins at
+    strides: tuple[int, ...]  # its byte strides in the file
+    cut_axes: tuple[int, ...] = ()  # the dimensions along which bands are made of several boxes
+    # Numbers of leaves with equal values in the same places. The values read for this one are
+    # exchanged again for each of them.
     tied: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of each box."""
         return self.replicas.boxes[0].shape
 
     @property
     def box_bytes(self) -> int:
-        """Bytes of each box."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -94,27 +87,18 @@ class Fragment(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Leaves that are exchanged together.
+    """Leaves that are exchanged together."""
 
-    Attributes:
-        grid: The devices.
-        lanes: The leaves of each lane; at most one, unless they are packed.
-        shape: Shape that a lane gathers in each row: a box, or `[bytes]` of packed ones.
-        dtype: Dtype of its elements.
-        axis: The dimension that the columns of a lane split it along.
-        is_packed: Whether a lane is bytes of many leaves.
-        is_direct: Whether the gathered values remain on the devices.
-        cut_axes: Dimensions along which each device keeps its own part of them.
-    """
-
-    grid: ReplicaGrid
+    grid: ReplicaGrid  # the devices
+    # The leaves of each lane; at most one, unless they are packed.
     lanes: tuple[tuple[Item, ...], ...]
+    # Shape that a lane gathers in each row: a box, or `[bytes]` of packed ones.
     shape: tuple[int, ...]
-    dtype: np.dtype
-    axis: int
-    is_packed: bool
-    is_direct: bool
-    cut_axes: tuple[int, ...] = ()
+    dtype: np.dtype  # dtype of its elements
+    axis: int  # the dimension that the columns of a lane split it along
+    is_packed: bool  # whether a lane is bytes of many leaves
+    is_direct: bool  # whether the gathered values remain on the devices
+    cut_axes: tuple[int, ...] = ()  # dimensions along which each device keeps its own part of them
 
     @property
     def parts(self) -> int:
@@ -150,10 +134,7 @@ class Round(NamedTuple):
         axis, extent = self.axis, self.part_shape[self.axis]
         low = box.start[axis] + part * extent
         high = min(low + extent, box.stop[axis])
-        if low >= high:
-            return None
-        start = (*box.start[:axis], low, *box.start[axis + 1 :])
-        return Box(start, (*box.stop[:axis], high, *box.stop[axis + 1 :]))
+        return box.along(axis, low, high) if low < high else None
 
 
 Stage = tuple[Round, ...]
@@ -161,33 +142,26 @@ Stage = tuple[Round, ...]
 
 
 class ExchangeLimits(NamedTuple):
-    """The bounds of a plan; the same on all processes.
+    """The bounds of a plan; the same on all processes."""
 
-    Attributes:
-        round_bytes: Bytes that a device may gather at once; a larger box is a round of its own.
-        stage_bytes: Host bytes that a process may read before they are exchanged.
-        gap_bytes: The longest gap that is read through.
-    """
-
-    round_bytes: int
-    stage_bytes: int
-    gap_bytes: int
+    round_bytes: int  # bytes that a device may gather at once; a larger box is a round of its own
+    stage_bytes: int  # host bytes that a process may read before they are exchanged
+    gap_bytes: int  # the longest gap that is read through
 
 
 def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[Stage]:
     """Plan the reads and exchanges of leaves (of tied ones the first); equal on all processes."""
-    tied: dict[int, tuple[int, ...]] = {}
+    leaves = [*leaves]
+    tied = {leaf.number: leaf.tied for leaf in leaves if leaf.tied}
     small: dict[int, list[SharedLeaf]] = {}
     large: dict[tuple[object, ...], list[SharedLeaf]] = {}
     numbers: dict[int, int] = {}  # a grid of many devices is hashed once
     grids: dict[ReplicaGrid, int] = {}
     for leaf in leaves:
-        if leaf.tied:
-            tied[leaf.number] = leaf.tied
         grid = leaf.replicas.grid
-        number = numbers.get(id(grid))
-        if number is None:
-            number = numbers[id(grid)] = grids.setdefault(grid, len(grids))
+        if id(grid) not in numbers:
+            numbers[id(grid)] = grids.setdefault(grid, len(grids))
+        number = numbers[id(grid)]
         fits = leaf.box_bytes * grid.columns <= limits.round_bytes // 2
         if not leaf.shape or (leaf.box_bytes < _SMALL_BYTES and fits):
             small.setdefault(number, []).append(leaf)
@@ -195,10 +169,8 @@ def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[
             rank = rank_of(leaf.strides)
             key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, rank, leaf.cut_axes)
             large.setdefault(key, []).append(leaf)
-    rounds = [
-        *itertools.chain.from_iterable(_whole(group, limits) for group in large.values()),
-        *itertools.chain.from_iterable(_packed(group, limits) for group in small.values()),
-    ]
+    rounds = [step for group in large.values() for step in _whole(group, limits)]
+    rounds += [step for group in small.values() for step in _packed(group, limits)]
     return list(_stages([_repeated(step, tied) for step in rounds], limits.stage_bytes))
 
 
@@ -312,3 +284,60 @@ def _stages(bundles: Iterable[Stage], stage_bytes: int) -> Iterator[Stage]:
         held += more
     if stage:
         yield tuple(stage)
+
+
+def bands_of(
+    replicas: Replicas,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    gap_bytes: int,
+    most_elements: int | None,
+) -> tuple[Replicas, tuple[int, ...]] | None:
+    """Return the bands of an array whose boxes would be read through gaps; None without any.
+
+    With them come the dimensions along which a device keeps only its own boxes of a band. Where
+    values pass through the host (`most_elements`), every device gathers whole bands of at most so
+    many. The boxes are all of one shape, `strides` are bytes in the file.
+    """
+    axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
+    if not axes:
+        return None
+    bands: dict[Box, list[tuple[tuple[int, ...], int]]] = {}
+    for row, box in enumerate(replicas.boxes):
+        band = box
+        for axis in axes:
+            band = band.along(axis, 0, shape[axis])
+        place = tuple(box.start[axis] for axis in axes)
+        bands.setdefault(band, []).append((place, row))
+    cuts = tuple(shape[axis] // replicas.boxes[0].shape[axis] for axis in axes)
+    if any(len(rows) != math.prod(cuts) for rows in bands.values()):
+        return None  # each process holds only a part of the array
+    wide = sorted(bands)
+    rows = [[row for _, row in sorted(bands[band])] for band in wide]
+    old = replicas.grid
+
+    def in_turn(values: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+        columns = (zip(*[values[row] for row in band], strict=True) for band in rows)
+        return tuple(tuple(itertools.chain.from_iterable(band)) for band in columns)
+
+    grid = ReplicaGrid(in_turn(old.devices), in_turn(old.processes), cuts)
+    if not grid.parts_processes:
+        return None
+    if most_elements is None:
+        return Replicas(tuple(wide), grid), axes
+    uncut = Replicas(tuple(wide), grid._replace(cuts=()))
+    return (uncut, ()) if wide[0].size <= most_elements else None
+
+
+def _cut_axes(
+    box: Sequence[int], shape: Sequence[int], strides: Sequence[int], gap_bytes: int
+) -> tuple[int, ...]:
+    """Return the split dimensions along which a box has short gaps with the values of others."""
+    axes = []
+    rank = rank_of(strides)
+    for at, axis in enumerate(rank):
+        repeats = any(box[outer] > 1 for outer in rank[:at])
+        gap = strides[axis] * (shape[axis] - box[axis])
+        if repeats and 0 < gap <= gap_bytes:
+            axes.append(axis)
+    return tuple(axes)

@@ -26,20 +26,15 @@ from orbax_safetensors_layout.sharding import AddressableShards
 
 
 class TensorPiece(NamedTuple):
-    """One piece of a leaf.
+    """One piece of a leaf."""
 
-    Attributes:
-        entry: The tensor that it comes from.
-        box: The region of the leaf that it fills.
-        view: Of the box's shape: from an index within the box to an element of the tensor.
-            Strides may be negative (reversed) and 0 (repeated).
-        gather: Where each index of one axis is in the tensor, and in the leaf, in no regular
-            order. `view` is then one such slab, to whose offset that of each is added.
-    """
-
-    entry: TensorEntry
-    box: Box
+    entry: TensorEntry  # the tensor that it comes from
+    box: Box  # the region of the leaf that it fills
+    # Of the box's shape: from an index within the box to an element of the tensor. Strides may be
+    # negative (reversed) and 0 (repeated).
     view: AffineView
+    # Where each index of one axis is in the tensor, and in the leaf, in no regular order. `view` is
+    # then one such slab, to whose offset that of each is added.
     gather: Gather | None = None
 
 
@@ -53,34 +48,24 @@ class FillRegion(NamedTuple):
         """Put a value into the part of a box's `values` that lies in the region."""
         common = self.box.intersect(box)
         if common is not None:
-            sides = zip(common.start, common.stop, box.start, strict=True)
-            values[tuple([slice(a - first, b - first) for a, b, first in sides])] = value
+            values[common.within(box).slices] = value
 
 
 class LeafRead(NamedTuple):
-    """One leaf and the tensors it is read from.
+    """One leaf and the tensors it is read from."""
 
-    Attributes:
-        name: The leaf's name: the tensor's, where it is one.
-        shape: The leaf's shape.
-        stored: The dtype of all its tensors.
-        sources: The pieces; their boxes cover each of `local`, each index once.
-        local: The boxes this process needs of it.
-        dtype: The dtype that the leaf will have.
-        is_computed: Whether its values are computed from the stored ones, beyond a cast.
-        fills: The regions that are not read; with `sources` they cover each of `local`.
-        unit: Reads of one number are computed into one leaf. Their memory is held until the last
-            of them is complete.
-    """
-
-    name: str
+    name: str  # the leaf's name: the tensor's, where it is one
     shape: tuple[int, ...]
-    stored: DType
+    stored: DType  # the dtype of all its tensors
+    # The pieces; their boxes cover each of `local`, each index once.
     sources: tuple[TensorPiece, ...]
-    local: AddressableShards
-    dtype: np.dtype
-    is_computed: bool = False
+    local: AddressableShards  # the boxes this process needs of it
+    dtype: np.dtype  # the dtype that the leaf will have
+    is_computed: bool = False  # whether its values are computed from the stored ones, beyond a cast
+    # The regions that are not read; with `sources` they cover each of `local`.
     fills: tuple[FillRegion, ...] = ()
+    # Reads of one number are computed into one leaf. Their memory is held until the last of them is
+    # complete.
     unit: int | None = None
 
     @property

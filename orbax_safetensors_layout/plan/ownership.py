@@ -27,9 +27,7 @@ class StoredTile(NamedTuple):
 class PieceWriters:
     """Chooses the writer of each box of arrays in pieces, so that all processes write as much.
 
-    Args:
-        processes: Number of processes.
-        replicate_below_bytes: Arrays up to this size are written by each of their holders.
+    Arrays up to `replicate_below_bytes` are written by each of their holders.
     """
 
     def __init__(self, processes: int, *, replicate_below_bytes: int = 0) -> None:
@@ -40,42 +38,30 @@ class PieceWriters:
         self._tiles: dict[tuple[int, int], tuple[StoredTile, ...]] = {}
 
     def choose(self, held: GlobalShards, itemsize: int) -> tuple[StoredTile, ...]:
-        """Return the pieces of the next array; the same object for the same boxes and writers.
-
-        Args:
-            held: The array's boxes and their holders.
-            itemsize: Bytes of an element, rounded up.
-        """
-        cached = self._choices.get(id(held))
-        if cached is None:
-            cached = self._choices[id(held)] = held, _Choices.of(held, self.load.size)
-        choices = cached[1]
+        """Return the pieces of the next array; the same object for the same boxes and writers."""
+        if id(held) not in self._choices:
+            self._choices[id(held)] = held, _Choices.of(held, self.load.size)
+        _, choices = self._choices[id(held)]
         number = _EVERYONE
         if choices.size * itemsize > self._replicate_below_bytes:
             number = choices.best(self.load, itemsize)
             self.load += choices.elements[number] * itemsize
         key = (id(held), number)
-        tiles = self._tiles.get(key)
-        if tiles is None:
-            tiles = self._tiles[key] = _stored_tiles(held, choices, number)
-        return tiles
+        if key not in self._tiles:
+            self._tiles[key] = _stored_tiles(held, choices, number)
+        return self._tiles[key]
 
 
 _EVERYONE = -1
 
 
 class _Choices(NamedTuple):
-    """Ways to choose one holder of each box: way `i` takes holder `i + box`.
+    """Ways to choose one holder of each box: way `i` takes holder `i + box`."""
 
-    Attributes:
-        writers: [ways, boxes] the process.
-        elements: [ways, processes] the number of elements that each process would write.
-        size: Elements of the array.
-    """
-
-    writers: npt.NDArray[np.int64]
+    writers: npt.NDArray[np.int64]  # [ways, boxes] the process
+    # [ways, processes] the number of elements that each process would write.
     elements: npt.NDArray[np.int64]
-    size: int
+    size: int  # elements of the array
 
     def best(self, load: npt.NDArray[np.int64], itemsize: int) -> int:
         """Return the way that minimises the bytes of the process that writes most."""
@@ -107,11 +93,11 @@ def _stored_tiles(held: GlobalShards, choices: _Choices, number: int) -> tuple[S
         for process in writers:
             of_process.setdefault(process, []).append(box)
     joined = tuple(
-        StoredTile(process, found._replace(members=tuple(boxes[i] for i in found.members)))
+        StoredTile(process, part._replace(members=tuple(boxes[i] for i in part.members)))
         for process, boxes in sorted(of_process.items())
-        for found in tile([held.boxes[box] for box in boxes])
+        for part in tile([held.boxes[box] for box in boxes])
     )
-    if sum(box.size for box in {found.tile.box for found in joined}) == choices.size:
+    if sum(box.size for box in {stored.tile.box for stored in joined}) == choices.size:
         return joined
     # Holders of different boxes join them differently, and the pieces would overlap.
     return tuple(
@@ -126,10 +112,7 @@ def file_owners(
 ) -> tuple[int, ...]:
     """Choose the process that writes each file: one that holds much of it, with even shares.
 
-    Args:
-        sizes: Bytes of each file.
-        held: [files, processes] bytes of each file that each process holds.
-        processes: Number of processes.
+    `sizes` are the bytes of the files, `held` [files, processes] those that each process holds.
     """
     share = sum(sizes) / processes * _SLACK
     load: npt.NDArray[np.int64] = np.zeros(processes, np.int64)

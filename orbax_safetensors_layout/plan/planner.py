@@ -36,12 +36,10 @@ class RegionPlanner:
     Leaves of one piece that have shape, strides, dtype and boxes in common share all geometry but
     the offset; regions of leaves of several pieces share it where they lie alike.
 
-    Args:
-        profile: The cost model.
-        most_bytes: Tiles of more bytes are taken apart into their members.
-        slab_bytes: Tiles of more bytes whose values are computed are cut into slabs.
-        gather_bytes: The same where a slab takes indices in no regular order: any is all over the
-            file, so that each costs a read of most of it.
+    Tiles of more than `most_bytes` are taken apart into their members; those of more than
+    `slab_bytes` whose values are computed are cut into slabs. For slabs that take indices in no
+    regular order the bound is `gather_bytes`: any is all over the file, so that each costs a read
+    of most of it.
     """
 
     def __init__(
@@ -61,40 +59,23 @@ class RegionPlanner:
         self._single: dict[tuple[object, ...], tuple[AddressableShards, list[ByteRegion]]] = {}
 
     def regions(self, number: int, leaf: LeafRead) -> list[ByteRegion]:
-        """The regions of a leaf, tile by tile.
-
-        Args:
-            number: The leaf's number in the plan.
-            leaf: The leaf.
-
-        Raises:
-            SafetensorsLayoutError: Its pieces do not make it; see `LeafRead.check`.
-        """
+        """The regions of leaf `number` of a plan, tile by tile, after `LeafRead.check`."""
         if len(leaf.sources) != 1 or leaf.sources[0].gather is not None:
             leaf.check()
             return list(self._several(number, leaf))
         ((entry, box, view, _),) = leaf.sources
-        key = (
-            leaf.shape,
-            leaf.stored.code,
-            leaf.is_staged,
-            id(leaf.local),
-            view,
-            box,
-            entry.shape,
-            entry.dtype.code,
-        )
-        found = self._single.get(key)
-        if found is None:
+        kind = (leaf.shape, leaf.stored.code, leaf.is_staged, id(leaf.local))
+        key = (*kind, view, box, entry.shape, entry.dtype.code)
+        if key not in self._single:
             leaf.check()
             make = self._packed if leaf.stored.packed else self._several
             # From the tensor's first byte, for every tensor alike.
-            regions = [r._replace(start=r.start - entry.start) for r in make(number, leaf)]
-            found = self._single[key] = (leaf.local, regions)
+            alike = [r._replace(start=r.start - entry.start) for r in make(number, leaf)]
+            self._single[key] = (leaf.local, alike)
         shift = entry.start
         return [
             ByteRegion(number, 0, start + shift, at, read, layout, parts)
-            for _, _, start, at, read, layout, parts in found[1]
+            for _, _, start, at, read, layout, parts in self._single[key][1]
         ]
 
     def _several(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
@@ -103,14 +84,13 @@ class RegionPlanner:
         for layout in self._layouts_of(leaf):
             box = layout.tile.box
             meet = (starts < box.stop).all(-1) & (stops > box.start).all(-1)
-            touched = np.flatnonzero(meet).tolist()
-            found = [
-                (index, place)
-                for index in touched
+            places = [
+                (index, *place)
+                for index in np.flatnonzero(meet).tolist()
                 for place in self._overlaps(leaf.sources[index], layout)
             ]
-            for index, place in found:
-                yield ByteRegion(number, index, *place, layout, len(found))
+            for place in places:
+                yield ByteRegion(number, *place, layout, len(places))
 
     def _overlaps(self, source: TensorPiece, layout: TileLayout) -> Iterator[_Place]:
         """The regions of a piece and a tile: one, or of a gather one for what is near together."""
@@ -140,7 +120,7 @@ class RegionPlanner:
                 yield start + shift, at + int(places[first]), read
             else:
                 near = Gather(axis, places[first:last], offsets[first:last] - shift)
-                hull = RegionPlan.gathered(
+                hull = RegionPlan.plan(
                     layout, met.extents, met.strides, met.phases, self._profile, near
                 )
                 yield start + shift, at, hull
@@ -150,11 +130,10 @@ class RegionPlanner:
         start, at, extents, strides, phases = self._meet(source, layout)
         alike = (layout.member_shape, layout.tile.grid, layout.itemsize)
         key = (*alike, *extents, *strides, *phases)
-        read = self._reads.get(key)
-        if read is None:
+        if key not in self._reads:
             read = RegionPlan.plan(layout, extents, strides, phases, self._profile)
             self._reads[key] = read
-        return start, at, read
+        return start, at, self._reads[key]
 
     def _meet(self, source: TensorPiece, layout: TileLayout) -> _Meeting:
         """Where a piece and a tile meet."""
@@ -185,55 +164,41 @@ class RegionPlanner:
         gathers = any(source.gather is not None for source in leaf.sources)
         most_bytes = self._gather_bytes if gathers else self._slab_bytes
         key = (itemsize, leaf.is_staged, axes, most_bytes, id(leaf.local))
-        found = self._layouts.get(key)
-        if found is None:
+        if key not in self._layouts:
             layouts = [
                 TileLayout.of(slab, itemsize, shared=shared, staged=leaf.is_staged)
                 for tile, shared in self._tiled(leaf.local, itemsize)
                 for slab in _slabs(tile, axes, max(1, most_bytes // itemsize))
             ]
-            found = self._layouts[key] = (leaf.local, layouts)
-        return found[1]
+            self._layouts[key] = (leaf.local, layouts)
+        return self._layouts[key][1]
 
     def _tiled(self, local: AddressableShards, itemsize: int) -> Iterator[tuple[Tile, bool]]:
         # Shared and private boxes are tiled apart: they are read differently.
         for shared in (False, True):
             numbers = [i for i, s in enumerate(local.shared) if s is shared]
-            boxes = [local.boxes[i] for i in numbers]
-            for found in self._bounded(tile(boxes), boxes, itemsize):
-                yield found._replace(members=tuple(numbers[i] for i in found.members)), shared
-
-    def _bounded(
-        self, tiles: Sequence[Tile], boxes: Sequence[Box], itemsize: int
-    ) -> Iterator[Tile]:
-        """The tiles, those that are too large for the budget taken apart."""
-        for found in tiles:
-            if self._most_bytes is None or found.box.size * itemsize <= self._most_bytes:
-                yield found
-                continue
-            for number in found.members:
-                yield Tile(boxes[number], (1,) * len(found.grid), (number,))
+            for joined in tile([local.boxes[i] for i in numbers]):
+                members = tuple(numbers[i] for i in joined.members)
+                if self._most_bytes is None or joined.box.size * itemsize <= self._most_bytes:
+                    yield joined._replace(members=members), shared
+                    continue
+                for member in members:  # too large for the budget
+                    yield Tile(local.boxes[member], (1,) * len(joined.grid), (member,)), shared
 
     def _packed(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
         """Elements that share bytes: each box by itself, as whole bytes."""
-        entry = leaf.sources[0].entry
-        local = leaf.local
-        for index, box, shared in self._packed_slabs(local, leaf.stored.bits):
-            packed = packed_box(entry.shape, leaf.stored.bits, box)
-            alone = Tile(packed.box, (1,) * len(packed.shape), (index,))
-            layout = TileLayout.of(alone, 1, shared=shared, staged=True, regions=[box])
-            view = AffineView.row_major(packed.shape)
-            source = TensorPiece(entry, Box.whole(packed.shape), view)
-            start, at, read = self._overlap(source, layout)
-            yield ByteRegion(number, 0, start, at, read, layout, 1)
-
-    def _packed_slabs(self, local: AddressableShards, bits: int) -> Iterator[tuple[int, Box, bool]]:
-        """The boxes, or rows of them, by number."""
-        for index, (box, shared) in enumerate(zip(local.boxes, local.shared, strict=True)):
-            whole = Tile(box, (1,) * len(box.start), (index,))
-            most = self._slab_bytes * 8 // bits
-            for slab in whole.slabs(max(1, most), 8):
-                yield index, slab.box, shared
+        entry, bits = leaf.sources[0].entry, leaf.stored.bits
+        most = max(1, self._slab_bytes * 8 // bits)
+        boxes = zip(leaf.local.boxes, leaf.local.shared, strict=True)
+        for index, (whole, shared) in enumerate(boxes):
+            for slab in Tile(whole, (1,) * len(whole.start), (index,)).slabs(most, 8):
+                packed = packed_box(entry.shape, bits, slab.box)
+                alone = Tile(packed.box, (1,) * len(packed.shape), (index,))
+                layout = TileLayout.of(alone, 1, shared=shared, staged=True, regions=[slab.box])
+                view = AffineView.row_major(packed.shape)
+                source = TensorPiece(entry, Box.whole(packed.shape), view)
+                start, at, read = self._overlap(source, layout)
+                yield ByteRegion(number, 0, start, at, read, layout, 1)
 
 
 def _slabs(tile: Tile, axes: Sequence[int] | None, most: int) -> Iterator[Tile]:

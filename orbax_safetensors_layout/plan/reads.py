@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from orbax_safetensors_layout.options import KIB, StorageProfile
 from orbax_safetensors_layout.runtime import text_table
 
-from .coalesce import HeldBound, RequestGroup, coalesced
+from .coalesce import RequestGroup, coalesced
 from .cost import Cost
 from .leaf_reads import LeafRead
 from .planner import RegionPlanner
@@ -32,7 +32,7 @@ _SLABS_IN_BUDGET = 8  # so are they
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What one process reads, and into which leaves.
+    """The reads of one process, and the leaves that they fill.
 
     Attributes:
         leaves: The leaves, in the order of the wanted tree.
@@ -50,18 +50,16 @@ class ReadPlan:
     adopt: bool
 
     def groups(self) -> Iterator[RequestGroup]:
-        """What is fetched together, in the order in which it is, lazily."""
-        bound = HeldBound(lambda r: self.held_bytes(r.leaf, r.layout), self.memory_budget_bytes)
+        """Yields regions that are fetched together, in the order in which they are."""
+
+        def held(region: ByteRegion) -> int:
+            return self.held_bytes(region.leaf, region.layout)
+
         for file, regions in self.batches:
-            yield from coalesced(file, regions, self.profile, bound)
+            yield from coalesced(file, regions, self.profile, held, self.memory_budget_bytes)
 
     def held_bytes(self, number: int, layout: TileLayout) -> int:
-        """Host bytes that a tile holds until its arrays are on their devices.
-
-        Args:
-            number: Number of the leaf.
-            layout: One of its tiles.
-        """
+        """Host bytes that a tile of leaf `number` holds until its arrays are on their devices."""
         leaf = self.leaves[number]
         if self.adopt:
             return read_bytes(leaf, layout) if layout.staged else 0
@@ -69,7 +67,7 @@ class ReadPlan:
 
     @classmethod
     def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
-        """Plans that are run one after the other, as one."""
+        """Return plans that are run one after the other, as one."""
         leaves: list[LeafRead] = []
         batches: list[Batch] = []
         for plan in plans:
@@ -85,7 +83,7 @@ class ReadPlan:
         return sum(r.read.runs.total_bytes for _, regions in self.batches for r in regions)
 
     def cost(self) -> Cost:
-        """What the plan costs this process."""
+        """Return the cost of the plan for this process."""
         needed = read = requests = held = most_held = 0
         staged = padded = False
         touched: set[int] = set()
@@ -115,7 +113,7 @@ class ReadPlan:
         )
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
-        """The byte ranges that will be read as (file, start, stop), lazily.
+        """Yields the byte ranges that will be read as (file, start, stop); half-open.
 
         Long ones are read in several requests.
         """
@@ -150,17 +148,10 @@ def plan_reads(
     in_order: bool = False,
     joins_gaps: bool = True,
 ) -> ReadPlan:
-    """Plans the reads of one process.
+    """Plans the reads of one process; the options are those of `reading.ArrayReader`.
 
-    Args:
-        leaves: What is wanted.
-        profile: Cost model of the storage class.
-        memory_budget_bytes: Bound on what is held beyond the arrays. Where arrays do not adopt
-            their buffers, shards are read together only as far as they fit it together.
-        adopt: Whether the arrays keep the buffers they are made of.
-        in_order: Read leaf by leaf, as far as the budget makes it sensible, and not file by file.
-        joins_gaps: Whether what lies between two leaves may be read through; not where another
-            process reads it.
+    Where arrays do not adopt their buffers, shards are read together only as far as they fit the
+    budget together.
 
     Raises:
         SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
@@ -223,8 +214,8 @@ def _by_file(leaves: Sequence[LeafRead], regions: Sequence[ByteRegion]) -> Itera
     for region in regions:
         file = leaves[region.leaf].sources[region.source].entry.file
         by_file.setdefault(file, []).append(region)
-    for file, found in sorted(by_file.items()):
-        yield file, tuple(sorted(found, key=operator.attrgetter("start")))
+    for file, of_file in sorted(by_file.items()):
+        yield file, tuple(sorted(of_file, key=operator.attrgetter("start")))
 
 
 def _bundles(
@@ -251,21 +242,20 @@ def _partners(
     leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int
 ) -> list[tuple[int, list[ByteRegion]]]:
     """Tiles with the bytes that they hold; together where the same requests serve them."""
-    found: list[tuple[int, list[ByteRegion]]] = []
+    partners: list[tuple[int, list[ByteRegion]]] = []
     starts: dict[tuple[str, int], list[tuple[int, int]]] = {}  # by file and geometry
-    for _, some in itertools.groupby(regions, key=lambda region: region.tile):
-        tile = list(some)
-        first = tile[0]
+    for _, of_tile in itertools.groupby(regions, key=lambda region: region.tile):
+        first, *_ = tile = list(of_tile)
         more = held_bytes(leaves[first.leaf], first.layout)
         file = leaves[first.leaf].sources[first.source].entry.file
         near = starts.setdefault((file, id(first.read)), [])
         at = bisect.bisect(near, (first.start, 0))
         for start, number in near[max(0, at - 1) : at + 1]:
-            held, tiles = found[number]
+            held, tiles = partners[number]
             if first.read.interlaces(abs(start - first.start)) and held + more <= budget:
-                found[number] = held + more, tiles + tile
+                partners[number] = held + more, tiles + tile
                 break
         else:
-            near.insert(at, (first.start, len(found)))
-            found.append((more, tile))
-    return found
+            near.insert(at, (first.start, len(partners)))
+            partners.append((more, tile))
+    return partners

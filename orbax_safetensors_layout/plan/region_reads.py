@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,26 +23,17 @@ _LEAST_BLOCK_BYTES = 4 * KIB
 
 
 class ArrayRegion(NamedTuple):
-    """Boxes of one array that are read.
-
-    Attributes:
-        name: The array's name.
-        source: Where its values come from.
-        local: The boxes.
-        dtype: The dtype that the values will have.
-        is_exact: Whether a cast must keep every value.
-    """
+    """Boxes of one array that are read."""
 
     name: str
     source: ArraySource
-    local: AddressableShards
-    dtype: np.dtype
-    is_exact: bool = False
+    local: AddressableShards  # the boxes
+    dtype: np.dtype  # the dtype that the values will have
+    is_exact: bool = False  # whether a cast must keep every value
 
     @classmethod
     def of_box(cls, name: str, source: ArraySource, box: Box, dtype: np.dtype) -> ArrayRegion:
-        """One box, for a reader of its own."""
-        return cls(name, source, AddressableShards((box,), (False,)), dtype)
+        return cls(name, source, AddressableShards.private((box,)), dtype)
 
     @property
     def subject(self) -> Subject:
@@ -58,37 +49,23 @@ class ArrayRegion(NamedTuple):
 
 
 class ReadPurpose(NamedTuple):
-    """What a read is for: a region itself, or one input of a block that is composed.
-
-    Attributes:
-        region: Number of the region.
-        block: Number of the block, if it is an input.
-        number: Number of the input.
-    """
+    """What a read is for: a region itself, or one input of a block that is composed."""
 
     region: int
-    block: int | None = None
-    number: int = 0
+    block: int | None = None  # number of the block, if it is an input
+    number: int = 0  # number of the input
 
 
 class RegionReads:
     """The reads of tensors that some regions are made of.
 
-    Args:
-        regions: The regions.
-        memory_budget_bytes: Bound on what is held beyond the values.
-
     Attributes:
         regions: The regions.
-        plans: How each is read.
+        plans: For each region how it is read.
         alike: Numbers of regions with the same values, as of tied leaves, by the first of them.
             That one is read.
         reads: All reads.
-        purposes: What each is for.
-
-    Raises:
-        FormatError: The header of a file with pieces is malformed.
-        StorageError: The read of one failed.
+        purposes: For each read its purpose.
     """
 
     def __init__(self, regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> None:
@@ -112,7 +89,6 @@ class RegionReads:
 
     @property
     def needed_bytes(self) -> int:
-        """Stored bytes of all reads."""
         return sum(read.needed_bytes for read in self.reads)
 
 
@@ -129,30 +105,24 @@ def _likeness(region: ArrayRegion, plan: LeafPlan) -> object:
 
 def _plan_regions(regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> list[LeafPlan]:
     plans = []
-    for name, source, local, dtype, _ in regions:
+    in_pieces: dict[Catalog, dict[int, LeafRead]] = {}
+    for number, (name, source, local, dtype, _) in enumerate(regions):
         at_once = memory_budget_bytes // (_BLOCKS_IN_BUDGET * max(1, len(local.boxes)))
         block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_once))
-        plans.append(source.plan(name, local, dtype, block_bytes))
-    in_pieces: dict[Catalog, list[int]] = {}
-    for number, region in enumerate(regions):
-        if isinstance(region.source, StoredSource) and region.source.catalog is not None:
-            in_pieces.setdefault(region.source.catalog, []).append(number)
-    for catalog, numbers in in_pieces.items():
+        plan = source.plan(name, local, dtype, block_bytes)
+        plans.append(plan)
+        if isinstance(source, StoredSource) and source.catalog is not None:
+            assert plan.read is not None
+            in_pieces.setdefault(source.catalog, {})[number] = plan.read
+    for catalog, reads in in_pieces.items():
         boxes: dict[str, dict[Box, None]] = {}
-        for read in _reads(plans, numbers):
+        for read in reads.values():
             boxes.setdefault(read.name, {}).update(dict.fromkeys(read.local.boxes))
-        found = catalog.locate({name: tuple(some) for name, some in boxes.items()})
-        for number, read in zip(numbers, _reads(plans, numbers), strict=True):
-            pieces: Iterable[tuple[Box, TensorEntry]] = found[read.name]
+        located = catalog.locate({name: tuple(of_name) for name, of_name in boxes.items()})
+        for number, read in reads.items():
+            pieces: Iterable[tuple[Box, TensorEntry]] = located[read.name]
             if len(boxes[read.name]) > len(read.local.boxes):
                 pieces = (p for p in pieces if any(map(p[0].intersect, read.local.boxes)))
             sources = (TensorPiece(entry, b, AffineView.row_major(b.shape)) for b, entry in pieces)
             plans[number] = LeafPlan(read._replace(sources=tuple(sources)))
     return plans
-
-
-def _reads(plans: Sequence[LeafPlan], numbers: Sequence[int]) -> Iterator[LeafRead]:
-    for number in numbers:
-        read = plans[number].read
-        assert read is not None
-        yield read

@@ -28,43 +28,28 @@ costs less time than copying it from a staging buffer."""
 
 
 class GatherAxis(NamedTuple):
-    """Slabs of a region that are in no regular order.
+    """Slabs of a region that are in no regular order."""
 
-    Attributes:
-        number: Number of the axis that they are indices of.
-        indices: Index of each, in order; several may have the same.
-        places: Where in memory each goes, in bytes.
-    """
-
-    number: int
-    indices: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
+    number: int  # number of the axis that they are indices of
+    indices: npt.NDArray[np.int64]  # index of each, in order; several may have the same
+    places: npt.NDArray[np.int64]  # where in memory each goes, in bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """How a region is read, wherever in the file and in memory it is.
-
-    Attributes:
-        itemsize: Bytes of an element.
-        axes: Its dimensions, outermost in the file first.
-        repeats: Dimensions along which each element is put in several places.
-        runs: The needed bytes.
-        requests: The same with the gaps that are cheaper to read than to skip.
-        spans: Where those bytes go in memory, in the order of the file, if they are read straight
-            into it; None where they are staged.
-        blocking: How a region that is staged is cut.
-        gather: Its slabs, if they are in no regular order; the axis that they are of is one of
-            `axes`, from the first to the last of them in the file.
-    """
+    """How a region is read, wherever in the file and in memory it is."""
 
     itemsize: int
-    axes: tuple[Axis, ...]
-    repeats: tuple[Axis, ...]
-    runs: StridedRuns
-    requests: StridedRuns
+    axes: tuple[Axis, ...]  # its dimensions, outermost in the file first
+    repeats: tuple[Axis, ...]  # dimensions along which each element is put in several places
+    runs: StridedRuns  # the needed bytes
+    requests: StridedRuns  # the same with the gaps that are cheaper to read than to skip
+    # Where those bytes go in memory, in the order of the file, if they are read straight into it;
+    # None where they are staged.
     spans: StridedRuns | None
-    blocking: Blocking
+    blocking: Blocking  # how a region that is staged is cut
+    # Its slabs, if they are in no regular order; the axis that they are of is one of `axes`, from
+    # the first to the last of them in the file.
     gather: GatherAxis | None = None
 
     @classmethod
@@ -75,81 +60,40 @@ class RegionPlan:
         strides: Sequence[int],
         phases: Sequence[int],
         profile: StorageProfile,
+        slabs: Gather | None = None,
     ) -> RegionPlan:
-        """Return the read of a region.
+        """Return the read of a region, whose `strides` count elements of the tensor.
 
-        Args:
-            layout: The tile in memory.
-            extents: The region's shape.
-            strides: Its element strides in the tensor.
-            phases: As `axes_of` takes them.
-            profile: The cost model.
+        With `slabs`, of such slabs in no regular order, from the first to the last in the file:
+        their places are bytes of memory, their offsets bytes of the file, ascending from 0.
         """
         itemsize = layout.itemsize
-        forward = AffineView(0, tuple(extents), tuple(map(abs, strides)))
-        runs = StridedRuns.of(forward, itemsize)
-        requests = runs.coalesce(profile.max_gap_bytes)
-        in_bytes = [stride * itemsize for stride in strides]
-        axes, repeats = axes_of(layout, extents, in_bytes, phases)
+        shape, steps = tuple(extents), [abs(stride) for stride in strides]
+        runs = requests = StridedRuns.of(AffineView(0, shape, tuple(steps)), itemsize)
+        axes, repeats = axes_of(layout, extents, [s * itemsize for s in strides], phases)
+        gather = None
+        if slabs is not None:
+            along, places, offsets = slabs.axis, slabs.places, slabs.offsets
+            step = int(np.gcd.reduce(offsets)) or itemsize
+            indices = offsets // step
+            count = int(indices[-1]) + 1
+            steps[along] = step // itemsize
+            shape = (*extents[:along], count, *extents[along + 1 :])
+            requests = StridedRuns.of(AffineView(0, shape, tuple(steps)), itemsize)
+            runs = StridedRuns(0, runs.total_bytes, ((len(np.unique(indices)), step),))
+            number = sum(axis.source > step for axis in axes)
+            axis = Axis(count, step, count, 0, layout.within[along], 0)
+            axes = (*axes[:number], axis, *axes[number:])
+            gather = GatherAxis(number, indices, places)
+        requests = requests.coalesce(profile.max_gap_bytes)
         spans = None
-        if not repeats and requests.total_bytes == runs.total_bytes:
+        if gather is None and not repeats and requests.total_bytes == runs.total_bytes:
             spans = memory_runs(axes, itemsize)
             members = len(layout.tile.members)
             if spans and spans.run_bytes < _DIRECT_SPAN_BYTES and spans.count > members:
                 spans = None
         blocking = Blocking.plan(axes, itemsize, requests.run_bytes, profile)
-        return cls(itemsize, axes, repeats, runs, requests, spans, blocking)
-
-    @classmethod
-    def gathered(
-        cls,
-        layout: TileLayout,
-        extents: Sequence[int],
-        strides: Sequence[int],
-        phases: Sequence[int],
-        profile: StorageProfile,
-        slabs: Gather,
-    ) -> RegionPlan:
-        """The read of slabs in no regular order, from the first to the last in the file.
-
-        Args:
-            layout: The tile in memory.
-            extents: The shape of a slab.
-            strides: Its element strides in the tensor.
-            phases: As `axes_of` takes them.
-            profile: The cost model.
-            slabs: Their places in bytes of memory, and their offsets in bytes of the file: in
-                order, from 0.
-        """
-        itemsize, (axis, places, offsets) = (
-            layout.itemsize,
-            (slabs.axis, slabs.places, slabs.offsets),
-        )
-        slab = StridedRuns.of(AffineView(0, tuple(extents), tuple(map(abs, strides))), itemsize)
-        step = int(np.gcd.reduce(offsets)) or itemsize
-        indices = offsets // step
-        count = int(indices[-1]) + 1
-        hull = [abs(stride) for stride in strides]
-        hull[axis] = step // itemsize
-        shape = (*extents[:axis], count, *extents[axis + 1 :])
-        requests = StridedRuns.of(AffineView(0, shape, tuple(hull)), itemsize)
-        requests = requests.coalesce(profile.max_gap_bytes)
-        in_bytes = [stride * itemsize for stride in strides]
-        axes, repeats = axes_of(layout, extents, in_bytes, phases)
-        number = sum(axis.source > step for axis in axes)
-        along = Axis(count, step, count, 0, layout.within[axis], 0)
-        axes = (*axes[:number], along, *axes[number:])
-        distinct = len(np.unique(indices))
-        return cls(
-            itemsize,
-            axes,
-            repeats,
-            StridedRuns(0, slab.total_bytes, ((distinct, step),)),
-            requests,
-            None,
-            Blocking.plan(axes, itemsize, requests.run_bytes, profile),
-            GatherAxis(number, indices, places),
-        )
+        return cls(itemsize, axes, repeats, runs, requests, spans, blocking, gather)
 
     @property
     def direct(self) -> bool:
@@ -183,39 +127,26 @@ class RegionPlan:
         return self.blocking.requests(self.axes)
 
     def storage_bytes(self) -> int:
-        """Return the bytes of those reads."""
         if self.direct:
             return self.requests.total_bytes
         return self.blocking.read_bytes(self.axes, self.itemsize)
 
 
 class ByteRegion(NamedTuple):
-    """A region at its place.
+    """A region at its place."""
 
-    Attributes:
-        leaf: Number of the leaf in the plan.
-        source: Number of the piece of the leaf.
-        start: First byte read, in the file.
-        at: Where in the tile's memory the first byte goes.
-        read: The geometry.
-        layout: The tile.
-        parts: How many regions fill the tile.
-    """
-
-    leaf: int
-    source: int
-    start: int
-    at: int
+    leaf: int  # number of the leaf in the plan
+    source: int  # number of the piece of the leaf
+    start: int  # first byte read, in the file
+    at: int  # where in the tile's memory the first byte goes
     read: RegionPlan
     layout: TileLayout
-    parts: int
+    parts: int  # how many regions fill the tile
 
     @property
     def stop(self) -> int:
-        """One past the last byte read."""
         return self.start + self.read.requests.stop
 
     @property
     def tile(self) -> TileKey:
-        """The key of its tile in the plan."""
         return self.leaf, self.layout.regions[0]

@@ -12,33 +12,19 @@ from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileLayout:
-    """One tile of a leaf in memory; shared by all leaves of a shape and sharding.
+    """One tile of a leaf in memory; shared by all leaves of a shape and sharding."""
 
-    Attributes:
-        tile: The tile; its members are box numbers of the leaf, of which it may have a part.
-        regions: The part of the leaf that each member is.
-        shared: Other processes hold this tile too.
-        staged: Its values are computed from this memory into that of the arrays.
-        itemsize: Bytes of an element (1 where elements are packed into bytes).
-        member_shape: Shape of a member box.
-        member_bytes: Bytes of a member box.
-        slot_bytes: Bytes from one member to the next.
-        memory_bytes: Bytes that all members take.
-        within: Byte strides inside a member.
-        across: Byte strides from member to member.
-    """
-
-    tile: Tile
-    regions: tuple[Box, ...]
-    shared: bool
-    staged: bool
-    itemsize: int
+    tile: Tile  # the tile; its members are box numbers of the leaf, of which it may have a part
+    regions: tuple[Box, ...]  # the part of the leaf that each member is
+    shared: bool  # other processes hold this tile too
+    staged: bool  # its values are computed from this memory into that of the arrays
+    itemsize: int  # bytes of an element (1 where elements are packed into bytes)
     member_shape: tuple[int, ...]
     member_bytes: int
-    slot_bytes: int
-    memory_bytes: int
-    within: tuple[int, ...]
-    across: tuple[int, ...]
+    slot_bytes: int  # bytes from one member to the next
+    memory_bytes: int  # bytes that all members take
+    within: tuple[int, ...]  # byte strides inside a member
+    across: tuple[int, ...]  # byte strides from member to member
 
     @classmethod
     def of(

@@ -44,50 +44,30 @@ No other program has a folder of this name: a save into a bucket removes the res
 
 
 class LeafWrite(NamedTuple):
-    """One tensor of the tree that is saved.
+    """One tensor of the tree that is saved."""
 
-    Attributes:
-        tensor: Its name, shape, and dtype in the file.
-        values: Dtype of the values in memory, which are cast to the file's.
-        held: Its boxes and the processes that hold them.
-    """
-
-    tensor: NewTensor
-    values: np.dtype
-    held: GlobalShards
+    tensor: NewTensor  # its name, shape, and dtype in the file
+    values: np.dtype  # dtype of the values in memory, which are cast to the file's
+    held: GlobalShards  # its boxes and the processes that hold them
 
 
 class FilePart(NamedTuple):
-    """A contiguous range of a file that comes from shards of this process.
+    """A contiguous range of a file that comes from shards of this process."""
 
-    Attributes:
-        leaf: Number of the leaf.
-        tile: The region of the tensor, of which members are boxes of the leaf, by number.
-        dtype: Dtype in this file.
-        start: First byte in the file.
-        stop: One past the last byte.
-    """
-
-    leaf: int
-    tile: Tile
-    dtype: DType
-    start: int
-    stop: int
+    leaf: int  # number of the leaf
+    tile: Tile  # the region of the tensor, of which members are boxes of the leaf, by number
+    dtype: DType  # dtype in this file
+    start: int  # first byte in the file
+    stop: int  # one past the last byte
 
 
 class FileWrite(NamedTuple):
-    """One file that this process writes.
+    """One file that this process writes."""
 
-    Attributes:
-        name: Its name, relative to the checkpoint's folder.
-        layout: Header, tensors and size.
-        parts: The ranges that come from this process's own shards, by offset.
-        gathered: Numbers of the leaves that come from pieces, in the order of the file.
-    """
-
-    name: str
-    layout: FileLayout
-    parts: tuple[FilePart, ...]
+    name: str  # its name, relative to the checkpoint's folder
+    layout: FileLayout  # header, tensors and size
+    parts: tuple[FilePart, ...]  # the ranges that come from this process's own shards, by offset
+    # Numbers of the leaves that come from pieces, in the order of the file.
     gathered: tuple[int, ...]
 
     @property
@@ -193,18 +173,18 @@ def plan_writes(
 ) -> WritePlan:
     """Plan the writes of one process; `leaves` are equal on every process, in order, too."""
     planner = _Planner(leaves, options, process_index, process_count)
-    return planner.hf() if options.layout == "hf" else planner.sharded()
+    if options.layout == "hf":
+        return planner.hf()
+    stored, pieces = planner.own_pieces(range(len(leaves)), "")
+    return WritePlan(tuple(leaves), (), (), pieces, stored, process_index, process_count)
 
 
 def plan_all_writes(
     leaves: Sequence[LeafWrite], *, options: WriteOptions, process_count: int
 ) -> WritePlan:
-    """Plans the files of all processes of a save, which are `own` of the plan.
+    """Plan the files of all processes of a save, which are `own` of the plan.
 
-    Args:
-        leaves: The tensors; layout `hf` takes each from the first process.
-        options: How to write.
-        process_count: How many processes layout `sharded` has files of.
+    Layout `hf` takes each tensor from the first process.
     """
     if options.layout == "hf":
         return plan_writes(leaves, options=options)
@@ -221,15 +201,7 @@ def plan_consolidation(
     process_index: int = 0,
     process_count: int = 1,
 ) -> WritePlan:
-    """Plan the assembly of tensors that are stored in pieces into files of layout `hf`.
-
-    Args:
-        tensors: The tensors.
-        stored: Their pieces.
-        options: The options.
-        process_index: The process.
-        process_count: Number of processes, each of which owns some files.
-    """
+    """Plan the assembly of tensors that are stored in pieces into files of layout `hf`."""
     nobody = GlobalShards((), ())
     leaves = [LeafWrite(tensor, tensor.dtype.numpy, nobody) for tensor in tensors]
     return _Planner(leaves, options, process_index, process_count).hf(stored)
@@ -266,6 +238,10 @@ def plan_mapped_writes(
     )
 
 
+_Member = tuple[NewTensor, int, Tile | None]
+"""A tensor of a file, the number of its leaf, and what of the leaf it is; None if gathered."""
+
+
 class _Planner:
     def __init__(
         self, leaves: Sequence[LeafWrite], options: WriteOptions, index: int, count: int
@@ -277,29 +253,27 @@ class _Planner:
         self._count = count
         below = options.replicate_below_bytes if options.layout == "sharded" else 0
         self._writers = PieceWriters(count, replicate_below_bytes=below)
-
-    def sharded(self) -> WritePlan:
-        stored, pieces = self.own_pieces(range(len(self._leaves)), "")
-        return WritePlan(self._leaves, (), (), pieces, stored, self._index, self._count)
+        self._whole: dict[tuple[int, int], Tile | None] = {}
 
     def hf(self, stored: StoredPieces | None = None) -> WritePlan:
         """Plans files of whole tensors; `stored` are their pieces, if they are written already."""
         numbers = {leaf.tensor.name: number for number, leaf in enumerate(self._leaves)}
         files = split((leaf.tensor for leaf in self._leaves), self._max_file_bytes)
-        members = [[numbers[tensor.name] for tensor in tensors] for _, tensors in files]
-        owners = self._file_owners(members)
+        owners = self._file_owners([[numbers[t.name] for t in tensors] for _, tensors in files])
         exchanged: list[int] = []
         own: list[FileWrite] = []
-        whole = _WholeTiles()
-        for (name, tensors), leaves, owner in zip(files, members, owners, strict=True):
-            pieced = [leaf for leaf in leaves if self._is_pieced(leaf, owner, whole, stored)]
-            exchanged += pieced
-            apart = set(pieced)
-            direct = (self._leaves[n].tensor.nbytes for n in leaves if n not in apart)
-            self._writers.load[owner] += sum(direct)
+        for (name, tensors), owner in zip(files, owners, strict=True):
+            members: list[_Member] = []
+            for tensor in tensors:
+                number = numbers[tensor.name]
+                whole = None if stored is not None else self._whole_tile(number, owner)
+                members.append((tensor, number, whole))
+                if whole is not None:
+                    self._writers.load[owner] += tensor.nbytes
+                elif tensor.nbytes:
+                    exchanged.append(number)
             if owner == self._index:
-                layout = lay_out(name, tensors, self._metadata)
-                own.append(self._file(name, layout, numbers, apart, whole))
+                own.append(_file(name, members, self._metadata))
         described = tuple(
             (name, owner, tuple(tensors))
             for (name, tensors), owner in zip(files, owners, strict=True)
@@ -310,13 +284,17 @@ class _Planner:
         place = self._index, self._count
         return WritePlan(self._leaves, described, tuple(own), pieces, stored, *place)
 
-    def _is_pieced(
-        self, leaf: int, owner: int, whole: _WholeTiles, stored: StoredPieces | None
-    ) -> bool:
-        tensor, _, held = self._leaves[leaf]
-        return bool(tensor.nbytes) and (stored is not None or not whole.at(held, owner))
+    def _whole_tile(self, number: int, process: int) -> Tile | None:
+        """Return all of a leaf as one tile, if a process holds it so."""
+        held = self._leaves[number].held
+        key = (id(held), process)
+        if key not in self._whole:
+            tiles = tile(held.boxes) if held.held_by(process) else []
+            self._whole[key] = tiles[0] if len(tiles) == 1 else None
+        return self._whole[key]
 
     def _file_owners(self, members: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the owner of each file, of which `members` are the leaves."""
         if self._count == 1:
             return (0,) * len(members)
         held = np.zeros((len(members), self._count), np.int64)
@@ -332,26 +310,6 @@ class _Planner:
                 held[file] += elements * leaf.tensor.dtype.bits // 8
         sizes = [sum(self._leaves[n].tensor.nbytes for n in leaves) for leaves in members]
         return file_owners(sizes, held, self._count)
-
-    def _file(
-        self,
-        name: str,
-        layout: FileLayout,
-        numbers: Mapping[str, int],
-        pieced: set[int],
-        whole: _WholeTiles,
-    ) -> FileWrite:
-        parts: list[FilePart] = []
-        gathered: list[int] = []
-        for entry in layout.tensors:
-            number = numbers[entry.name]
-            if number in pieced:
-                gathered.append(number)
-            elif entry.nbytes:
-                found = whole.at(self._leaves[number].held, self._index)
-                assert found is not None
-                parts.append(FilePart(number, found, entry.dtype, entry.start, entry.stop))
-        return FileWrite(name, layout, tuple(parts), tuple(gathered))
 
     def own_pieces(
         self, numbers: Sequence[int], folder: str
@@ -373,7 +331,7 @@ class _Planner:
         classes: list[tuple[StoredTile, ...]] = []
         written: list[list[StoredTile]] = []  # of each class, by `processes`
         tensors: dict[str, StoredTensor] = {}
-        members: dict[int, dict[str, tuple[NewTensor, int, Tile]]] = {n: {} for n in processes}
+        members: dict[int, list[_Member]] = {process: [] for process in processes}
         for number in numbers:
             leaf = self._leaves[number]
             name, dtype, shape = leaf.tensor
@@ -382,56 +340,36 @@ class _Planner:
             kind = kinds.setdefault(id(tiles), len(classes))
             if kind == len(classes):
                 classes.append(tiles)
-                written.append([found for found in tiles if found.process in members])
+                written.append([stored for stored in tiles if stored.process in members])
             tensors[name] = StoredTensor(dtype.code, shape, kind)
-            for found in written[kind]:
-                box = found.tile.box
-                piece = NewTensor(piece_name(name, shape, box), dtype, box.shape)
-                members[found.process][piece.name] = (piece, number, found.tile)
+            for process, part in written[kind]:
+                piece = NewTensor(piece_name(name, shape, part.box), dtype, part.box.shape)
+                members[process].append((piece, number, part))
         # A tree without tensors has a file, too, so that it is a checkpoint.
-        used = sorted({found.process for tiles in classes for found in tiles}) or [0]
+        used = sorted({process for tiles in classes for process, _ in tiles}) or [0]
         file_number = {process: place for place, process in enumerate(used)}
-        stored = StoredPieces(
+        pieces = StoredPieces(
             files=tuple(names[process] for process in used),
             classes=tuple(
-                tuple(
-                    StoredBox(found.tile.box.start, found.tile.box.stop, file_number[found.process])
-                    for found in tiles
-                )
+                tuple(StoredBox(*part.box, file_number[process]) for process, part in tiles)
                 for tiles in classes
             ),
             tensors=tensors,
         )
         metadata = {} if folder else {**self._metadata, SAVE_ID: NO_SAVE_ID}
         owned = [process for process in used if process in members]
-        return stored, [_piece_file(names[p], members[p], metadata) for p in owned]
+        return pieces, [_file(names[p], members[p], metadata) for p in owned]
 
 
-def _piece_file(
-    name: str, members: Mapping[str, tuple[NewTensor, int, Tile]], metadata: Mapping[str, str]
-) -> FileWrite:
-    layout = lay_out(name, [piece for piece, _, _ in members.values()], metadata)
-    parts = []
+def _file(name: str, members: Sequence[_Member], metadata: Mapping[str, str]) -> FileWrite:
+    sources = {tensor.name: (number, part) for tensor, number, part in members}
+    layout = lay_out(name, [tensor for tensor, _, _ in members], metadata)
+    parts: list[FilePart] = []
+    gathered: list[int] = []
     for entry in layout.tensors:
-        if entry.nbytes:
-            _, number, found = members[entry.name]
-            parts.append(FilePart(number, found, entry.dtype, entry.start, entry.stop))
-    return FileWrite(name, layout, tuple(parts), ())
-
-
-class _WholeTiles:
-    """Arrays that a process holds completely, as one tile; computed once for each sharding."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], tuple[GlobalShards, Tile | None]] = {}
-
-    def at(self, held: GlobalShards, process: int) -> Tile | None:
-        key = (id(held), process)
-        found = self._found.get(key)
-        if found is None:
-            alone = None
-            if held.held_by(process):
-                tiles = tile(held.boxes)
-                alone = tiles[0] if len(tiles) == 1 else None
-            found = self._found[key] = held, alone
-        return found[1]
+        number, part = sources[entry.name]
+        if part is None and entry.nbytes:
+            gathered.append(number)
+        elif part is not None and entry.nbytes:
+            parts.append(FilePart(number, part, entry.dtype, entry.start, entry.stop))
+    return FileWrite(name, layout, tuple(parts), tuple(gathered))

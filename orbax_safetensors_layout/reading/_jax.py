@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,43 +58,37 @@ class DistributedStore:
         return cls(client)
 
     def set(self, key: str, value: str) -> None:
-        with _typed_errors(key):
-            self._client.key_value_set(key, value)
+        _typed_errors(self._client.key_value_set, key, value)
 
     def renew(self, key: str, value: str) -> None:
-        with _typed_errors(key):
-            self._client.key_value_set(key, value, allow_overwrite=True)
+        _typed_errors(self._client.key_value_set, key, value, allow_overwrite=True)
 
     def list(self, prefix: str) -> dict[str, str]:
-        with _typed_errors(prefix):
-            return dict(self._client.key_value_dir_get(prefix))
+        return dict(_typed_errors(self._client.key_value_dir_get, prefix))
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        with _typed_errors(key):
-            return str(self._client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
+        milliseconds = int(timeout_seconds * 1000)
+        return str(_typed_errors(self._client.blocking_key_value_get, key, milliseconds))
 
     def peek(self, key: str) -> str | None:
         try:
-            with _typed_errors(key):
-                return str(self._client.key_value_try_get(key))
+            return str(_typed_errors(self._client.key_value_try_get, key))
         except KeyError:
             return None
 
     def delete(self, prefix: str) -> None:
-        with _typed_errors(prefix):
-            self._client.key_value_delete(prefix)
+        _typed_errors(self._client.key_value_delete, prefix)
 
 
-@contextlib.contextmanager
-def _typed_errors(key: str) -> Iterator[None]:
-    """The store's errors by what they mean; JAX tells them apart by their text alone."""
+def _typed_errors(call: Callable[..., Any], key: str, *args: Any, **options: Any) -> Any:
+    """Calls the store; JAX tells its errors apart by their text alone."""
     kinds = {
         "DEADLINE_EXCEEDED": TimeoutError,
         "NOT_FOUND": KeyError,
         "UNAVAILABLE": ConnectionError,
     }
     try:
-        yield
+        return call(key, *args, **options)
     except Exception as error:
         for code, kind in kinds.items():
             if str(error).startswith(code):

@@ -34,114 +34,72 @@ def stays_on_devices(dtype: np.dtype) -> bool:
 
 
 class SendBuffer:
-    """What the devices of this process contribute to a round.
+    """The values that the devices of this process contribute to a round."""
 
-    Args:
-        one: The round.
-    """
-
-    def __init__(self, one: Round) -> None:
-        self._round = one
-        itemsize = one.dtype.itemsize
-        self._bits: np.dtype = np.dtype(f"u{itemsize}" if one.is_direct else "u1")
-        self._trailing = () if one.is_direct or one.is_packed else (itemsize,)
+    def __init__(self, step: Round) -> None:
+        self._round = step
+        itemsize = step.dtype.itemsize
+        self._bits: np.dtype = np.dtype(f"u{itemsize}" if step.is_direct else "u1")
+        self._trailing = () if step.is_direct or step.is_packed else (itemsize,)
         self._values: dict[tuple[int, int], np.ndarray] = {}
 
     def put(self, row: int, column: int, offset: int, values: np.ndarray) -> None:
-        """Takes what one device contributes of one leaf.
+        """Takes what the device at a place of the grid contributes of a leaf, in its dtype.
 
-        Args:
-            row: The device's row in the grid.
-            column: Its column.
-            offset: Where it goes in a packed lane.
-            values: The values, in the leaf's dtype.
+        In a packed lane it goes to byte `offset`.
         """
-        one = self._round
-        if one.is_packed:
-            flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        contiguous = np.ascontiguousarray(values)
+        if self._round.is_packed:
+            flat = contiguous.reshape(-1).view(np.uint8)
             self._slot(row, column)[0, offset : offset + flat.size] = flat
             return
-        contiguous = np.ascontiguousarray(values)
-        bits = contiguous[..., None].view(self._bits) if self._trailing else contiguous
-        bits = bits.view(self._bits)
-        if values.shape == one.part_shape:
-            self._values[row, column] = bits[None]
-            return
-        slot = self._slot(row, column)
-        place: tuple[slice, ...] = (slice(0, 1), *map(slice, values.shape))
-        slot[place] = bits[None]
+        bits = (contiguous[..., None] if self._trailing else contiguous).view(self._bits)[None]
+        if values.shape == self._round.part_shape:
+            self._values[row, column] = bits
+        else:
+            place: tuple[slice, ...] = (slice(0, 1), *map(slice, values.shape))
+            self._slot(row, column)[place] = bits
 
     def _slot(self, row: int, column: int) -> np.ndarray:
-        found = self._values.get((row, column))
-        if found is None:
-            one = self._round
-            memory = allocate(one.slot_bytes)
+        slot = self._values.get((row, column))
+        if slot is None:
+            memory = allocate(self._round.slot_bytes)
             memory[:] = 0  # what pads it goes to other processes
-            shape = (1, *one.part_shape, *self._trailing)
-            found = self._values[row, column] = memory.view(self._bits).reshape(shape)
-        return found
+            shape = (1, *self._round.part_shape, *self._trailing)
+            slot = self._values[row, column] = memory.view(self._bits).reshape(shape)
+        return slot
 
-    def gather(self, process: int) -> Gathered:
+    def gather(self, process: int) -> tuple[jax.Array, ...]:
         """Runs the round; all processes with devices in its grid do, in the same order.
 
-        Args:
-            process: This process.
+        Returns:
+            An array for each lane, or one of the bytes of all lanes where they go to the host.
         """
-        one = self._round
-        lanes = len(one.lanes)
+        step = self._round
+        lanes = len(step.lanes)
         shards = [
-            jax.device_put(self._slot(row, column), one.grid.devices[row][column])
-            for row, column in one.grid.slots(process)
+            jax.device_put(self._slot(row, column), step.grid.devices[row][column])
+            for row, column in step.grid.slots(process)
         ]
         self._values.clear()
-        mesh = _mesh(one.grid, lanes)
-        extents = [*one.part_shape, *self._trailing]
-        extents[one.axis] *= one.parts
-        shape = (len(one.grid.devices) * lanes, *extents)
-        sharding = NamedSharding(mesh, _spec(mesh, one.axis))
+        mesh = _mesh(step.grid, lanes)
+        extents = [*step.part_shape, *self._trailing]
+        extents[step.axis] *= step.parts
+        shape = (len(step.grid.devices) * lanes, *extents)
+        sharding = NamedSharding(mesh, _spec(mesh, step.axis))
         given = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-        length = one.shape[one.axis]
-        target = one.dtype if one.is_direct else None
+        length = step.shape[step.axis]
+        target = step.dtype if step.is_direct else None
         # The caller's mesh is not meant, nor is a weight that is NaN an accident.
         with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
-            program = _program(mesh, one.axis, one.cut_axes, length, target)
-            return Gathered(one, program(given))
+            return _program(mesh, step.axis, step.cut_axes, length, target)(given)
 
 
-class Gathered:
-    """What a round gives each device.
-
-    Args:
-        one: The round.
-        arrays: An array a lane, or one of all lanes where they go to the host.
-    """
-
-    def __init__(self, one: Round, arrays: tuple[jax.Array, ...]) -> None:
-        self._round = one
-        self.arrays = arrays
-
-    def is_ready(self) -> bool:
-        """Whether waiting for them would not block."""
-        arrays: tuple[Any, ...] = self.arrays
-        return all(array.is_ready() for array in arrays)
-
-    def wait(self) -> None:
-        """Waits for them; raises what went wrong."""
-        for array in self.arrays:
-            array.block_until_ready()
-
-    def on_devices(self, lane: int) -> dict[Any, jax.Array]:
-        """The boxes of a lane's leaf, by device."""
-        shards = self.arrays[lane].addressable_shards
-        return {shard.device: shard.data for shard in shards}
-
-    def on_host(self, process: int) -> dict[int, np.ndarray]:
-        """What the devices of a process (this one) have, by row: `[lanes, ...]` bytes."""
-        (array,) = self.arrays
-        by_device = {shard.device: shard.data for shard in array.addressable_shards}
-        devices = self._round.grid.devices
-        one_a_row = {row: devices[row][column] for row, column in self._round.grid.slots(process)}
-        return {row: jax.device_get(by_device[device]) for row, device in one_a_row.items()}
+def on_host(step: Round, gathered: tuple[jax.Array, ...], process: int) -> dict[int, np.ndarray]:
+    """The bytes of all lanes that a process (this one) has gathered, by row: `[lanes, ...]`."""
+    by_device = {shard.device: shard.data for shard in gathered[0].addressable_shards}
+    devices = {row: step.grid.devices[row][column] for row, column in step.grid.slots(process)}
+    return {row: jax.device_get(by_device[device]) for row, device in devices.items()}
 
 
 @functools.lru_cache(256)
@@ -167,12 +125,9 @@ def _program(
 ) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
     """The identity from pieces to whole boxes; compiled once for each shape.
 
-    Args:
-        mesh: [boxes, lanes, parts, *cuts] the devices.
-        axis: The dimension of a box that the parts split.
-        cut_axes: The dimensions along which devices keep parts of a band.
-        length: Its extent, without what pads it.
-        target: The dtype of the lanes' arrays; None: one array of the bits of all lanes.
+    Dimension `axis` of a box, of `length` without what pads it, is split among the parts of the
+    `[boxes, lanes, parts, *cuts]` mesh. Along `cut_axes` devices keep parts of a band. The results
+    are an array for each lane, of dtype `target`, or without one the bits of all lanes.
     """
     lanes = mesh.shape[_LANE]
 

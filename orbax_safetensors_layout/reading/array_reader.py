@@ -4,46 +4,56 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.mapping import (
+    AffinePiece,
+    ValueOp,
+    apply_ops,
+    assemble_box,
+    cast_into,
+    in_chunks,
+)
 from orbax_safetensors_layout.options import Progress, StorageProfile
-from orbax_safetensors_layout.plan import ArrayRegion, ReadPlan, RegionReads, plan_reads
+from orbax_safetensors_layout.plan import (
+    ArrayRegion,
+    ComposedBlock,
+    ReadPlan,
+    RegionReads,
+    plan_reads,
+)
+from orbax_safetensors_layout.runtime import allocate
 from orbax_safetensors_layout.storage import RangeReader
 
-from .materialize import Materializer, TakeBoxes
+from .decoding import check_booleans
 from .read import ReadStats, read_leaves
+
+Wait = Callable[[], object]
+TakeBoxes = Callable[[Sequence[int], Sequence[int], Sequence[np.ndarray]], Wait | None]
+"""Takes numbers of regions with the same values, numbers of some of their boxes, and the values of
+these. What it returns, if anything, is called before the memory of the values counts as free."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayReader:
-    """Reads regions of arrays from a storage, under a memory budget.
-
-    Attributes:
-        storage: Reads byte ranges.
-        profile: Its cost model.
-        memory_budget_bytes: Bound on what is held beyond the values.
-        adopt: Whether the values keep the memory that they are read into.
-        in_order: Whether to read region by region, as far as the budget makes it sensible.
-        joins_gaps: Whether bytes between two regions may be read; not where another process
-            reads them.
-        mmap: Take mapped pages of local files in place of reads, where these are aligned.
-    """
+    """Reads regions of arrays from a storage, under a memory budget."""
 
     storage: RangeReader
     profile: StorageProfile
-    memory_budget_bytes: int
-    adopt: bool = False
+    memory_budget_bytes: int  # bound on what is held beyond the values
+    adopt: bool = False  # whether the values keep the memory that they are read into
+    # Whether to read region by region, as far as the budget makes it sensible.
     in_order: bool = False
+    # Whether bytes between two regions may be read; not where another process reads them.
     joins_gaps: bool = True
+    # Take mapped pages of local files in place of reads, where these are aligned.
     mmap: bool = False
 
     def plan(self, reads: RegionReads) -> ReadPlan:
-        """Plans the requests of some reads.
-
-        Raises:
-            SafetensorsLayoutError: The pieces of an array do not make it.
-        """
+        """Plans the requests of some reads; raises where the pieces of an array do not make it."""
         return plan_reads(
             reads.reads,
             profile=self.profile,
@@ -62,19 +72,15 @@ class ArrayReader:
         progress: Callable[[Progress], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> ReadStats:
-        """Reads regions, in any order.
+        """Reads regions, in any order; `take` gets finished boxes, on the calling thread.
 
-        Args:
-            reads: What is read.
-            plan: Its requests.
-            take: Takes finished boxes, on the calling thread.
-            progress: Told after each tile.
-            check: Called now and then; raises where another process has failed.
+        `progress` is told after each tile. `check` is called now and then, to raise where another
+        process has failed.
 
         Raises:
             SafetensorsLayoutError: A read failed, or a value does not survive a cast.
         """
-        values = Materializer(reads, take)
+        values = _Materializer(reads, take)
         values.begin()
         return read_leaves(
             plan,
@@ -87,11 +93,7 @@ class ArrayReader:
         )
 
     def read(self, regions: Sequence[ArrayRegion]) -> list[np.ndarray]:
-        """The values of some regions of one box each, in their order.
-
-        Raises:
-            SafetensorsLayoutError: A read failed, or a value does not survive a cast.
-        """
+        """The values of some regions of one box each, in their order; raises as `run` does."""
         values: dict[int, np.ndarray] = {}
 
         def take(numbers: Sequence[int], _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
@@ -100,3 +102,105 @@ class ArrayReader:
         reads = RegionReads(regions, self.memory_budget_bytes)
         self.run(reads, self.plan(reads), take)
         return [values[number] for number in range(len(regions))]
+
+
+class _Materializer:
+    """Makes boxes of regions of what is read, and gives them to `take`."""
+
+    def __init__(self, reads: RegionReads, take: TakeBoxes) -> None:
+        self._reads = reads
+        self._take = take
+        self._boxes: dict[int, dict[int, np.ndarray]] = {}
+        self._blocks_left = {n: len(plan.blocks) for n, plan in enumerate(reads.plans)}
+        self._arrays: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+
+    def begin(self) -> None:
+        """Completes what nothing has to be read for."""
+        for number in self._reads.alike:
+            plan = self._reads.plans[number]
+            if plan.read is not None:
+                continue
+            for block in plan.blocks:
+                if not block.inputs:
+                    self._compose(number, block, {})
+            if not plan.blocks:
+                self._finish(number, [], [])
+
+    def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
+        """Puts stored values of a read in their place, in the dtype of the region."""
+        which = self._reads.purposes[number].region
+        region = self._reads.regions[which]
+        _check(region, values)
+        _put(region, self._reads.plans[which].ops, values, out)
+
+    def deliver(
+        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Wait | None:
+        """Takes some boxes of a read."""
+        region, block_number, which = self._reads.purposes[number]
+        if block_number is None:
+            return self._finish(region, boxes, parts)
+        block = self._reads.plans[region].blocks[block_number]
+        arrays = self._arrays.setdefault((region, block_number), {})
+        (arrays[which],) = parts
+        if len(arrays) < len(block.inputs):
+            return None
+        del self._arrays[region, block_number]
+        return self._compose(region, block, arrays)
+
+    def _compose(
+        self, number: int, block: ComposedBlock, arrays: dict[int, np.ndarray]
+    ) -> Wait | None:
+        region = self._reads.regions[number]
+        in_order = iter(range(len(arrays)))
+
+        def read(piece: AffinePiece) -> np.ndarray:
+            values = arrays.pop(next(in_order))
+            _check(region, values)
+            return values
+
+        boxes = self._boxes.setdefault(number, {})
+        values = boxes.get(block.number)
+        if values is None:
+            shape, nbytes = block.whole.shape, block.whole.size * region.dtype.itemsize
+            values = boxes[block.number] = allocate(nbytes).view(region.dtype).reshape(shape)
+        at: tuple[Any, ...] = (*block.box.within(block.whole).slices, ...)
+        place: np.ndarray = values[at]
+        dtype = region.source.dtype
+        out = place if dtype == region.dtype else np.empty(place.shape, dtype)
+        try:
+            assemble_box(block.pieces, block.box, dtype, read, out=out, refined=True)
+        except SafetensorsLayoutError as error:
+            error.tensor = error.tensor or region.name
+            raise
+        except Exception as error:
+            error.add_note(f"In a function that makes leaf {region.name!r}, of osl.opaque.")
+            raise
+        if out is not place:
+            _put(region, (), out, place)
+        self._blocks_left[number] -= 1
+        if self._blocks_left[number]:
+            return None
+        del self._boxes[number]
+        return self._finish(number, [*boxes], [*boxes.values()])
+
+    def _finish(
+        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Wait | None:
+        return self._take(self._reads.alike[number], boxes, parts)
+
+
+def _check(region: ArrayRegion, values: np.ndarray) -> None:
+    check_booleans([values], file=region.source.file, name=region.name)
+
+
+def _put(
+    region: ArrayRegion, ops: tuple[ValueOp, ...], values: np.ndarray, out: np.ndarray
+) -> None:
+    """Puts values in their place, after some operations, in the dtype of the region."""
+    for part, place in in_chunks(values, out):
+        result = apply_ops(part, ops)
+        if result.dtype == region.dtype:
+            place[...] = result
+        else:
+            cast_into(place, result, exact=region.is_exact, subject=region.subject)

@@ -13,16 +13,7 @@ from orbax_safetensors_layout.plan import LeafRead
 
 
 def check_booleans(values: Sequence[np.ndarray], *, file: str | None, name: str) -> None:
-    """Refuses truth values whose bytes are neither 0 nor 1: numpy and XLA disagree about them.
-
-    Args:
-        values: Arrays of one dtype.
-        file: The file they come from.
-        name: The tensor's name.
-
-    Raises:
-        FormatError: There are some.
-    """
+    """Refuses truth values whose bytes are neither 0 nor 1: numpy and XLA disagree about them."""
     if not values or values[0].dtype != np.bool_:
         return
     for value in values:
@@ -33,8 +24,7 @@ def check_booleans(values: Sequence[np.ndarray], *, file: str | None, name: str)
 def one_a_byte(leaf: LeafRead, value: np.ndarray) -> np.ndarray:
     """Sub-byte elements, each stored in a byte of its own, as numpy has them.
 
-    Raises:
-        FormatError: A byte is not an integer of the dtype. Of floats the low bits count.
+    A byte that is not an integer of the dtype is refused; of floats the low bits count.
     """
     stored = leaf.stored
     if stored.numpy.name not in NARROW_INTEGERS:

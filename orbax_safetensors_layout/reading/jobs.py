@@ -2,66 +2,34 @@
 
 Ranges whose bytes are in the file in the order of memory are read straight into their place
 (`RunsJob`, `GroupJob`); others are read into a staging buffer and put in place by numpy's strided
-copies (`BlocksJob`).
+copies (`BlocksJob`). Each returns the bytes that it has read, and the number of its requests.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan import RequestGroup
 from orbax_safetensors_layout.runtime import Bytes, align
 from orbax_safetensors_layout.storage import Buffer, RangeReader
 
-from .staged_blocks import (
-    Block,
-    Cut,
-    Scratch,
-    blocks_of,
-    targets_of,
-)
+from .staged_blocks import Block, Cut, Scratch, blocks_of, targets_of
 from .tile_buffers import BufferSlice
 
 _JOB_SECONDS = 1e-3  # many small requests share a job that takes about this long
 
 
-class Job(Protocol):
-    """Something that one worker thread does."""
-
-    @property
-    def file(self) -> str:
-        """The file that it reads."""
-        ...
-
-    @property
-    def destinations(self) -> Sequence[BufferSlice]:
-        """What the job fills, wholly or in part."""
-        ...
-
-    def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
-        """Reads, and puts what was read in its place; returns bytes read and requests made."""
-        ...
-
-
 class RunsJob(NamedTuple):
-    """Some requests of one region, or a piece of one, read straight into the destination.
-
-    Attributes:
-        file: The file.
-        destinations: The region in memory, and others that hold the same bytes.
-        first: First request.
-        last: One past the last request.
-        piece: For one request: the bytes of it to read, half-open.
-    """
+    """Some requests of one region, or a piece of one, read straight into the destination."""
 
     file: str
-    destinations: Sequence[BufferSlice]
-    first: int
-    last: int
-    piece: tuple[int, int]
+    destinations: Sequence[BufferSlice]  # the region in memory, and others that hold the same bytes
+    first: int  # first request
+    last: int  # one past the last request
+    piece: tuple[int, int]  # for one request: the bytes of it to read, half-open
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         destination, *twins = self.destinations
@@ -79,16 +47,10 @@ class RunsJob(NamedTuple):
 
 
 class BlocksJob(NamedTuple):
-    """Some blocks of one fetch, one after the other.
-
-    Attributes:
-        file: The file.
-        destinations: The fetch's regions in memory.
-        blocks: The blocks.
-    """
+    """Some blocks of one fetch, one after the other."""
 
     file: str
-    destinations: Sequence[BufferSlice]
+    destinations: Sequence[BufferSlice]  # the fetch's regions in memory
     blocks: Sequence[Block]
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
@@ -103,50 +65,47 @@ class BlocksJob(NamedTuple):
 
 
 class GroupJob(NamedTuple):
-    """Neighbouring small fetches as one request.
-
-    Attributes:
-        file: The file.
-        destinations: The regions in memory, by file offset.
-        parts: The fetches, each as its one block if it is staged, else as its region in memory.
-        twins: Regions that hold the same bytes as one that is a part, each with that one.
-    """
+    """Neighbouring small fetches as one request."""
 
     file: str
-    destinations: Sequence[BufferSlice]
+    destinations: Sequence[BufferSlice]  # the regions in memory, by file offset
+    # The fetches, each as its one block if it is staged, else as its region in memory.
     parts: Sequence[Block | BufferSlice]
+    # Regions that hold the same bytes as one that is a part, each with that one.
     twins: Sequence[tuple[BufferSlice, BufferSlice]]
 
     def run(self, storage: RangeReader, scratch: Scratch) -> tuple[int, int]:
         start = self.destinations[0].region.start
         stop = self.destinations[-1].region.stop
         staged = sum(align(p.cut.staging_bytes) for p in self.parts if isinstance(p, Block))
-        staging = scratch.take(staged + (stop - start if self._has_gaps() else 0))
+        spans = [_span(part) for part in self.parts]
+        has_gaps = any(a[1] < b[0] for a, b in itertools.pairwise(spans))
+        staging = scratch.take(staged + (stop - start if has_gaps else 0))
         stage_at = 0
-        buffers = _BufferList()
+        places: list[tuple[Bytes, int, int]] = []  # memory, and half-open bytes of it
         copies: list[tuple[Block, int]] = []
         position = start
-        for part in self.parts:
-            first, end = _span(part)
+        for part, (first, end) in zip(self.parts, spans, strict=True):
             if first > position:
-                buffers.add(staging, staged, staged + first - position)
+                places.append((staging, staged, staged + first - position))
             if isinstance(part, Block):
-                buffers.add(staging, stage_at, stage_at + end - first)
+                places.append((staging, stage_at, stage_at + end - first))
                 copies.append((part, stage_at))
                 stage_at += align(end - first)
             else:
-                buffers.extend(part, end - first)
+                places += [(part.room.memory, *span) for span in part.spans(0, end - first)]
             position = end
         shared = self.destinations[0].region.layout.shared
-        storage.read_into(self.file, start, buffers.views(), shared=shared)
+        storage.read_into(self.file, start, _joined(places), shared=shared)
         for block, at in copies:
             block.copy(staging.data[at:])
         for twin, part in self.twins:
             twin.copy_from(part, 0, part.region.stop - part.region.start)
         return stop - start, 1
 
-    def _has_gaps(self) -> bool:
-        return any(_span(a)[1] < _span(b)[0] for a, b in itertools.pairwise(self.parts))
+
+Job = RunsJob | BlocksJob | GroupJob
+"""The work of one thread: reads, and puts what was read in its place."""
 
 
 def _span(part: Block | BufferSlice) -> tuple[int, int]:
@@ -156,27 +115,16 @@ def _span(part: Block | BufferSlice) -> tuple[int, int]:
     return part.region.start, part.region.stop
 
 
-class _BufferList:
-    """Destination buffers in file order; neighbours in memory become one."""
-
-    def __init__(self) -> None:
-        self._spans: list[tuple[Bytes, int, int]] = []
-
-    def add(self, memory: Bytes, start: int, stop: int) -> None:
-        if self._spans:
-            last, first, end = self._spans[-1]
-            if last is memory and end == start:
-                self._spans[-1] = (memory, first, stop)
-                return
-        self._spans.append((memory, start, stop))
-
-    def extend(self, destination: BufferSlice, length: int) -> None:
-        """Adds a direct region of `length` bytes."""
-        for start, stop in destination.spans(0, length):
-            self.add(destination.room.memory, start, stop)
-
-    def views(self) -> list[Buffer]:
-        return [memory.data[start:stop] for memory, start, stop in self._spans]
+def _joined(places: Sequence[tuple[Bytes, int, int]]) -> list[Buffer]:
+    """Buffers in file order; neighbours in memory become one."""
+    joined: list[tuple[Bytes, int, int]] = []
+    for memory, start, stop in places:
+        last, first, end = joined[-1] if joined else (None, 0, 0)
+        if last is memory and end == start:
+            joined[-1] = (memory, first, stop)
+        else:
+            joined.append((memory, start, stop))
+    return [memory.data[start:stop] for memory, start, stop in joined]
 
 
 def jobs_of(
@@ -190,26 +138,25 @@ def jobs_of(
     else:
         blocks = blocks_of(group.fetches[0], destinations)
         batch = _per_job(profile.staging_bytes, profile)
-        while some := list(itertools.islice(blocks, batch)):
-            yield BlocksJob(group.file, destinations, some)
+        while of_job := list(itertools.islice(blocks, batch)):
+            yield BlocksJob(group.file, destinations, of_job)
 
 
 def _group_job(group: RequestGroup, destinations: Sequence[BufferSlice]) -> GroupJob:
-    cuts: dict[tuple[int, int], Cut] = {}  # by the RegionRead, which tensors of one shape share
+    cuts: dict[tuple[int, int], Cut] = {}  # by the RegionPlan, which tensors of one shape share
     parts: list[Block | BufferSlice] = []
     twins: list[tuple[BufferSlice, BufferSlice]] = []
     rest = iter(destinations)
     for fetch in group.fetches:
-        mine = [*itertools.islice(rest, len(fetch.regions))]
+        first, *others = of_fetch = [*itertools.islice(rest, len(fetch.regions))]
         if fetch.read.direct:
-            parts.append(mine[0])
-            twins += [(twin, mine[0]) for twin in mine[1:]]
+            parts.append(first)
+            twins += [(twin, first) for twin in others]
             continue
         key = id(fetch.read), fetch.spread_bytes
-        cut = cuts.get(key)
-        if cut is None:
-            cut = cuts[key] = Cut.whole(fetch.read, fetch.spread_bytes)
-        parts.append(Block(cut, fetch.start, targets_of(mine)))
+        if key not in cuts:
+            cuts[key] = Cut.whole(fetch.read, fetch.spread_bytes)
+        parts.append(Block(cuts[key], fetch.start, targets_of(of_fetch)))
     return GroupJob(group.file, destinations, parts, twins)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -44,23 +45,16 @@ Convert = Callable[[int, np.ndarray, np.ndarray], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What a load did on this process.
+    """What a load did on this process."""
 
-    Attributes:
-        bytes_read: Bytes requested from storage for tensors.
-        num_reads: Planned ranges: groups of neighbouring regions.
-        storage_reads: Ranged reads issued.
-        mapped_bytes: Bytes that arrays adopted from mapped pages instead of reading them.
-    """
-
-    bytes_read: int = 0
-    num_reads: int = 0
-    storage_reads: int = 0
-    mapped_bytes: int = 0
+    bytes_read: int = 0  # bytes requested from storage for tensors
+    num_reads: int = 0  # planned ranges: groups of neighbouring regions
+    storage_reads: int = 0  # ranged reads issued
+    mapped_bytes: int = 0  # bytes that arrays adopted from mapped pages instead of reading them
 
     def __add__(self, other: ReadStats) -> ReadStats:
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return ReadStats(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return ReadStats(*(a + b for a, b in pairs))
 
 
 def read_leaves(
@@ -76,38 +70,33 @@ def read_leaves(
     """Reads every leaf of a plan.
 
     Args:
-        plan: What to read.
-        storage: Where from.
+        plan: The requests.
+        storage: Reads byte ranges.
         deliver: Called on the calling thread for each tile, in the order in which they finish;
             for a leaf that needs no byte, once.
         convert: Called on a worker thread for leaves whose dtype is not the file's.
-        mmap: Take mapped pages of local files in place of reads where they are aligned and the
-            arrays keep them.
+        mmap: As of `ArrayReader`.
         progress: Told after each tile.
         check: Called now and then; raises where another process has failed.
     """
     return _Reader(plan, storage, deliver, convert, mmap, progress, check).run()
 
 
+@dataclasses.dataclass(slots=True)
 class _OpenTile:
     """A tile that several regions fill, from the first that is scheduled to the last."""
 
-    __slots__ = ("bytes_read", "left", "room")
-
-    def __init__(self, room: TileBuffer, parts: int) -> None:
-        self.room = room
-        self.left = parts
-        self.bytes_read = 0
+    room: TileBuffer
+    left: int
+    bytes_read: int = 0
 
 
+@dataclasses.dataclass(slots=True)
 class _OpenBox:
     """A box whose values are computed, from the first part of it to the last."""
 
-    __slots__ = ("left", "values")
-
-    def __init__(self, values: np.ndarray, parts: int) -> None:
-        self.values = values
-        self.left = parts
+    values: np.ndarray
+    left: int
 
 
 class _Reader:
@@ -127,8 +116,8 @@ class _Reader:
         self._storage = storage
         self._deliver = deliver
         self._convert = convert
-        mapped = mmap and plan.adopt and isinstance(storage, LocalStorage)
-        self._map = storage.map if mapped and isinstance(storage, LocalStorage) else None
+        can_map = mmap and plan.adopt
+        self._map = storage.map if can_map and isinstance(storage, LocalStorage) else None
         self._mapped_files: set[str] = set()
         self._progress = progress
         self._scratch = Scratch()
@@ -138,7 +127,7 @@ class _Reader:
         self._budget = Budget(plan.memory_budget_bytes)
         self._tiles: dict[TileKey, _OpenTile] = {}
         self._boxes: dict[tuple[int, int], _OpenBox] = {}  # by leaf and number
-        self._parts: dict[tuple[int, int], int] = {}  # of each of those that are computed
+        self._parts: collections.Counter[tuple[int, int]] = collections.Counter()  # of each
         self._reserved: set[tuple[int, int]] = set()  # those whose memory has room in the budget
         self._units = collections.Counter(leaf.unit for leaf in plan.leaves)  # reads to come
         self._unit_bytes: collections.Counter[int | None] = collections.Counter()
@@ -150,13 +139,12 @@ class _Reader:
         computed: set[TileKey] = set()
         for _, regions in self._plan.batches:
             for region in regions:
-                needing.setdefault(region.leaf, set()).update(region.layout.tile.members)
+                members = region.layout.tile.members
+                needing.setdefault(region.leaf, set()).update(members)
                 self._total_bytes += region.read.runs.total_bytes
                 if self._plan.leaves[region.leaf].is_converted and region.tile not in computed:
                     computed.add(region.tile)
-                    for member in region.layout.tile.members:
-                        key = (region.leaf, member)
-                        self._parts[key] = self._parts.get(key, 0) + 1
+                    self._parts.update((region.leaf, member) for member in members)
         for number, leaf in enumerate(self._plan.leaves):
             if number not in needing or leaf.fills:
                 self._deliver_unread(number, needing.get(number, ()))
@@ -180,10 +168,8 @@ class _Reader:
         """Delivers the boxes that are empty, or filled, so that no byte is read for them."""
         leaf = self._plan.leaves[number]
         rest = [box for box in range(len(leaf.local.boxes)) if box not in read]
-        parts = []
-        for box in rest:
-            parts.append(self._filled(number, box))
         if rest or not leaf.local.boxes:
+            parts = [self._filled(number, box) for box in rest]
             self._hold(number, self._deliver(number, rest, parts), 0)
 
     def _filled(self, number: int, box: int) -> np.ndarray:
@@ -197,25 +183,32 @@ class _Reader:
 
     def _schedule(self, group: RequestGroup) -> None:
         destinations = self._destinations(group)
-        outstanding = [1]  # the group itself, until all its jobs are submitted
+        outstanding = 1  # the group itself, until all its jobs are submitted
 
-        def done() -> None:
-            outstanding[0] -= 1
-            if not outstanding[0]:
+        def done(nbytes: int, requests: int) -> None:
+            nonlocal outstanding
+            self._bytes_read += nbytes
+            self._storage_reads += requests
+            outstanding -= 1
+            if not outstanding:
                 for destination in destinations:
                     self._region_done(destination)
 
+        def run(job: Job) -> Callable[[], None]:
+            return functools.partial(done, *job.run(self._storage, self._scratch))
+
         for job in jobs_of(group, destinations, self._plan.profile):
-            outstanding[0] += 1
-            self._submit_job(job, done)
-        done()
+            outstanding += 1
+            regions = [d.region for d in job.destinations]
+            self._submit(functools.partial(run, job), job.file, regions, wait=True)
+        done(0, 0)
         self._workers.progress_finished()
 
     def _destinations(self, group: RequestGroup) -> list[BufferSlice]:
         """The memory of a group's regions; waits until there is room for tiles that are new."""
         self._reserve(group.regions)
-        tiles = {r.tile for r in group.regions if r.parts > 1}
-        opened = {tile: self._tiles[tile].room for tile in tiles if tile in self._tiles}
+        open_tiles = {r.tile for r in group.regions if r.parts > 1} & self._tiles.keys()
+        opened = {tile: self._tiles[tile].room for tile in open_tiles}
         try:
             destinations = buffer_slices(group, opened, self._staging)
         except MemoryError as error:
@@ -232,12 +225,10 @@ class _Reader:
         held = 0
         for region in fresh.values():
             held += self._read_bytes(region)
-            if not self._plan.leaves[region.leaf].is_converted:
-                continue
-            for member in region.layout.tile.members:
-                if (region.leaf, member) not in self._reserved:
-                    self._reserved.add((region.leaf, member))
-                    held += self._box_bytes(region.leaf, member)
+            if self._plan.leaves[region.leaf].is_converted:
+                boxes = {(region.leaf, member) for member in region.layout.tile.members}
+                held += sum(self._box_bytes(*box) for box in boxes - self._reserved)
+                self._reserved |= boxes
         self._budget.reserve(held, self._workers.progress)
 
     def _read_bytes(self, region: ByteRegion) -> int:
@@ -253,26 +244,8 @@ class _Reader:
             return 0
         return leaf.local.boxes[box].size * leaf.dtype.itemsize
 
-    def _submit_job(self, job: Job, done: Callable[[], None]) -> None:
-        def work() -> Callable[[], None]:
-            nbytes, requests = job.run(self._storage, self._scratch)
-
-            def account() -> None:
-                self._bytes_read += nbytes
-                self._storage_reads += requests
-                done()
-
-            return account
-
-        self._submit(work, job.file, [d.region for d in job.destinations])
-
     def _submit(
-        self,
-        work: Callable[[], Then],
-        file: str | None,
-        regions: Sequence[ByteRegion],
-        *,
-        wait: bool = True,
+        self, work: Callable[[], Then], file: str | None, regions: Sequence[ByteRegion], wait: bool
     ) -> None:
         def explain(error: BaseException) -> None:
             if not isinstance(error, SafetensorsLayoutError):
@@ -318,7 +291,7 @@ class _Reader:
         if not leaf.is_converted:
             wait = self._deliver(region.leaf, region.layout.tile.members, values)
             self._hold(region.leaf, wait, self._read_bytes(region))
-            self._tell(region, nbytes)
+            self._report(region, nbytes)
             return
         layout = region.layout
         outs = [
@@ -375,7 +348,7 @@ class _Reader:
         if whole:
             held = sum(self._box_bytes(number, member) for member in whole)
             self._hold(number, self._deliver(number, whole, parts), held)
-        self._tell(region, nbytes)
+        self._report(region, nbytes)
 
     def _hold(self, number: int, wait: Callable[[], object] | None, nbytes: int) -> None:
         """Frees the room of a read once its values are on their way, and those of its unit."""
@@ -388,7 +361,7 @@ class _Reader:
             nbytes = self._unit_bytes.pop(unit)
         self._budget.hold(wait, nbytes)
 
-    def _tell(self, region: ByteRegion, nbytes: int) -> None:
+    def _report(self, region: ByteRegion, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self._progress is not None:
             name = self._plan.leaves[region.leaf].name

@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,6 @@ from orbax_safetensors_layout.errors import PeerError, redact_urls
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan import (
-    Bands,
     ExchangeLimits,
     Fragment,
     Item,
@@ -41,10 +40,12 @@ from orbax_safetensors_layout.sharding import (
 )
 
 from ._jax import DistributedStore
-from .all_gather import Gathered, SendBuffer, stays_on_devices
+from .all_gather import SendBuffer, on_host, stays_on_devices
+from .array_reader import TakeBoxes, Wait
 from .leaf_builder import LeafBuilder
-from .materialize import TakeBoxes, Wait
 from .resolve import ResolvedLeaf
+
+_Bands = tuple[Replicas, tuple[int, ...]] | None
 
 PLANNING, LOADING = "planning the load", "loading tensors"
 _ROUNDS_IN_BUDGET = 8
@@ -68,54 +69,33 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> ProcessGro
 
 
 class ExchangeStep(NamedTuple):
-    """What a process reads before something is exchanged.
+    """What a process reads before something is exchanged."""
 
-    Attributes:
-        leaves: The leaves of which it reads some boxes.
-        reads: The reads of these boxes.
-        stage: The rounds that exchange them; none for what no other process needs.
-    """
-
-    leaves: list[ResolvedLeaf]
-    reads: RegionReads
-    stage: Stage
+    leaves: list[ResolvedLeaf]  # the leaves of which it reads some boxes
+    reads: RegionReads  # the reads of these boxes
+    stage: Stage  # the rounds that exchange them; none for what no other process needs
 
 
 def steps_of(
     catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
 ) -> list[ExchangeStep]:
-    """Divides what a process reads into steps; what no other process needs comes last.
-
-    Args:
-        catalog: The checkpoint.
-        leaves: The wanted leaves.
-        shards: Whose shards.
-        options: Whether replicas are read once.
-    """
-    stages: list[Stage] = []
-    if options.replicated == "read_once":
-        limits = ExchangeLimits(
-            round_bytes=-(-options.memory_budget_bytes // _ROUNDS_IN_BUDGET),
-            stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
-            gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
-        )
-        # Pieces are read by those that hold them, each from files of its own.
-        sharing = _Sharing(shards, limits, has_bands=catalog.layout == "hf")
-        stages = plan_exchange(filter(None, map(sharing.leaf, _tied(leaves))), limits)
-    index, budget = shards.process_index, options.memory_budget_bytes
-    shared_boxes = functools.lru_cache(None)(_shared_boxes)
+    """Divides what a process reads into steps; what no other process needs comes last."""
+    stages = _stages(catalog, leaves, shards, options) if options.replicated == "read_once" else []
+    budget = options.memory_budget_bytes
+    shards_of = functools.lru_cache(None)(AddressableShards.private)
     steps = []
+    exchanged: set[int] = set()
     for stage in stages:
+        exchanged.update(item.leaf for step in stage for lane in step.lanes for item in lane)
         boxes: dict[int, list[Box]] = {}
-        for one in stage:
-            for fragment in one.fragments(index):
+        for step in stage:
+            for fragment in step.fragments(shards.process_index):
                 boxes.setdefault(fragment.leaf, []).append(fragment.box)
         regions = [
-            leaves[n].region._replace(local=shared_boxes(tuple(some))) for n, some in boxes.items()
+            leaves[n].region._replace(local=shards_of(tuple(of_leaf)))
+            for n, of_leaf in boxes.items()
         ]
-        reads = RegionReads(regions, budget)
-        steps.append(ExchangeStep([leaves[n] for n in boxes], reads, stage))
-    exchanged = {item.leaf for stage in stages for item in _items(stage)}
+        steps.append(ExchangeStep([leaves[n] for n in boxes], RegionReads(regions, budget), stage))
     private = [
         leaf for leaf in leaves if leaf.number not in exchanged or not leaf.region.local.boxes
     ]
@@ -123,82 +103,44 @@ def steps_of(
     return [*steps, ExchangeStep(private, reads, ())]
 
 
-def _shared_boxes(boxes: tuple[Box, ...]) -> AddressableShards:
-    return AddressableShards(boxes, (False,) * len(boxes))
-
-
-def _items(stage: Stage) -> Iterator[Item]:
-    return (item for one in stage for lane in one.lanes for item in lane)
-
-
-def _tied(leaves: Iterable[ResolvedLeaf]) -> list[list[ResolvedLeaf]]:
-    """Leaves with those that have the same values in the same places."""
-    found: dict[object, list[ResolvedLeaf]] = {}
+def _stages(
+    catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
+) -> list[Stage]:
+    limits = ExchangeLimits(
+        round_bytes=-(-options.memory_budget_bytes // _ROUNDS_IN_BUDGET),
+        stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
+        gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
+    )
+    tied: dict[object, list[ResolvedLeaf]] = {}  # the same values in the same places
     for leaf in leaves:
         values = leaf.region.values_key or leaf.number
-        found.setdefault((values, leaf.want.placement), []).append(leaf)
-    return [*found.values()]
-
-
-class _Sharing:
-    """Leaves as the planner takes them.
-
-    Args:
-        shards: Who holds what.
-        limits: What bounds the plan.
-        has_bands: Whether boxes that lie side by side in a file are read together.
-    """
-
-    def __init__(self, shards: ProcessShards, limits: ExchangeLimits, *, has_bands: bool) -> None:
-        self._shards = shards
-        self._limits = limits
-        self._has_bands = has_bands
-        # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
-        self._bands: dict[tuple[object, ...], Bands | None] = {}
-
-    def leaf(self, tied: Sequence[ResolvedLeaf]) -> SharedLeaf | None:
-        """The first of some tied leaves; None where each process reads what it needs."""
-        leaf, *others = tied
+        tied.setdefault((values, leaf.want.placement), []).append(leaf)
+    # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
+    bands: dict[tuple[object, ...], _Bands] = {}
+    shared = []
+    for leaf, *others in tied.values():
         placement, source, dtype = leaf.want.placement, leaf.region.source, leaf.region.dtype
         if placement is None or 0 in source.shape:
-            return None
-        replicas = self._shards.replicas(sharding_of(placement), source.shape)
-        if replicas is None:
-            return None
-        strides = source.strides(replicas.boxes[0])
-        if strides is None:
-            return None
+            continue
+        replicas = shards.replicas(sharding_of(placement), source.shape)
+        strides = None if replicas is None else source.strides(replicas.boxes[0])
+        if replicas is None or strides is None:
+            continue
         is_plain = isinstance(placement, Sharding) and _is_default_memory(placement)
         is_direct = is_plain and stays_on_devices(dtype)
-        axes: tuple[int, ...] = ()
-        bands = self._bands_of(replicas, source.shape, strides, dtype.itemsize, is_direct)
-        if bands is not None:
-            replicas, axes = bands
-        elif not replicas.grid.is_shared:
-            return None
-        again = tuple(other.number for other in others)
-        return SharedLeaf(
-            leaf.number, replicas, dtype, is_direct, source.place, strides, axes, again
-        )
-
-    def _bands_of(
-        self,
-        replicas: Replicas,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        itemsize: int,
-        is_direct: bool,
-    ) -> Bands | None:
-        key = (id(replicas), shape, strides, itemsize, is_direct)
-        if key not in self._bands:
-            found = None
-            if self._has_bands:
-                found = bands_of(replicas, shape, strides, self._limits.gap_bytes)
-            if found is not None and not is_direct:
-                fits = found.replicas.boxes[0].size * itemsize <= self._limits.round_bytes
-                found = found.uncut() if fits else None
-            self._bands[key] = found
-        return self._bands[key]
+        key = (id(replicas), source.shape, strides, dtype.itemsize, is_direct)
+        if key not in bands and catalog.layout == "hf":
+            most = None if is_direct else limits.round_bytes // dtype.itemsize
+            bands[key] = bands_of(replicas, source.shape, strides, limits.gap_bytes, most)
+        # Pieces are read by those that hold them, each from files of its own.
+        merged = bands.get(key)
+        if merged is None and not replicas.grid.is_shared:
+            continue
+        replicas, cut_axes = merged or (replicas, ())
+        numbers = tuple(other.number for other in others)
+        place = leaf.number, replicas, dtype, is_direct, source.place, strides
+        shared.append(SharedLeaf(*place, cut_axes, numbers))
+    return plan_exchange(shared, limits)
 
 
 def _is_default_memory(sharding: Sharding) -> bool:
@@ -213,23 +155,22 @@ def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
 
-    def tell(fact: object) -> None:
+    def add(fact: object) -> None:
         digest.update(repr(fact).encode())
 
-    def number(shared: object) -> int:  # of what many leaves have in common, told once
+    def number(shared: object) -> int:  # of what many leaves have in common, added once
         if id(shared) not in numbers:
-            tell(shared)
+            add(shared)
         return numbers.setdefault(id(shared), len(numbers))
 
     nbytes = 0
     for step in steps:
-        tell(len(step.stage))  # after each all meet
-        for one in step.stage:
-            nbytes += one.gathered_bytes
-            kind = one.shape, one.dtype.name, one.axis, one.is_packed, one.is_direct, one.cut_axes
-            tell((number(one.grid), kind))
-            for lane in one.lanes:
-                tell([(leaves[n].region.name, number(boxes), offset) for n, boxes, offset in lane])
+        add(len(step.stage))  # after each all meet
+        for grid, lanes, *kind in step.stage:
+            add((number(grid), kind))
+            for lane in lanes:
+                add([(leaves[n].region.name, number(boxes), offset) for n, boxes, offset in lane])
+        nbytes += sum(round_.gathered_bytes for round_ in step.stage)
     return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
@@ -240,12 +181,7 @@ def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]
 class ReplicaExchange:
     """Values of replicas on their way from the process that read them to all that need them.
 
-    Gathers run on the calling thread, in the order of the plan.
-
-    Args:
-        leaves: All wanted leaves.
-        values: Takes what was gathered.
-        group: The processes.
+    Gathers run on the calling thread, in the order of the plan; `values` takes their results.
     """
 
     def __init__(
@@ -257,31 +193,30 @@ class ReplicaExchange:
         self._process = group.process_index
         # Of each step; there is none before the first.
         self._stages: deque[list[tuple[Round, SendBuffer]]] = deque([[]])
-        self._in_flight: deque[tuple[Round, Gathered]] = deque()
+        self._in_flight: deque[tuple[Round, tuple[jax.Array, ...]]] = deque()
 
     def taker(self, step: ExchangeStep) -> TakeBoxes:
         """What takes the values that this process reads in a step; asked for in their order."""
-        mine = [one for one in step.stage if one.grid.slots(self._process)]
-        rounds = [(one, SendBuffer(one)) for one in mine]
+        rounds = [(r, SendBuffer(r)) for r in step.stage if r.grid.slots(self._process)]
         self._stages.append(rounds)
         fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}
-        for one, slots in rounds:
-            for fragment in one.fragments(self._process):
-                fragments.setdefault(fragment.leaf, (slots, []))[1].append(fragment)
+        for round_, buffer in rounds:
+            for fragment in round_.fragments(self._process):
+                fragments.setdefault(fragment.leaf, (buffer, []))[1].append(fragment)
 
         def keep(
             numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]
         ) -> Wait | None:
             return self._values.take([step.leaves[n] for n in numbers], boxes, parts)
 
-        def give(numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        def send(numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
             for number in numbers:
-                slots, of_leaf = fragments[step.leaves[number].number]
+                buffer, of_leaf = fragments[step.leaves[number].number]
                 for box, values in zip(boxes, parts, strict=True):
                     _, _, row, column, offset = of_leaf[box]
-                    slots.put(row, column, offset, values)
+                    buffer.put(row, column, offset, values)
 
-        return give if step.stage else keep
+        return send if step.stage else keep
 
     def launch(self) -> None:
         """Spreads what was taken in the step before, once all processes have read theirs.
@@ -289,37 +224,34 @@ class ReplicaExchange:
         Raises:
             PeerError: A gather failed.
         """
-        for one, slots in self._stages.popleft():
+        for round_, buffer in self._stages.popleft():
             while len(self._in_flight) >= _MOST_IN_FLIGHT:
                 self._land()
             with _gathering():
-                self._in_flight.append((one, slots.gather(self._process)))
+                self._in_flight.append((round_, buffer.gather(self._process)))
 
     def finish(self) -> None:
-        """Waits for all that is on its way.
-
-        Raises:
-            PeerError: A gather failed.
-        """
+        """Waits for all that is on its way; raises as `launch` does."""
         while self._in_flight:
             self._land()
 
     def _land(self) -> None:
-        one, gathered = self._in_flight.popleft()
+        round_, gathered = self._in_flight.popleft()
+        arrays: tuple[Any, ...] = gathered
         with _gathering():
-            while not gathered.is_ready():
+            while not all(array.is_ready() for array in arrays):
                 self._group.check(LOADING)
                 time.sleep(_PAUSE_SECONDS)
-            gathered.wait()
-        if one.is_direct:
-            for lane, items in enumerate(one.lanes):
-                for item in items:
-                    self._values.put(self._leaves[item.leaf], gathered.on_devices(lane))
-            return
-        rows = gathered.on_host(self._process)
-        for lane, items in enumerate(one.lanes):
+            for array in arrays:
+                array.block_until_ready()
+        rows = {} if round_.is_direct else on_host(round_, gathered, self._process)
+        for lane, items in enumerate(round_.lanes):
             for item in items:
-                self._take(item, {row: lanes[lane] for row, lanes in rows.items()})
+                if round_.is_direct:
+                    shards = {s.device: s.data for s in gathered[lane].addressable_shards}
+                    self._values.put(self._leaves[item.leaf], shards)
+                else:
+                    self._take(item, {row: lanes[lane] for row, lanes in rows.items()})
 
     def _take(self, item: Item, lanes: dict[int, np.ndarray]) -> None:
         leaf = self._leaves[item.leaf]
@@ -340,7 +272,7 @@ class ReplicaExchange:
 
 @contextlib.contextmanager
 def _gathering() -> Iterator[None]:
-    """Tells what an error of a collective means."""
+    """Explains an error of a collective."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -13,15 +13,10 @@ from absl import logging
 from jax.sharding import Sharding
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import (
-    DtypeMismatchError,
-    MismatchError,
-    ShapeMismatchError,
-)
+from orbax_safetensors_layout.errors import DtypeMismatchError, MismatchError, ShapeMismatchError
 from orbax_safetensors_layout.format import (
     Leaf,
     Manifest,
-    Node,
     TensorLeaf,
     ValueLeaf,
     leaf_names,
@@ -39,11 +34,7 @@ _HOST_KINDS = ("numpy", "numpy_scalar")
 
 
 class SavedMetadata:
-    """The manifest of a checkpoint, read when something is asked of it.
-
-    Args:
-        catalog: The checkpoint.
-    """
+    """The manifest of a checkpoint, read when something is asked of it."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -58,32 +49,34 @@ class SavedMetadata:
     def _leaves(self) -> dict[str, Leaf]:
         """By dotted name, and tensors also by their own."""
         node = None if self.manifest is None else self.manifest.tree
-        found: dict[str, Leaf] = {}
+        by_name: dict[str, Leaf] = {}
         for name, leaf in () if node is None else leaf_names(node):
-            found[name] = leaf
+            by_name[name] = leaf
             if isinstance(leaf, TensorLeaf):
-                found[leaf.tensor] = leaf
-        return found
+                by_name[leaf.tensor] = leaf
+        return by_name
 
     def tree(self) -> AbstractTree | None:
         """The tree as it was saved, to be restored as it was; None where none is recorded."""
         if self.manifest is None or self.manifest.tree is None:
             return None
         node = self.manifest.tree
-        found = [*leaves(node)]
-        wants = [self._want(leaf) if isinstance(leaf, TensorLeaf) else None for leaf in found]
-        values = [leaf.value if isinstance(leaf, ValueLeaf) else None for leaf in found]
-        return AbstractTree(values, wants, set(), functools.partial(_rebuild, node))
+        saved = [*leaves(node)]
+        wants = [self._want(leaf) if isinstance(leaf, TensorLeaf) else None for leaf in saved]
+        values = [leaf.value if isinstance(leaf, ValueLeaf) else None for leaf in saved]
+
+        def build(values: Sequence[Any]) -> Any:
+            filled = iter(values)
+            return decode_treedef(node, lambda _: next(filled))
+
+        return AbstractTree(values, wants, set(), build)
 
     def apply_defaults(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
         """A tree that the caller wants, with what the checkpoint recorded in place of defaults.
 
         Leaves whose value is in the manifest become that value; arrays that the tree does not
-        place go where they were saved from, if there are such devices.
-
-        Args:
-            tree: The tree.
-            devices: Refuse shardings without devices.
+        place go where they were saved from, if there are such devices. `devices` refuses shardings
+        without devices.
 
         Raises:
             MismatchError: Recorded values are not what is wanted; names all.
@@ -112,11 +105,7 @@ class SavedMetadata:
         return tree._replace(leaves=given, wants=wants)
 
     def _settled(self, want: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:
-        """A wanted array as it was saved, where the caller leaves that open.
-
-        Raises:
-            DtypeMismatchError: Typed keys of another implementation are wanted.
-        """
+        """A wanted array as it was saved, where the caller leaves that open."""
         if want.as_saved and leaf.kind in _HOST_KINDS:
             want = want._replace(placement=None)
         elif not want.is_placed:
@@ -148,9 +137,9 @@ class SavedMetadata:
         if leaf.sharding is None or self.manifest is None:
             return None
         if leaf.sharding not in self._placements:
-            found = decode_sharding(self.manifest.shardings[leaf.sharding])
-            self._placements[leaf.sharding] = found
-            if found is None:
+            sharding = decode_sharding(self.manifest.shardings[leaf.sharding])
+            self._placements[leaf.sharding] = sharding
+            if sharding is None:
                 logging.warning(
                     "%s was saved with shardings over devices that this program does not have;"
                     " arrays that have no sharding in the abstract tree come back unsharded.",
@@ -159,18 +148,8 @@ class SavedMetadata:
         return self._placements[leaf.sharding]
 
 
-def _rebuild(node: Node, values: Sequence[Any]) -> Any:
-    filled = iter(values)
-    return decode_treedef(node, lambda _: next(filled))
-
-
 def _as_wanted(value: SavedValue, want: AbstractLeaf) -> Any:
-    """A recorded number or string in place of the leaf that is wanted.
-
-    Raises:
-        ShapeMismatchError: An array that is not a scalar is wanted.
-        DtypeMismatchError: The wanted type cannot hold the value.
-    """
+    """A recorded number or string in place of the leaf that is wanted."""
     if want.scalar is not None and want.scalar is not np.generic:
         return _as_python(value, want.scalar)
     if want.as_saved:
@@ -184,14 +163,14 @@ def _as_wanted(value: SavedValue, want: AbstractLeaf) -> Any:
             found=f"{value!r}, a single value",
         )
     array = _as_array(value, want.dtype)
-    wanted = want.dtype or array.dtype
-    dtype = wanted if want.placement is None else jax_dtype(wanted, want.placement)
+    asked = want.dtype or array.dtype
+    dtype = asked if want.placement is None else jax_dtype(asked, want.placement)
     check_castable(array.dtype, dtype)
     # As of arrays: 64 bits that were asked for and that JAX cannot hold must survive. Where
     # nothing was asked for, a float is rounded, but stays finite.
     is_rounded = want.dtype is None and dtype.kind == "f"
     is_kept = is_rounded and bool(np.isfinite(array) == np.isfinite(rounded(array, dtype)))
-    exact = dtype != wanted and not is_kept
+    exact = dtype != asked and not is_kept
     result = cast(array, dtype, exact=exact, subject=Subject(want.name, None, array.dtype))
     if want.placement is None:
         return result if want.scalar is None else result[()]
@@ -201,27 +180,19 @@ def _as_wanted(value: SavedValue, want: AbstractLeaf) -> Any:
 
 
 def _as_python(value: SavedValue, kind: type) -> SavedValue:
-    """A recorded value as a Python scalar of another type.
-
-    Raises:
-        DtypeMismatchError: The type cannot hold it.
-    """
+    """A recorded value as a Python scalar of another type that holds it."""
     try:
-        made: SavedValue = kind(value)
-        kept = made == value or (kind is float and made != made and value != value)
+        scalar: SavedValue = kind(value)
+        kept = scalar == value or (kind is float and scalar != scalar and value != value)
     except (ValueError, OverflowError):  # NaN, infinite, too large
         kept = False
     if not kept or isinstance(value, str) is not (kind is str):
         raise _not_a(value, kind.__name__)
-    return made
+    return scalar
 
 
 def _as_array(value: SavedValue, dtype: np.dtype | None) -> np.ndarray:
-    """A recorded number as an array that can be cast to a dtype.
-
-    Raises:
-        DtypeMismatchError: It is a string, or an integer that no dtype holds.
-    """
+    """A recorded number as an array that can be cast to a dtype."""
     if isinstance(value, str):
         raise _not_a(value, "a number")
     array = np.asarray(value)
@@ -234,9 +205,9 @@ def _as_array(value: SavedValue, dtype: np.dtype | None) -> np.ndarray:
     raise _not_a(value, "an integer of 64 bits" if dtype is None else str(dtype))
 
 
-def _not_a(value: SavedValue, wanted: str) -> DtypeMismatchError:
+def _not_a(value: SavedValue, expected: str) -> DtypeMismatchError:
     return DtypeMismatchError(
         "the recorded value is not what is wanted",
-        expected=wanted,
+        expected=expected,
         found=f"{value!r} ({type(value).__name__})",
     )

@@ -1,4 +1,4 @@
-"""Blocks: pieces of a region that are read into a staging buffer and copied into their place."""
+"""Blocks: parts of a region that are read into a staging buffer and copied into their place."""
 
 from __future__ import annotations
 
@@ -51,19 +51,12 @@ class Scratch(threading.local):
 
 
 class StagedRows(NamedTuple):
-    """How one request lies in a staging buffer.
+    """How one request lies in a staging buffer."""
 
-    Attributes:
-        number: Rows.
-        row_bytes: Bytes of each but the last.
-        last_bytes: Bytes of the last.
-        pitch: Bytes from row to row.
-    """
-
-    number: int
-    row_bytes: int
-    last_bytes: int
-    pitch: int
+    number: int  # rows
+    row_bytes: int  # bytes of each but the last
+    last_bytes: int  # bytes of the last
+    pitch: int  # bytes from row to row
 
     def buffers(self, staging: Buffer, at: int) -> list[Buffer]:
         """The rows of a request that lies at byte `at`."""
@@ -76,26 +69,17 @@ class StagedRows(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One strided copy from a staging buffer into memory.
+    """One strided copy from a staging buffer into memory."""
 
-    Attributes:
-        shape: A grid of elements, or of contiguous pieces.
-        dtype: The widest unsigned integer that fits them. (Raw bytes of a piece's size copy as
-            fast, but numpy holds the GIL where there are fewer than 500 elements.)
-        source_offset: First byte in the staging buffer, counted from the block's.
-        source_strides: Byte strides there.
-        target_offset: First byte in memory, counted from the block's.
-        target_strides: Byte strides there.
-        moves: One more axis of the grid, whose indices are in no regular order.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # a grid of elements, or of contiguous pieces
+    # The widest unsigned integer that fits them. (Raw bytes of a piece's size copy as fast, but
+    # numpy holds the GIL where there are fewer than 500 elements.)
     dtype: np.dtype
-    source_offset: int
-    source_strides: tuple[int, ...]
-    target_offset: int
-    target_strides: tuple[int, ...]
-    moves: Moves | None = None
+    source_offset: int  # first byte in the staging buffer, counted from the block's
+    source_strides: tuple[int, ...]  # byte strides there
+    target_offset: int  # first byte in memory, counted from the block's
+    target_strides: tuple[int, ...]  # byte strides there
+    moves: Moves | None = None  # one more axis of the grid, whose indices are in no regular order
 
     def run(self, staging: Buffer, shift: int, memory: Buffer, at: int) -> None:
         """Copies, from byte `shift` of the staging buffer on to byte `at` of memory on."""
@@ -107,23 +91,12 @@ class Copy(NamedTuple):
             target[...] = source
             return
         n, parts, (taken, step), (put, stride) = moves
-        source = np.ndarray(
-            (*shape[:n], taken, *shape[n:]),
-            dtype,
-            staging,
-            begin,
-            (*sources[:n], step, *sources[n:]),
-        )
-        target = np.ndarray(
-            (*shape[:n], put, *shape[n:]),
-            dtype,
-            memory,
-            first,
-            (*targets[:n], stride, *targets[n:]),
-        )
+        sources, targets = (*sources[:n], step, *sources[n:]), (*targets[:n], stride, *targets[n:])
+        source = np.ndarray((*shape[:n], taken, *shape[n:]), dtype, staging, begin, sources)
+        target = np.ndarray((*shape[:n], put, *shape[n:]), dtype, memory, first, targets)
         before = (slice(None),) * n
-        for some, places in parts:
-            values = source[(*before, some)] if isinstance(some, slice) else source.take(some, n)
+        for rows, places in parts:
+            values = source[(*before, rows)] if isinstance(rows, slice) else source.take(rows, n)
             target[(*before, places)] = values
 
 
@@ -131,19 +104,13 @@ Indices = slice | npt.NDArray[np.int64]
 
 
 class Moves(NamedTuple):
-    """An axis of a copy whose indices are in no regular order.
+    """An axis of a copy whose indices are in no regular order."""
 
-    Attributes:
-        axis: Its number in the grid.
-        parts: Indices in the staging buffer, and those in memory that they go to.
-        source: Extent in the staging buffer, and bytes from one index to the next.
-        target: The same in memory.
-    """
-
-    axis: int
+    axis: int  # its number in the grid
+    # Indices in the staging buffer, and those in memory that they go to.
     parts: tuple[tuple[Indices, Indices], ...]
-    source: tuple[int, int]
-    target: tuple[int, int]
+    source: tuple[int, int]  # extent in the staging buffer, and bytes from one index to the next
+    target: tuple[int, int]  # the same in memory
 
 
 def _parts(
@@ -165,28 +132,18 @@ def _as_slice(indices: npt.NDArray[np.int64]) -> Indices:
 
 
 class Cut(NamedTuple):
-    """What blocks of the same shape have in common.
+    """What blocks of the same shape have in common."""
 
-    Attributes:
-        requests: The block's requests, from the block's first byte in the file.
-        rows: How each lies in the staging buffer; one after the other.
-        copies: What puts them in their place.
-        staging_bytes: What they take in the staging buffer.
-    """
-
-    requests: StridedRuns
-    rows: StagedRows
-    copies: tuple[Copy, ...]
-    staging_bytes: int
+    requests: StridedRuns  # the block's requests, from the block's first byte in the file
+    rows: StagedRows  # how each lies in the staging buffer; one after the other
+    copies: tuple[Copy, ...]  # what puts them in their place
+    staging_bytes: int  # what they take in the staging buffer
 
     @classmethod
     def of(cls, read: RegionPlan, ranges: Sequence[tuple[int, int]], spread: int) -> Cut:
-        """The cut of a block.
+        """The cut of a block, from its half-open range of each axis.
 
-        Args:
-            read: The region.
-            ranges: The block's half-open range of each axis.
-            spread: Bytes by which each request is longer, for regions that interlace.
+        Each request is longer by `spread` bytes, for regions that interlace.
         """
         axes, blocking = read.axes, read.blocking
         counts = [high - low for low, high in ranges]
@@ -214,37 +171,24 @@ class Cut(NamedTuple):
         ranges = [(0, axis.extent) for axis in read.axes]
         copies = _copies(read, ranges, [axis.source for axis in read.axes])
         length = read.requests.run_bytes + spread
-        return cls(
-            StridedRuns(0, length, ()), StagedRows(1, length, length, length), tuple(copies), length
-        )
+        rows = StagedRows(1, length, length, length)
+        return cls(StridedRuns(0, length, ()), rows, tuple(copies), length)
 
 
 class BlockTarget(NamedTuple):
-    """Where a block goes.
+    """Where a block goes."""
 
-    Attributes:
-        memory: The memory of a tile.
-        at: Where in it the block's first byte goes.
-        shift: Where that byte is in the staging buffer, counted from the block's begin.
-    """
-
-    memory: Bytes
-    at: int
-    shift: int
+    memory: Bytes  # the memory of a tile
+    at: int  # where in it the block's first byte goes
+    shift: int  # where that byte is in the staging buffer, counted from the block's begin
 
 
 class Block(NamedTuple):
-    """A block of one region, or of several that interlace.
+    """A block of one region, or of several that interlace."""
 
-    Attributes:
-        cut: Its shape.
-        start: Its first byte in the file.
-        targets: For each region where it goes.
-    """
-
-    cut: Cut
-    start: int
-    targets: tuple[BlockTarget, ...]
+    cut: Cut  # its shape
+    start: int  # its first byte in the file
+    targets: tuple[BlockTarget, ...]  # for each region where it goes
 
     def buffers(self, staging: Bytes, scratch: Scratch) -> Iterator[tuple[int, list[Buffer]]]:
         """Each request: where it begins in the file, and where it goes in the staging buffer."""
@@ -263,12 +207,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[Block]:
-    """The blocks of regions that are staged, in the order of the file.
-
-    Args:
-        fetch: The regions.
-        destinations: The same in memory.
-    """
+    """The blocks of regions that are staged, in the order of the file."""
     read, targets = fetch.read, targets_of(destinations)
     axes = read.axes
     ranges = [[*a.ranges(n)] for a, n in zip(axes, read.blocking.lengths, strict=True)]
@@ -278,12 +217,11 @@ def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[B
     ]
     for block, step in zip(itertools.product(*ranges), itertools.product(*steps), strict=True):
         kind = tuple(alike for alike, _, _ in step)
-        cut = cuts.get(kind)
-        if cut is None:
-            cut = cuts[kind] = Cut.of(read, block, fetch.spread_bytes)
+        if kind not in cuts:
+            cuts[kind] = Cut.of(read, block, fetch.spread_bytes)
         start = fetch.start + sum(source for _, source, _ in step)
         moved = sum(target for _, _, target in step)
-        yield Block(cut, start, tuple(t._replace(at=t.at + moved) for t in targets))
+        yield Block(cuts[kind], start, tuple(t._replace(at=t.at + moved) for t in targets))
 
 
 def targets_of(destinations: Sequence[BufferSlice]) -> tuple[BlockTarget, ...]:
@@ -309,10 +247,7 @@ def _copies(
 ) -> Iterator[Copy]:
     """The copies of a block: one, where no range begins or ends within a member.
 
-    Args:
-        read: The region.
-        ranges: The block's range of each axis.
-        staged: Each axis's stride in the staging buffer.
+    `staged` are the strides of the axes in the staging buffer.
     """
     sides = [*zip(read.axes, ranges, staged, strict=True)]
     sides += [(axis, (0, axis.extent), 0) for axis in read.repeats]
@@ -323,10 +258,7 @@ def _copies(
             (
                 (first - low) * stride,
                 axis.memory_offset(first) - axis.memory_offset(low),
-                (
-                    (count, stride, axis.within),
-                    (cells, axis.member * stride, axis.across),
-                ),
+                ((count, stride, axis.within), (cells, axis.member * stride, axis.across)),
             )
             for first, cells, count in axis.segments(low, high)
         ]
@@ -343,14 +275,7 @@ def _copies(
 
 
 def _moved(copy: Copy, gather: GatherAxis, between: tuple[int, int], stride: int) -> Iterator[Copy]:
-    """A copy of one slab as that of all that are in a range.
-
-    Args:
-        copy: The copy.
-        gather: The slabs.
-        between: The range.
-        stride: Bytes from index to index in the staging buffer.
-    """
+    """A copy of one slab as that of all that are in a range, `stride` bytes apart where staged."""
     low, high = np.searchsorted(gather.indices, between)
     if low == high:
         return
@@ -367,14 +292,7 @@ def _moved(copy: Copy, gather: GatherAxis, between: tuple[int, int], stride: int
 
 
 def _copy(segments: Sequence[Segment], itemsize: int, begin: int, at: int) -> Iterator[Copy]:
-    """A grid as copies.
-
-    Args:
-        segments: The grid, innermost in the file first.
-        itemsize: Bytes of an element.
-        begin: The grid's first byte in the staging buffer.
-        at: The same in memory.
-    """
+    """A grid, innermost in the file first, as copies from byte `begin` staged to `at` in memory."""
     unit = itemsize
     grid: list[Segment] = []
     for count, source, target in segments:
@@ -395,12 +313,7 @@ def _copy(segments: Sequence[Segment], itemsize: int, begin: int, at: int) -> It
     else:
         inner = (1, 0, 0)
     shape, sources, targets = zip(*reversed(grid), strict=True)
+    dtype = np.dtype(f"u{width}")
     for index in range(inner[0]):
-        yield Copy(
-            shape,
-            np.dtype(f"u{width}"),
-            begin + index * inner[1],
-            sources,
-            at + index * inner[2],
-            targets,
-        )
+        source, target = begin + index * inner[1], at + index * inner[2]
+        yield Copy(shape, dtype, source, sources, target, targets)

@@ -26,24 +26,14 @@ MAX_RANK = 64
 
 
 class TileBuffer(NamedTuple):
-    """Memory of a tile.
-
-    Attributes:
-        memory: An allocation.
-        begin: Where in it the tile begins, with a member every `slot_bytes`.
-    """
+    """Memory of a tile."""
 
     memory: Bytes
-    begin: int
+    begin: int  # where in it the tile begins, with a member every `slot_bytes`
 
 
 class BufferSlice(NamedTuple):
-    """A region, and the memory of the tile that it belongs to.
-
-    Attributes:
-        region: The region.
-        room: The tile's memory.
-    """
+    """A region, and the memory of the tile that it belongs to."""
 
     region: ByteRegion
     room: TileBuffer
@@ -69,12 +59,11 @@ class BufferSlice(NamedTuple):
             return [(at + start, at + stop)]
         length = spans.run_bytes
         first, last = start // length, -(-stop // length)
-        found = [
-            (at + offset, at + offset + length) for offset in spans.offsets(first, last).tolist()
-        ]
-        found[0] = (found[0][0] + start - first * length, found[0][1])
-        found[-1] = (found[-1][0], found[-1][1] + stop - last * length)
-        return found
+        begins = [at + offset for offset in spans.offsets(first, last).tolist()]
+        ends = [begin + length for begin in begins]
+        begins[0] += start - first * length
+        ends[-1] += stop - last * length
+        return [*zip(begins, ends, strict=True)]
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
         """Bytes `start` to `stop` of a direct region in memory."""
@@ -90,15 +79,10 @@ class BufferSlice(NamedTuple):
 def buffer_slices(
     group: RequestGroup, opened: Mapping[TileKey, TileBuffer], staging: Staging
 ) -> list[BufferSlice]:
-    """Makes room for the tiles of a group's regions.
+    """Makes room for the tiles of a group's regions, but for those that are `opened`.
 
     Small tiles share memory with their like: an array that is kept then does not keep much larger
-    ones from being freed.
-
-    Args:
-        group: The group.
-        opened: The memory of tiles that have theirs already.
-        staging: The memory of those whose values are computed on.
+    ones from being freed. Tiles whose values are computed on are in the `staging` memory.
     """
     regions = group.regions
     if len(regions) == 1:
@@ -110,24 +94,14 @@ def buffer_slices(
             make = staging.take if region.layout.staged else allocate
             room = TileBuffer(make(region.layout.memory_bytes, file_offset=offset), 0)
         return [BufferSlice(region, room)]
-    known: dict[TileKey, TileBuffer | None] = dict(opened)
-    fresh = []
-    for region in regions:
-        if region.parts > 1:
-            if region.tile in known:
-                continue
-            known[region.tile] = None
-        fresh.append(region.layout)
-    rooms = iter(_rooms(fresh, staging))
-    destinations = []
-    for region in regions:
-        room = known[region.tile] if region.parts > 1 else None
-        if room is None:
-            room = next(rooms)
-            if region.parts > 1:
-                known[region.tile] = room
-        destinations.append(BufferSlice(region, room))
-    return destinations
+    # A tile of one region has a key of its own.
+    keys = [r.tile if r.parts > 1 else number for number, r in enumerate(regions)]
+    tiles = zip(keys, regions, strict=True)
+    fresh = {key: region.layout for key, region in tiles if key not in opened}
+    new_rooms = zip(fresh, _rooms([*fresh.values()], staging), strict=True)
+    rooms: dict[TileKey | int, TileBuffer] = dict(new_rooms)
+    rooms.update(opened.items())
+    return [BufferSlice(region, rooms[key]) for key, region in zip(keys, regions, strict=True)]
 
 
 def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[TileBuffer]:
@@ -135,20 +109,16 @@ def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[TileBuffer]:
 
     That of values which are computed on is apart from what arrays keep.
     """
-    kinds = [
-        (layout.staged, -1 if n < TINY_TILE_BYTES else -2 if n < SMALL_REGION_BYTES else i)
-        for i, layout in enumerate(layouts)
-        for n in [layout.memory_bytes]
-    ]
-    totals = dict.fromkeys(kinds, 0)
-    for layout, kind in zip(layouts, kinds, strict=True):
-        totals[kind] += layout.memory_bytes
+    totals: dict[tuple[bool, int], int] = {}
+    places = []
+    for number, layout in enumerate(layouts):
+        nbytes = layout.memory_bytes
+        size = -1 if nbytes < TINY_TILE_BYTES else -2 if nbytes < SMALL_REGION_BYTES else number
+        kind = layout.staged, size
+        begin = totals.get(kind, 0)
+        places.append((kind, begin))
+        totals[kind] = begin + nbytes
     arenas = {
         kind: staging.take(total) if kind[0] else allocate(total) for kind, total in totals.items()
     }
-    used = dict.fromkeys(arenas, 0)
-    rooms = []
-    for layout, kind in zip(layouts, kinds, strict=True):
-        rooms.append(TileBuffer(arenas[kind], used[kind]))
-        used[kind] += layout.memory_bytes
-    return rooms
+    return [TileBuffer(arenas[kind], begin) for kind, begin in places]

@@ -12,12 +12,7 @@ from orbax_safetensors_layout.errors import (
     InvalidManifestError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.format import (
-    DIGESTS,
-    SUFFIX,
-    join_crc32,
-    parse_digests,
-)
+from orbax_safetensors_layout.format import DIGESTS, SUFFIX, join_crc32, parse_digests
 from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.storage import Buffer, RangeReader, Storage, join, read_file
 
@@ -27,13 +22,7 @@ _BLOCK_BYTES = 8 * MIB
 class VerifyingReader:
     """Reads as a storage does, and works out the CRC-32 of what it reads, on the same threads.
 
-    Attributes:
-        kind: As of the storage.
-
-    Args:
-        storage: Where the files are.
-        folder: The folder that the names of `digests` are relative to.
-        digests: The CRC-32 of each file, by name.
+    `digests` are the CRC-32 of each file, by its name in `folder`.
     """
 
     def __init__(self, storage: Storage, folder: str, digests: Mapping[str, int]) -> None:
@@ -46,16 +35,7 @@ class VerifyingReader:
 
     @classmethod
     def of(cls, storage: Storage, path: str) -> VerifyingReader:
-        """A reader of a checkpoint that has checksums.
-
-        Args:
-            storage: Where it is.
-            path: Its folder, or one of its files.
-
-        Raises:
-            SafetensorsLayoutError: It has none.
-            InvalidManifestError: They are malformed.
-        """
+        """A reader of the checkpoint whose folder, or one of whose files, is at `path`."""
         folder = path.rpartition("/")[0] if storage.is_file(path) else path.rstrip("/")
         digests = read_digests(storage, folder)
         if digests is None:
@@ -88,11 +68,7 @@ class VerifyingReader:
     def check(self) -> None:
         """Holds every file that was read, and the small ones, against their checksums.
 
-        What was not read of them is read.
-
-        Raises:
-            FormatError: Files are not what was saved; names them all.
-            SafetensorsLayoutError: A file has no checksum.
+        What was not read of them is read. All files that are not what was saved come in one error.
         """
         small = [join(self._folder, n) for n in self._digests if not n.endswith(SUFFIX)]
         files = sorted({*self._ranges, *small})
@@ -113,7 +89,7 @@ class VerifyingReader:
             raise FormatError(
                 f"files are not what was saved: {', '.join(damaged[:10])}",
                 file=self._folder,
-                hint="Load another checkpoint; `osl.verify` tells all that is wrong with this one.",
+                hint="Load another checkpoint; `osl.verify` lists all that is wrong with this one.",
             )
 
     def _crc32(self, file: str) -> int:
@@ -121,22 +97,17 @@ class VerifyingReader:
         size = self._storage.size(file)
         ranges: list[tuple[int, int, int]] = []
         at = 0
-        for one in [*sorted(self._ranges[file]), (size, 0, 0)]:
-            if one[0] < at:
+        for start, length, value in [*sorted(self._ranges[file]), (size, 0, 0)]:
+            if start < at:
                 continue  # read twice
-            ranges += file_ranges(self._storage, file, at, one[0])
-            ranges.append(one)
-            at = one[0] + one[1]
+            ranges += file_ranges(self._storage, file, at, start)
+            ranges.append((start, length, value))
+            at = start + length
         return join_crc32(ranges, size)
 
 
 def read_digests(storage: Storage, folder: str) -> dict[str, int] | None:
-    """The checksums that a save has left in a folder; None if it has left none.
-
-    Raises:
-        InvalidManifestError: They are malformed.
-        StorageError: The read failed.
-    """
+    """The checksums that a save has left in a folder; None if it has left none."""
     if DIGESTS not in storage.list(folder):
         return None
     file = join(folder, DIGESTS)

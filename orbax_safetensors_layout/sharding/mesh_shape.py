@@ -19,20 +19,14 @@ from orbax_safetensors_layout.geometry import Box
 Spec: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""
 
-
 _MOST_DEVICES = 1 << 20  # there are tables of them for each array shape
 
 
 class ShardIndices(NamedTuple):
-    """The part of an array that each device holds.
+    """The part of an array that each device holds."""
 
-    Attributes:
-        cells: [devices, dimensions] number of the part along each dimension.
-        parts: Extent of a part along each dimension.
-    """
-
-    cells: npt.NDArray[np.int64]
-    parts: tuple[int, ...]
+    cells: npt.NDArray[np.int64]  # [devices, dimensions] number of the part along each dimension
+    parts: tuple[int, ...]  # extent of a part along each dimension
 
     def box(self, cell: Sequence[int]) -> Box:
         """Return the region of a part."""
@@ -44,16 +38,12 @@ class ShardIndices(NamedTuple):
 class MeshShape:
     """A mesh of devices.
 
-    Attributes:
-        axes: Name to size of each axis, outermost first.
-        processes: Number of processes that share the devices.
-
     Raises:
         ValueError: The processes do not divide the devices, or there are none of either.
     """
 
-    axes: Mapping[str, int]
-    processes: int
+    axes: Mapping[str, int]  # name to size of each axis, outermost first
+    processes: int  # number of processes that share the devices
 
     def __post_init__(self) -> None:
         if self.processes < 1 or any(size < 1 for size in self.axes.values()):
@@ -80,14 +70,9 @@ class MeshShape:
         return math.prod(self.axes[name] for name in names)
 
     def cells(self, spec: Spec, shape: Sequence[int]) -> ShardIndices:
-        """Return the part of an array that each device holds.
+        """Return the part of an array that each device holds; raises where the spec does not fit.
 
-        Args:
-            spec: Its sharding; dimensions that it leaves out are not split.
-            shape: Its shape.
-
-        Raises:
-            ValueError: The spec has more dimensions than the shape, or does not divide it.
+        Dimensions that the spec leaves out are not split.
         """
         if len(spec) > len(shape):
             raise ValueError(f"{spec} has more dimensions than the shape")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,23 +17,15 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class Partition(NamedTuple):
-    """The parts of an array that each process holds.
-
-    Attributes:
-        cells: The parts.
-        rows: [processes, devices of a process] numbers of the parts that its devices hold, sorted.
-        origin: [processes, dimensions] the lowest part along each dimension.
-        alike: [processes] equal where the parts are the same relative to the origin.
-        holders: [parts] number of processes that hold each part.
-        grid: Number of parts along each dimension.
-    """
+    """The parts of an array that each process holds."""
 
     cells: ShardIndices
+    # [processes, devices of a process] numbers of the parts that its devices hold, sorted.
     rows: Ints
-    origin: Ints
-    alike: Ints
-    holders: Ints
-    grid: tuple[int, ...]
+    origin: Ints  # [processes, dimensions] the lowest part along each dimension
+    alike: Ints  # [processes] equal where the parts are the same relative to the origin
+    holders: Ints  # [parts] number of processes that hold each part
+    grid: tuple[int, ...]  # number of parts along each dimension
 
     @property
     def shard_elements(self) -> int:
@@ -43,16 +36,9 @@ class Partition(NamedTuple):
     def of(
         cls, shape: tuple[int, ...], spec: Spec, grid: MeshShape, *, packed: bool = False
     ) -> Partition:
-        """Return the parts that the processes hold.
+        """Return the parts of an array of `shape` that the processes hold.
 
-        Args:
-            shape: The array's shape.
-            spec: Its sharding.
-            grid: The devices.
-            packed: Whether elements share bytes; then parts are alike at the same place only.
-
-        Raises:
-            ValueError: The spec does not fit the shape.
+        Where elements share bytes (`packed`), parts are alike at the same place only.
         """
         cells = grid.cells(spec, shape)
         counts = tuple(grid.ways(names) for names in spec)
@@ -65,17 +51,17 @@ class Partition(NamedTuple):
         holders = np.bincount(rows[is_new])
         origin = cells.cells.reshape(*each, len(shape)).min(1)
         moved = 0 if packed else (origin @ strides)[:, None]
-        alike = _row_numbers(np.concatenate([rows - moved, holders[rows] > 1], 1))
+        relative = np.concatenate([rows - moved, holders[rows] > 1], 1)
+        alike = np.unique(relative, axis=0, return_inverse=True)[1].reshape(-1)
         return cls(cells, rows, origin, alike, holders, counts)
 
     def local(self, process: int) -> AddressableShards:
         """Return the boxes of one process."""
-        ids = np.unique(self.rows[process])
-        shared = tuple((self.holders[ids] > 1).tolist())
-        if not self.grid:
-            return AddressableShards((self.cells.box(()),), shared)
-        cells = np.stack(np.unravel_index(ids, self.grid), 1)
-        return AddressableShards(tuple(self.cells.box(cell) for cell in cells.tolist()), shared)
+        numbers = np.unique(self.rows[process])
+        shared = self.holders[numbers] > 1
+        # The parts of an array without elements may be one box.
+        boxes = dict(zip(self._boxes(numbers), shared.tolist(), strict=True))
+        return AddressableShards(tuple(boxes), tuple(boxes.values()))
 
     def held(self) -> GlobalShards:
         """Return all boxes with their holders; an array without elements is one box, of all."""
@@ -83,17 +69,13 @@ class Partition(NamedTuple):
             shape = [n * count for n, count in zip(self.cells.parts, self.grid, strict=True)]
             return GlobalShards((Box.whole(shape),), (tuple(range(len(self.rows))),))
         of_part: dict[int, list[int]] = {}
-        for number, row in enumerate(self.rows.tolist()):
+        for process, row in enumerate(self.rows.tolist()):
             for part in dict.fromkeys(row):
-                of_part.setdefault(part, []).append(number)
+                of_part.setdefault(part, []).append(process)
         numbers = sorted(of_part)
+        holders = tuple(tuple(of_part[number]) for number in numbers)
+        return GlobalShards(tuple(self._boxes(numbers)), holders)
+
+    def _boxes(self, numbers: Ints | Sequence[int]) -> list[Box]:
         cells = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]
-        return GlobalShards(
-            tuple(self.cells.box(cell) for cell in cells.tolist()),
-            tuple(tuple(of_part[number]) for number in numbers),
-        )
-
-
-def _row_numbers(rows: Ints) -> Ints:
-    """Return a number for each row, the same for equal rows."""
-    return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+        return [self.cells.box(cell) for cell in cells.tolist()]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.geometry import Box
 
 
 class ReplicaGrid(NamedTuple):
-    """The devices that hold the boxes of an array; equal for arrays with the same placement.
+    """The devices that hold the boxes of an array; equal for arrays with the same placement."""
 
-    Attributes:
-        devices: [boxes][replicas] the devices; replicas in the order of their processes.
-        processes: [boxes][replicas] the process of each.
-        cuts: Of boxes that are merged from several of the array: how many along each axis that
-            divides them. The columns are the replicas of all of those in turn.
-    """
-
+    # [boxes][replicas] the devices; replicas in the order of their processes.
     devices: tuple[tuple[Any, ...], ...]
-    processes: tuple[tuple[int, ...], ...]
+    processes: tuple[tuple[int, ...], ...]  # [boxes][replicas] the process of each
+    # Of boxes that are merged from several of the array: how many along each axis that divides
+    # them. The columns are the replicas of all of those in turn.
     cuts: tuple[int, ...] = ()
 
     @property
@@ -44,7 +41,7 @@ class ReplicaGrid(NamedTuple):
         count = math.prod(self.cuts)
         return any(len({row[cut::count] for cut in range(count)}) > 1 for row in self.processes)
 
-    def slots(self, process: int) -> tuple[tuple[int, int], ...]:
+    def slots(self, process: int) -> Sequence[tuple[int, int]]:
         """Return the row and column of each device of a process."""
         return _slots(self).get(process, ())
 
@@ -55,21 +52,16 @@ class ReplicaGrid(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _slots(grid: ReplicaGrid) -> dict[int, tuple[tuple[int, int], ...]]:
-    found: dict[int, list[tuple[int, int]]] = {}
+def _slots(grid: ReplicaGrid) -> dict[int, list[tuple[int, int]]]:
+    slots: dict[int, list[tuple[int, int]]] = {}
     for row, processes in enumerate(grid.processes):
         for column, process in enumerate(processes):
-            found.setdefault(process, []).append((row, column))
-    return {process: tuple(slots) for process, slots in found.items()}
+            slots.setdefault(process, []).append((row, column))
+    return slots
 
 
 class Replicas(NamedTuple):
-    """The distinct boxes of an array, and who holds them.
+    """The distinct boxes of an array, and who holds them."""
 
-    Attributes:
-        boxes: Each box once, ascending.
-        grid: A row of devices for each.
-    """
-
-    boxes: tuple[Box, ...]
-    grid: ReplicaGrid
+    boxes: tuple[Box, ...]  # each box once, ascending
+    grid: ReplicaGrid  # a row of devices for each

@@ -29,21 +29,10 @@ _AXIS_TYPES: Mapping[str, Any] = {name.lower(): kind for name, kind in AxisType.
 
 
 class ShardingTable:
-    """The shardings of one tree, each recorded once.
-
-    Attributes:
-        records: The records, for `Manifest.shardings`.
-
-    Example:
-        >>> table = ShardingTable()
-        >>> table.number(SingleDeviceSharding(jax.devices()[0]))
-        0
-        >>> table.records
-        [SingleDeviceRecord(device=0, memory_kind=None)]
-    """
+    """The shardings of one tree, each recorded once."""
 
     def __init__(self) -> None:
-        self.records: list[ShardingRecord] = []
+        self.records: list[ShardingRecord] = []  # for `Manifest.shardings`
         self._numbers: dict[ShardingRecord, int] = {}
         self._seen: dict[Sharding, int | None] = {}  # an array's sharding costs one look-up
         self._positions = {device: number for number, device in enumerate(jax.devices())}
@@ -54,16 +43,16 @@ class ShardingTable:
         Returns None for what is not a `NamedSharding` over named axes or a `SingleDeviceSharding`,
         and for devices that are not in `jax.devices()`.
         """
-        try:
-            return self._seen[sharding]
-        except KeyError:
-            pass
-        found = _describe(sharding, self._positions)
-        number = None if found is None else self._numbers.setdefault(found, len(self.records))
-        if found is not None and number == len(self.records):
-            self.records.append(found)
-        self._seen[sharding] = number
-        return number
+        if sharding not in self._seen:
+            record = _encode(sharding, self._positions)
+            if record is None:
+                self._seen[sharding] = None
+            else:
+                number = self._numbers.setdefault(record, len(self.records))
+                if number == len(self.records):
+                    self.records.append(record)
+                self._seen[sharding] = number
+        return self._seen[sharding]
 
 
 def decode_sharding(record: ShardingRecord) -> Sharding | None:
@@ -72,20 +61,24 @@ def decode_sharding(record: ShardingRecord) -> Sharding | None:
     None where there are fewer devices, or none with such a memory.
     """
     devices = jax.devices()
-    wanted = (record.device,) if isinstance(record, SingleDeviceRecord) else record.mesh.devices
-    if max(wanted) >= len(devices):
+    numbers = (record.device,) if isinstance(record, SingleDeviceRecord) else record.mesh.devices
+    if max(numbers) >= len(devices):
         return None
     try:
         if isinstance(record, SingleDeviceRecord):
             return SingleDeviceSharding(devices[record.device], memory_kind=record.memory_kind)
-        mesh = _mesh(record.mesh, devices)
-        spec: PartitionSpec = PartitionSpec(*map(_jax_part, record.spec))  # type: ignore[no-untyped-call]
+        axis_types = tuple(_AXIS_TYPES[name] for name in record.mesh.axis_types)
+        array = np.empty(len(numbers), object)
+        array[:] = [devices[number] for number in numbers]
+        mesh = Mesh(array.reshape(record.mesh.sizes), record.mesh.axis_names, axis_types=axis_types)
+        parts = (PartitionSpec.UNCONSTRAINED if p is UNCONSTRAINED else p for p in record.spec)
+        spec: PartitionSpec = PartitionSpec(*parts)  # type: ignore[no-untyped-call]
         return NamedSharding(mesh, spec, memory_kind=record.memory_kind)
     except (KeyError, ValueError):  # an axis type or a memory kind that this JAX does not know
         return None
 
 
-def _describe(sharding: Sharding, positions: Mapping[Any, int]) -> ShardingRecord | None:
+def _encode(sharding: Sharding, positions: Mapping[Any, int]) -> ShardingRecord | None:
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         if device not in positions:
@@ -117,21 +110,7 @@ def _memory_kind(sharding: Sharding, device: Any) -> str | None:
     return None if kind == device.default_memory().kind else kind
 
 
-def _mesh(record: MeshRecord, devices: list[Any]) -> Mesh:
-    array = np.empty(len(record.devices), object)
-    array[:] = [devices[position] for position in record.devices]
-    return Mesh(
-        array.reshape(record.sizes),
-        record.axis_names,
-        axis_types=tuple(_AXIS_TYPES[name] for name in record.axis_types),
-    )
-
-
 def _record_part(part: Any) -> SpecPart:
     if part is PartitionSpec.UNCONSTRAINED:
         return UNCONSTRAINED
     return part if part is None or isinstance(part, str) else tuple(part)
-
-
-def _jax_part(part: SpecPart) -> Any:
-    return PartitionSpec.UNCONSTRAINED if part is UNCONSTRAINED else part

@@ -14,15 +14,10 @@ _UNSPLIT = ("", "-", "none", "None")
 
 
 class ShardingRule(NamedTuple):
-    """One rule.
+    """One rule."""
 
-    Attributes:
-        pattern: A regular expression that must match a whole name.
-        spec: How the dimensions are split; None splits as `auto_spec` does.
-    """
-
-    pattern: str
-    spec: Spec | None
+    pattern: str  # a regular expression that must match a whole name
+    spec: Spec | None  # how the dimensions are split; None splits as `auto_spec` does
 
     @classmethod
     def parse(cls, text: str) -> ShardingRule:
@@ -45,7 +40,9 @@ class ShardingRule(NamedTuple):
         if pattern[:1] in ("'", '"') and pattern[-1:] == pattern[:1] and len(pattern) > 1:
             pattern = pattern[1:-1]
         if not separator or not pattern or not right:
-            raise ValueError(f"{text!r} is no sharding rule; write for instance '.*kernel' = fsdp")
+            raise ValueError(
+                f"{text!r} is not a sharding rule; write for instance '.*kernel' = fsdp"
+            )
         try:
             re.compile(pattern)
         except re.error as error:
@@ -65,54 +62,32 @@ class ShardingRule(NamedTuple):
 
 
 def spec_text(spec: Spec) -> str:
-    """Return a spec as rules spell it.
-
-    Example:
-        >>> spec_text(((), ("fsdp", "tensor"))), spec_text(())
-        ('-,fsdp+tensor', 'replicated')
-    """
+    """Return a spec as rules spell it."""
     return ",".join("+".join(names) or "-" for names in spec) or REPLICATED
 
 
 def parse_rules(lines: Iterable[str]) -> Iterator[ShardingRule]:
-    """Yields rules, one a line; empty lines and those that begin with `#` are skipped.
-
-    Raises:
-        ValueError: A line is not a rule.
-    """
+    """Yields rules, one a line; empty lines and those that begin with `#` are skipped."""
     for line in lines:
         if line.strip() and not line.lstrip().startswith("#"):
             yield ShardingRule.parse(line)
 
 
 class Misfit(NamedTuple):
-    """A tensor that does not fit its rule; the dimension in question is not split.
-
-    Attributes:
-        name: The tensor.
-        shape: Its shape.
-        spec: The rule's.
-        reason: Why it does not fit.
-    """
+    """A tensor that does not fit its rule; the dimension in question is not split."""
 
     name: str
     shape: tuple[int, ...]
-    spec: Spec
-    reason: str
+    spec: Spec  # the rule's
+    reason: str  # why it does not fit
 
 
 class Placed(NamedTuple):
-    """The sharding of one tensor.
+    """The sharding of one tensor."""
 
-    Attributes:
-        spec: Its sharding.
-        rule: Number of the rule that it comes from; None where none matched.
-        misfit: Why the rule was not followed, if it was not.
-    """
-
-    spec: Spec
-    rule: int | None
-    misfit: Misfit | None = None
+    spec: Spec  # its sharding
+    rule: int | None  # number of the rule that it comes from; None where none matched
+    misfit: Misfit | None = None  # why the rule was not followed, if it was not
 
 
 class ShardingRules:
@@ -144,31 +119,19 @@ class ShardingRules:
         number = next((number for number, matches in rules if matches(name)), None)
         if number is None:
             return Placed((), None)
-        key = (number, shape)
-        fitted = self._fitted.get(key)
-        wanted = self.rules[number].spec
-        if fitted is None:
-            if wanted is None:
-                fitted = auto_spec(shape, self._grid), None
-            else:
-                fitted = _fit(wanted, shape, self._grid)
-            self._fitted[key] = fitted
-        spec, reason = fitted
-        if reason is None:
-            return Placed(spec, number)
-        return Placed(spec, number, Misfit(name, shape, wanted or (), reason))
+        given = self.rules[number].spec
+        if (number, shape) not in self._fitted:
+            auto = (auto_spec(shape, self._grid), None) if given is None else None
+            self._fitted[number, shape] = auto or _fit(given or (), shape, self._grid)
+        spec, reason = self._fitted[number, shape]
+        misfit = None if reason is None else Misfit(name, shape, given or (), reason)
+        return Placed(spec, number, misfit)
 
 
 def auto_spec(shape: Sequence[int], grid: MeshShape) -> Spec:
     """Return a split of the outermost dimension that the most devices divide; of a vector, none.
 
     A part of the outermost dimension is contiguous in the file.
-
-    Example:
-        >>> auto_spec((30, 64), MeshShape({"fsdp": 8, "tensor": 4}, 1))
-        ((), ('fsdp', 'tensor'))
-        >>> auto_spec((30, 56), MeshShape({"fsdp": 8, "tensor": 4}, 1))
-        ((), ('fsdp',))
     """
     if len(shape) < 2:
         return ()

@@ -6,13 +6,11 @@ boxes are computed from the mesh's shape alone, so that a plan for thousands of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-import numpy.typing as npt
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
@@ -20,7 +18,8 @@ from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry import Box
 
 from .addressable import AddressableShards, GlobalShards
-from .mesh_shape import MeshShape, ShardIndices, Spec
+from .mesh_shape import MeshShape, Spec
+from .partition import Partition
 from .replicas import ReplicaGrid, Replicas
 
 Index = tuple[slice, ...]
@@ -70,27 +69,17 @@ class ProcessShards:
     """
 
     def __init__(self, process_index: int | None = None, process_count: int | None = None) -> None:
-        self._process_index = jax.process_index() if process_index is None else process_index
-        self._process_count = jax.process_count() if process_count is None else process_count
+        self.process_index = jax.process_index() if process_index is None else process_index
+        self.process_count = jax.process_count() if process_count is None else process_count
         self._is_here = process_count in (None, jax.process_count())
-        if not 0 <= self._process_index < self._process_count:
+        if not 0 <= self.process_index < self.process_count:
             raise ValueError(
-                f"There is no process {self._process_index} of {self._process_count}; for an"
+                f"There is no process {self.process_index} of {self.process_count}; for an"
                 " abstract mesh say how many there are with process_count."
             )
-        self._cache: dict[tuple[Sharding, tuple[int, ...]], AddressableShards] = {}
+        self._local: dict[tuple[Sharding, tuple[int, ...]], AddressableShards] = {}
         self._held: dict[tuple[Sharding | None, tuple[int, ...]], GlobalShards] = {}
         self._replicas: dict[tuple[Sharding, tuple[int, ...]], Replicas | None] = {}
-
-    @property
-    def process_index(self) -> int:
-        """Index of the process."""
-        return self._process_index
-
-    @property
-    def process_count(self) -> int:
-        """Number of processes."""
-        return self._process_count
 
     def whole(self, shape: tuple[int, ...]) -> AddressableShards:
         """Return all of an array on the host, shared if there are several processes."""
@@ -103,14 +92,17 @@ class ProcessShards:
             MismatchError: The sharding does not divide the shape.
         """
         key = (sharding, shape)
-        found = self._cache.get(key)
-        if found is None:
-            owners = self._owners(sharding, shape, everyone=False)
-            mine = [box for box, processes in owners.items() if self._process_index in processes]
-            found = self._cache[key] = AddressableShards(
-                tuple(mine), tuple(len(owners[box]) > 1 for box in mine)
-            )
-        return found
+        if key not in self._local:
+            with _checked(sharding, shape):
+                if isinstance(sharding, NamedSharding) and is_abstract(sharding):
+                    local = self._partition(sharding, shape).local(self.process_index)
+                else:
+                    owners = self._owners(sharding, shape)
+                    boxes = [box for box in owners if self.process_index in owners[box]]
+                    shared = tuple(len(owners[box]) > 1 for box in boxes)
+                    local = AddressableShards(tuple(boxes), shared)
+            self._local[key] = local
+        return self._local[key]
 
     def held(self, sharding: Sharding | None, shape: tuple[int, ...]) -> GlobalShards:
         """Return all distinct boxes of a global `shape` and the processes that hold each.
@@ -121,18 +113,20 @@ class ProcessShards:
             MismatchError: The sharding does not divide the shape.
         """
         key = (sharding, shape)
-        found = self._held.get(key)
-        if found is None:
-            if sharding is None:
-                owners = {Box.whole(shape): set(range(self._process_count))}
-            else:
-                owners = self._owners(sharding, shape, everyone=True)
-            if not math.prod(shape):
-                owners = {Box.whole(shape): set().union(*owners.values())}
-            boxes = sorted(owners)
-            holders = tuple(tuple(sorted(owners[box])) for box in boxes)
-            found = self._held[key] = GlobalShards(tuple(boxes), holders)
-        return found
+        if key not in self._held:
+            with _checked(sharding, shape):
+                if isinstance(sharding, NamedSharding) and is_abstract(sharding):
+                    held = self._partition(sharding, shape).held()
+                else:
+                    owners = {Box.whole(shape): set(range(self.process_count))}
+                    if sharding is not None:
+                        owners = self._owners(sharding, shape)
+                    if 0 in shape:
+                        owners = {Box.whole(shape): set().union(*owners.values())}
+                    boxes = tuple(sorted(owners))
+                    held = GlobalShards(boxes, tuple(tuple(sorted(owners[box])) for box in boxes))
+            self._held[key] = held
+        return self._held[key]
 
     def replicas(self, sharding: Sharding, shape: tuple[int, ...]) -> Replicas | None:
         """Return the devices that hold each box of `shape`; None where their number differs.
@@ -141,70 +135,60 @@ class ProcessShards:
         """
         key = (sharding, shape)
         if key not in self._replicas:
-            holders: dict[Box, list[tuple[int, int, Any]]] = {}
-            if is_abstract(sharding):
-                found, processes = self._abstract_cells(sharding, shape)
-                cells = zip(found.cells.tolist(), processes.tolist(), strict=True)
-                for number, (cell, process) in enumerate(cells):
-                    holders.setdefault(found.box(cell), []).append((process, number, number))
-            else:
-                boxes = _device_boxes(sharding, shape)
-                for device, box in boxes.items():
-                    place = (device.process_index, device.id, device)
-                    holders.setdefault(box, []).append(place)
-            self._replicas[key] = _replicas(holders)
+            self._replicas[key] = _replicas(self._holders(sharding, shape))
         return self._replicas[key]
 
-    def _owners(
-        self, sharding: Sharding, shape: tuple[int, ...], *, everyone: bool
-    ) -> dict[Box, set[int]]:
-        try:
-            _check_reduced(sharding)
-            if is_abstract(sharding):
-                return self._abstract_owners(sharding, shape, everyone)
-            if self._is_here:
-                return _concrete_owners(sharding, shape)
+    def _partition(self, sharding: NamedSharding, shape: tuple[int, ...]) -> Partition:
+        mesh = MeshShape(dict(sharding.mesh.shape), self.process_count)
+        return Partition.of(shape, spec_of(sharding), mesh)
+
+    def _owners(self, sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
+        """Return the processes that hold each box."""
+        if not self._is_here:
             raise ValueError(
                 f"its devices belong to {jax.process_count()} processes, not to"
-                f" {self._process_count}; a plan for others takes an AbstractMesh"
+                f" {self.process_count}; a plan for others takes an AbstractMesh"
             )
-        except (ValueError, IndexError) as error:
-            raise MismatchError(
-                "the sharding does not fit: it must divide the shape evenly, on devices of"
-                " the processes that are planned for",
-                expected=f"a shape that {sharding} can divide",
-                found=f"{shape}: {error}",
-                hint="Shard another dimension, or fewer ways.",
-            ) from error
+        sharding.shard_shape(shape)  # raises where a dimension is not divisible
+        holders = self._holders(sharding, shape)
+        return {box: {process for process, _, _ in devices} for box, devices in holders.items()}
 
-    def _abstract_owners(
-        self, sharding: Sharding, shape: tuple[int, ...], everyone: bool
-    ) -> dict[Box, set[int]]:
-        found, process = self._abstract_cells(sharding, shape)
-        grid = found.cells
-        wanted = grid if everyone else grid[process == self._process_index]
-        owners: dict[Box, set[int]] = {}
-        for cell in np.unique(wanted, axis=0):
-            holders = process[(grid == cell).all(1)]
-            # The parts of an array without elements are one box.
-            held = owners.setdefault(found.box(cell.tolist()), set())
-            held.update(np.unique(holders).tolist())
-        return owners
-
-    def _abstract_cells(
+    def _holders(
         self, sharding: Sharding, shape: tuple[int, ...]
-    ) -> tuple[ShardIndices, npt.NDArray[np.int64]]:
-        """Return the part that each device holds, and the process of each device."""
-        assert isinstance(sharding, NamedSharding)
-        mesh = MeshShape(dict(sharding.mesh.shape), self._process_count)
-        process = np.arange(mesh.devices) // mesh.devices_per_process
-        return mesh.cells(spec_of(sharding), shape), process
+    ) -> dict[Box, list[tuple[int, int, Any]]]:
+        """Return the devices that hold each box, as (process, order, device)."""
+        holders: dict[Box, list[tuple[int, int, Any]]] = {}
+        if isinstance(sharding, NamedSharding) and is_abstract(sharding):
+            cells, rows = self._partition(sharding, shape)[:2]
+            for number, cell in enumerate(cells.cells.tolist()):
+                place = (number // rows.shape[1], number, number)
+                holders.setdefault(cells.box(cell), []).append(place)
+            return holders
+        known: dict[int, Box] = {}  # JAX gives devices with equal indices the same tuple
+        index_map: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
+        for device, index in index_map.items():
+            if id(index) not in known:
+                known[id(index)] = box_of(index, shape)
+            place = (device.process_index, device.id, device)
+            holders.setdefault(known[id(index)], []).append(place)
+        return holders
 
 
-def _check_reduced(sharding: Sharding) -> None:
-    """Refuses shardings of partial sums, whose shards are not parts of the array."""
-    if isinstance(sharding, NamedSharding) and getattr(sharding.spec, "unreduced", None):
-        raise ValueError("its devices would hold partial sums, of axes that are unreduced")
+@contextlib.contextmanager
+def _checked(sharding: Sharding | None, shape: tuple[int, ...]) -> Iterator[None]:
+    """Explains a sharding that does not fit, and refuses one whose shards are partial sums."""
+    try:
+        if isinstance(sharding, NamedSharding) and getattr(sharding.spec, "unreduced", None):
+            raise ValueError("its devices would hold partial sums, of axes that are unreduced")
+        yield
+    except (ValueError, IndexError) as error:
+        raise MismatchError(
+            "the sharding does not fit: it must divide the shape evenly, on devices of"
+            " the processes that are planned for",
+            expected=f"a shape that {sharding} can divide",
+            found=f"{shape}: {error}",
+            hint="Shard another dimension, or fewer ways.",
+        ) from error
 
 
 def _axis_names(part: Any) -> tuple[str, ...]:
@@ -214,29 +198,7 @@ def _axis_names(part: Any) -> tuple[str, ...]:
     return part if isinstance(part, tuple) else ()
 
 
-def _concrete_owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
-    sharding.shard_shape(shape)  # raises where a dimension is not divisible
-    owners: dict[Box, set[int]] = {}
-    for device, box in _device_boxes(sharding, shape).items():
-        owners.setdefault(box, set()).add(device.process_index)
-    return owners
-
-
-def _device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    boxes: dict[int, Box] = {}
-    found: dict[Any, Box] = {}
-    index_map: Mapping[Any, Index | None] = sharding.devices_indices_map(shape)
-    for device, index in index_map.items():
-        assert index is not None
-        box = boxes.get(id(index))
-        if box is None:
-            box = boxes[id(index)] = box_of(index, shape)
-        found[device] = box
-    return found
-
-
-def _replicas(holders: Mapping[Box, list[tuple[int, int, Any]]]) -> Replicas | None:
-    """Return the replicas, from (process, order, device) of each box's holders."""
+def _replicas(holders: dict[Box, list[tuple[int, int, Any]]]) -> Replicas | None:
     if len({len(places) for places in holders.values()}) != 1:
         return None
     boxes = sorted(holders)

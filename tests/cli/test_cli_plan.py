@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "a=4", "--hosts", "0"], "on 0 processes has no devices"),
         (["--mesh", "a=1000,b=1000000"], "1,000,000,000 devices are more than"),
         (["--mesh", "a=4", "--memory-budget-bytes", "2"], "2 is too little memory"),
-        (["--mesh", "a=4", "--spec", "nothing"], "is no sharding rule"),
+        (["--mesh", "a=4", "--spec", "nothing"], "is not a sharding rule"),
         (["--mesh", "a=4", "--spec", "( = a"], "is malformed"),
         (["--mesh", "a=4", "--spec", ".* = b"], "names 'b'; the mesh has the axes a"),
         (["--mesh", "a=4", "--latency", "soon"], "is no time"),

@@ -13,8 +13,11 @@ from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.file_layout import NewTensor
 from orbax_safetensors_layout.format.header import TensorEntry
 from orbax_safetensors_layout.options import PROFILES, ReadOptions, WriteOptions
-from orbax_safetensors_layout.plan.cluster import plan_cluster, plan_cluster_writes
-from orbax_safetensors_layout.plan.cluster_costs import ClusterTensor
+from orbax_safetensors_layout.plan.cluster import (
+    ClusterTensor,
+    plan_cluster,
+    plan_cluster_writes,
+)
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes

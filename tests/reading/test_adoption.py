@@ -20,7 +20,7 @@ from meshes import mesh_of
 from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
-import orbax_safetensors_layout.reading.assemble as assemble_module
+import orbax_safetensors_layout.reading.leaf_builder as builder_module
 import orbax_safetensors_layout.reading.read as read_module
 import orbax_safetensors_layout.runtime.memory as buffers_module
 from orbax_safetensors_layout.options import PROFILES
@@ -375,9 +375,9 @@ def test_arrays_are_the_same_without_the_private_way(tmp_path, monkeypatch):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         tree = dict.fromkeys(tensors, jax.ShapeDtypeStruct((16, 8), np.float32, sharding=sharding))
         with monkeypatch.context() as patch:
-            patch.setattr(assemble_module, "batched_device_put", lambda: None)
+            patch.setattr(builder_module, "batched_device_put", lambda: None)
             public = osl.load(path, tree)
-        assert assemble_module.batched_device_put() is not None, "not checked with this JAX"
+        assert builder_module.batched_device_put() is not None, "not checked with this JAX"
         for name, array in osl.load(path, tree).items():
             assert array.aval == public[name].aval
             assert array.committed == public[name].committed
