@@ -44,7 +44,7 @@ class SafetensorsLayoutError(Exception):
         file: The file or folder concerned; of a URL what may be shown.
         tensor: The tensor concerned, by its name in the file, or the leaf by its dotted key path.
         expected: What was expected.
-        found: What was found.
+        found: What was found instead.
         hint: What the user can do.
     """
 
@@ -66,7 +66,7 @@ class SafetensorsLayoutError(Exception):
         self.expected = expected
         self.found = found
         self.hint = hint
-        super().__init__(self._render())
+        super().__init__(str(self))
 
     @classmethod
     def collect(
@@ -99,7 +99,7 @@ class SafetensorsLayoutError(Exception):
         names = pattern_of(self.tensor or ""), pattern_of(self.message)
         return type(self), *names, str(self.expected), str(self.found)
 
-    def _render(self) -> str:
+    def __str__(self) -> str:  # KeyError and OSError would print a repr or an errno tuple instead
         if self._is_list:
             return f"{self.message}\n{self.hint}" if self.hint else self.message
         fields = [
@@ -114,9 +114,6 @@ class SafetensorsLayoutError(Exception):
             text += f" ({detail})"
         return f"{text}. {self.hint}" if self.hint else f"{text}."
 
-    def __str__(self) -> str:  # KeyError and OSError would print a repr or an errno tuple instead
-        return self._render()
-
 
 class FormatError(SafetensorsLayoutError, ValueError):
     """The bytes of a checkpoint are not what the safetensors format asks for."""
@@ -127,13 +124,9 @@ class FormatError(SafetensorsLayoutError, ValueError):
     ) -> None:
         """Raises this error if a file, called `subject` in it, is larger than it may be."""
         if size > most_bytes:
-            raise cls(
-                f"{subject} is too large",
-                file=file,
-                expected=f"at most {most_bytes} bytes",
-                found=f"{size} bytes",
-                hint=hint,
-            )
+            expected, found = f"at most {most_bytes} bytes", f"{size} bytes"
+            message = f"{subject} is too large"
+            raise cls(message, file=file, expected=expected, found=found, hint=hint)
 
 
 class InvalidHeaderError(FormatError):

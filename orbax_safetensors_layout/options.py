@@ -22,27 +22,17 @@ class StorageProfile:
     """The cost model of a storage class, for read plans.
 
     A gap between two needed ranges is read through when `gap / bandwidth < latency`: when reading
-    and discarding it is cheaper than one more request.
-
-    Attributes:
-        latency_seconds: Time of one more request, without its bytes. For local files it is that of
-            a system call and the interpreter (4 to 9 us measured), not the disk's.
-        bandwidth_bytes_per_second: Rate of one stream.
-        request_bytes: The largest single request; longer ranges are split to run concurrently.
-        staging_bytes: The largest request through a staging buffer, for strided destinations; for
-            local reads what a core's cache holds.
-        concurrency: Requests in flight at once.
-        cached_concurrency: The same for files in the host's page cache.
-        least_request_bytes: Long ranges are split no further to keep all streams busy.
+    and discarding it is cheaper than one more request. The latency of local files is that of a
+    system call and the interpreter (4 to 9 us measured), not the disk's.
     """
 
-    latency_seconds: float
-    bandwidth_bytes_per_second: float
-    request_bytes: int
-    staging_bytes: int
-    concurrency: int
-    cached_concurrency: int | None = None
-    least_request_bytes: int = 1 * MIB
+    latency_seconds: float  # time of one more request, without its bytes
+    bandwidth_bytes_per_second: float  # of one stream
+    request_bytes: int  # the largest request; longer ranges are split to run concurrently
+    staging_bytes: int  # the largest one through a buffer; of local reads, what a cache holds
+    concurrency: int  # requests in flight at once
+    cached_concurrency: int | None = None  # the same for files in the host's page cache
+    least_request_bytes: int = 1 * MIB  # long ranges are split no further
 
     @property
     def max_gap_bytes(self) -> int:

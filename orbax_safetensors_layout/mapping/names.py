@@ -17,8 +17,6 @@ Captures = Mapping[str, str]
 
 WILDCARD = re.compile(r"\{([^{}]*)\}")
 
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # that a numpy index can be
-
 
 class _Component(NamedTuple):
     """One dotted component of a pattern."""
@@ -76,11 +74,6 @@ def substitute(pattern: str, captures: Captures) -> str:
     if "{" not in pattern:
         return pattern
     return WILDCARD.sub(lambda match: captures.get(match[1], match[0]), pattern)
-
-
-def is_index(text: str) -> bool:
-    """Whether a text is a decimal number as a name has it: without sign or leading zeros."""
-    return _NUMBER.fullmatch(text) is not None
 
 
 class NameTree:

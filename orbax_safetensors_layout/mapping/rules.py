@@ -24,7 +24,6 @@ from .affine.binding import Binder, BoundMapping
 from .argument_checks import several
 from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
-from .expr.ops import ValueOperation
 from .expr.values import Scale
 from .inverse.inference import Extent, Inference
 from .inverse.invert import invert
@@ -157,10 +156,7 @@ class Mapping:
         return self.bind(checkpoint).specs()
 
     def abstract(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Return the abstract tree of a checkpoint: add shardings to it, and load it.
-
-        These are nested dicts of `jax.ShapeDtypeStruct`, without shardings.
-        """
+        """Return a checkpoint's abstract tree to add shardings to: `jax.ShapeDtypeStruct`s."""
         from orbax_safetensors_layout.pytree import abstract_dicts
 
         return abstract_dicts(self.leaf_facts(checkpoint))
@@ -209,11 +205,7 @@ class Mapping:
         return mapping
 
     def inverse(self) -> InverseMapping:
-        """Return the saving direction.
-
-        Raises:
-            MappingError: Rules do not invert, for any shapes; lists them all.
-        """
+        """Return the saving direction; refuses rules that do not invert, for any shapes."""
         problems = [
             Problem(f"{rule!r}: {problem.text}", hint=problem.hint)
             for rule in self.rules
@@ -274,10 +266,7 @@ class InverseMapping:
         return self.bind(leaves, checkpoint).explain()
 
     def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
-        """Return the tensors to save, their shapes inferred from the leaves'.
-
-        Beside the tensors of `Mapping.like` these are a tied leaf's own ones.
-        """
+        """Return the tensors to save: those of `like`, and others as the leaves tell their shapes."""
         inference, files = Inference(), self.mapping.files
         targets, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
         taken = {
@@ -343,10 +332,9 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
     if isinstance(expr, Compute):
         yield Problem(f"{expr!r} does not invert")
         return
-    op = expr.op.op if isinstance(expr, Apply) and isinstance(expr.op, ValueOperation) else None
-    if isinstance(op, Scale):
+    if isinstance(expr, Apply) and isinstance(expr.op, Scale):
         try:
-            op.inverse(np.dtype(np.float32))
+            expr.op.inverse(np.dtype(np.float32))
         except MappingError as error:
             yield from problems_of(error)
     for operand in expr.below():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 from orbax_safetensors_layout.errors import MappingError
@@ -12,7 +13,7 @@ from ..affine.bound import BoundExpr
 from ..affine.index_builders import concatenated, stacked
 from ..argument_checks import integer, integers, several, text
 from ..inverse.inference import LIKE, Extent, Inference
-from ..names import Captures, is_index, substitute
+from ..names import Captures, substitute
 from ..problems import Problem, Problems, gather
 from ..shapes import TensorSpecs
 from . import ops
@@ -20,6 +21,7 @@ from .expression import Expr, as_expr, given
 
 Indices = tuple[int, ...] | slice | None
 _MOST_GAPS = 100
+_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")  # a number as a name has it, that numpy can index with
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -79,7 +81,7 @@ class Stack(Expr):
         patterns = [pattern for pattern in patterns if f"{{{self.over}}}" in pattern]
         for pattern in patterns:
             values = (match[self.over] for _, match in specs.tree.match(pattern))
-            stored.update(int(value) for value in values if is_index(value))
+            stored.update(int(value) for value in values if _INDEX.fullmatch(value))
         indices = range(max(stored, default=-1) + 1)[self.indices or slice(None)]
         if not patterns or not indices:
             seek = patterns[0].replace(f"{{{self.over}}}", "0") if patterns else None

@@ -15,7 +15,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 
-from ..affine.bound import BoundExpr, Constant, WholeTensor
+from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
 from ..affine.stored_pieces import divided
 from ..argument_checks import integer, integers, number
 from ..inverse.inference import Inference
@@ -23,7 +23,7 @@ from ..names import Captures, parse_pattern, substitute
 from ..problems import Problem, Problems, within
 from ..shapes import Shapes, TensorSpecs
 from . import ops
-from .values import Add, Cast, Scale, as_dtype
+from .values import Add, Cast, Scale, ValueOp, as_dtype
 
 
 class Expr(abc.ABC):
@@ -94,7 +94,7 @@ class Expr(abc.ABC):
         Saving casts back. Where the dtype does not hold every value of the file's, saving is
         refused unless `lossy_inverse` accepts that loading has rounded.
         """
-        return Apply(self, ops.ValueOperation(Cast(as_dtype(dtype), lossy_inverse)))
+        return Apply(self, Cast(as_dtype(dtype), lossy_inverse))
 
     def scale(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element times `c`, in the tensor's own dtype, to which `c` is rounded first.
@@ -103,7 +103,7 @@ class Expr(abc.ABC):
         `lossy_inverse` accepts it. Powers of two are exact in a dtype that holds every product:
         after a cast to a wider one.
         """
-        return Apply(self, ops.ValueOperation(Scale(number(c, "scale"), lossy_inverse)))
+        return Apply(self, Scale(number(c, "scale"), lossy_inverse))
 
     def add(self, c: float, *, lossy_inverse: bool = False) -> Expr:
         """Each element plus `c`, in the tensor's own dtype, to which `c` is rounded first.
@@ -111,7 +111,7 @@ class Expr(abc.ABC):
         Saving subtracts, which is exact for integers; for other values it is refused unless
         `lossy_inverse` accepts the rounding.
         """
-        return Apply(self, ops.ValueOperation(Add(number(c, "add"), lossy_inverse)))
+        return Apply(self, Add(number(c, "add"), lossy_inverse))
 
     def bind(self, captures: Captures, specs: Shapes) -> BoundExpr:
         """Return the expression over tensors of known shape and dtype.
@@ -201,7 +201,7 @@ class Apply(Expr):
     """An operation on an expression; see the methods of `Expr`."""
 
     operand: Expr
-    op: ops.Op
+    op: ops.Op | ValueOp
 
     def __repr__(self) -> str:
         return f"{self.operand!r}.{self.op}"
@@ -212,13 +212,15 @@ class Apply(Expr):
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         operand = self.operand.bind_to(captures, specs)
         try:
+            if isinstance(self.op, ValueOp):
+                return Valued.of(operand, self.op)
             return self.op.bind(operand)
         except MappingError as error:
             raise within(error, f"{self!r}, given {given(operand)}") from error
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
         try:
-            operand = self.op.operand_extents(shape)
+            operand = shape if isinstance(self.op, ValueOp) else self.op.operand_extents(shape)
         except MappingError as error:
             raise within(error, repr(self)) from error
         self.operand.infer(captures, operand, inference)

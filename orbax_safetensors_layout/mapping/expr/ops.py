@@ -16,13 +16,12 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
 from .. import argument_checks
-from ..affine.bound import BoundExpr, Valued
+from ..affine.bound import BoundExpr
 from ..affine.index_builders import padded, permuted, repeated, reshaped, sliced, taken
 from ..affine.index_nodes import inverse_permutation
 from ..casting import is_whole, rounded, to_whole
 from ..inverse.inference import LIKE, Extent, product, quotient
 from . import einops
-from .values import ValueOp
 
 Extents = tuple[Extent, ...]
 
@@ -229,23 +228,7 @@ class Repeat:
         return (*result[:axis], once, *result[axis + 1 :])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ValueOperation:
-    """An operation on values: a cast, a product or a sum."""
-
-    op: ValueOp
-
-    def __str__(self) -> str:
-        return str(self.op)
-
-    def bind(self, operand: BoundExpr) -> BoundExpr:
-        return Valued.of(operand, self.op)
-
-    def operand_extents(self, result: Extents) -> Extents:
-        return result
-
-
-Op = Transpose | Rearrange | Reshape | Slice | Take | Pad | Repeat | ValueOperation
+Op = Transpose | Rearrange | Reshape | Slice | Take | Pad | Repeat
 
 
 def axis_of(op: object, axis: int, rank: int) -> int:

@@ -126,17 +126,14 @@ class _Builder:
         return self._part(name, leaf.step)
 
     def _part(self, name: str, step: TensorStep) -> Expr:
-        return step.apply(self._source(name, step), self._settings.dtype)
-
-    def _source(self, name: str, step: TensorStep) -> Expr:
-        """A tensor, decoded; a tied embedding must be equal to a head that is stored."""
+        """A leaf of one tensor, decoded; a tied embedding must be equal to a stored head."""
+        source, quantized = tensor(name), self._dims.quantized
         is_tied = self._dims.tied and not self._settings.untie
         if is_tied and name == self._settings.prefix + EMBEDDING_TENSOR:
-            return Same(tensor(name), tensor(head_name(self._settings.prefix)), hint=_UNTIE)
-        quantized = self._dims.quantized
-        if quantized is not None and quantized.covers(name, step):
-            return quantized.decoded(name, self._settings.dtype or "bfloat16")
-        return tensor(name)
+            source = Same(source, tensor(head_name(self._settings.prefix)), hint=_UNTIE)
+        elif quantized is not None and quantized.covers(name, step):
+            source = quantized.decoded(name, self._settings.dtype or "bfloat16")
+        return step.apply(source, self._settings.dtype)
 
     def _kept(self, leaf: FamilyLeaf) -> tuple[FamilyLeaf, ...]:
         """A leaf as the tensors that it is stored as, where these are kept quantised."""
