@@ -138,7 +138,7 @@ def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subje
 
 
 def _survived(value: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """Return for each value whether a cast to floating-point numbers has kept it."""
+    """Whether a cast to floating-point numbers has kept each value."""
     real = result if value.dtype.kind == "c" else result.real
     kept: np.ndarray
     with np.errstate(invalid="ignore"):  # of signalling NaN

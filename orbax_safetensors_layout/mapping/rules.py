@@ -266,7 +266,7 @@ class InverseMapping:
         return self.bind(leaves, checkpoint).explain()
 
     def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
-        """Return the tensors to save: those of `like`, and others as the leaves tell their shapes."""
+        """Return the tensors to save: those of `like`, and others of inferred shapes."""
         inference, files = Inference(), self.mapping.files
         targets, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
         taken = {

@@ -68,18 +68,14 @@ class SavedLeaf:
 class AbstractTree(NamedTuple):
     """An abstract tree and its leaves.
 
-    Attributes:
-        leaves: All leaves of the tree, those that are left out (`...`) among them.
-        wants: The parsed leaves; None for one that is left out.
-        skipped: Names of those left out, with and without a flax box. One stands for all tensors
-            below it.
-        build: Makes the tree of values.
+    One that is left out (`...`) is left out with all tensors below it; `skipped` has its name with
+    and without a flax box.
     """
 
     leaves: list[Any]
-    wants: list[AbstractLeaf | None]
+    wants: list[AbstractLeaf | None]  # the parsed leaves; None for one that is left out
     skipped: set[str]
-    build: Callable[[Sequence[Any]], Any]
+    build: Callable[[Sequence[Any]], Any]  # makes the tree of values
 
     @classmethod
     def parse(cls, abstract: Any) -> AbstractTree:
@@ -127,10 +123,9 @@ def _replicated_everywhere() -> NamedSharding:
 
 def _parse_leaf(path: Sequence[Any], leaf: Any) -> AbstractLeaf:
     name, unboxed = dotted_name(path), unboxed_name(path)
-    if isinstance(leaf, type) and issubclass(leaf, _SCALARS) and not issubclass(leaf, np.generic):
-        return AbstractLeaf(name, unboxed, (), scalar=leaf)
-    if isinstance(leaf, _SCALARS) and not isinstance(leaf, np.generic):
-        return AbstractLeaf(name, unboxed, (), scalar=type(leaf))
+    kind = leaf if isinstance(leaf, type) else type(leaf)
+    if issubclass(kind, _SCALARS) and not issubclass(kind, np.generic):
+        return AbstractLeaf(name, unboxed, (), scalar=kind)
     if hasattr(leaf, "restore_type"):
         return _parse_restore_args(name, unboxed, leaf)
     if isinstance(leaf, np.ndarray | np.generic) or not hasattr(leaf, "sharding"):

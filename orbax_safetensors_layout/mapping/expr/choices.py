@@ -116,5 +116,4 @@ def _differ(same: Same, *, expected: str, found: str) -> MappingError:
 
 
 def _has_all(specs: TensorSpecs, expr: Expr, captures: Captures) -> bool:
-    patterns = (substitute(pattern, captures) for pattern in expr.patterns())
-    return all(next(specs.tree.match(pattern), None) is not None for pattern in patterns)
+    return all(any(specs.tree.match(substitute(p, captures))) for p in expr.patterns())

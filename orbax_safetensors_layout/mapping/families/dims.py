@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from orbax_safetensors_layout.errors import MappingError
@@ -133,7 +133,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         hidden=hidden,
         vocab=read.integer("vocab_size"),
         tied=_tied(outer, read),
-        headless=_headless(outer.texts("architectures")),
+        headless=_headless(outer),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
         experts=experts,
@@ -167,11 +167,11 @@ def _tied(outer: Section, read: Section) -> bool:
     return ties or (inner and kind in _TIED_BY_EITHER.split())
 
 
-def _headless(architectures: Sequence[str]) -> bool:
+def _headless(outer: Section) -> bool:
     """Whether the classes of the files have no output kernel, as `LlamaModel`."""
-    return bool(architectures) and all(
-        name.endswith("Model") and not name.endswith("HeadModel") for name in architectures
-    )
+    classes = outer.texts("architectures")
+    heads = (not name.endswith("Model") or name.endswith("HeadModel") for name in classes)
+    return bool(classes) and not any(heads)
 
 
 def _biased(family: str, read: Section) -> frozenset[str]:
