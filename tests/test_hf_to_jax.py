@@ -11,18 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import program_path
 
 REPOSITORY = Path(__file__).parent.parent
 EXAMPLE = REPOSITORY / "examples" / "hf_to_jax.py"
 
 # As where neither is installed.
-WITHOUT_TORCH = """
-import runpy, sys
-sys.modules["torch"] = sys.modules["transformers"] = None
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def run(*arguments, devices=1):
@@ -33,7 +27,14 @@ def run(*arguments, devices=1):
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, str(EXAMPLE), *map(str, arguments)],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            program_path("without_torch.py"),
+            str(EXAMPLE),
+            *map(str, arguments),
+        ],
         env=kept | more,
         capture_output=True,
         text=True,

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 
 import jax
@@ -18,7 +14,7 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from meshes import place
-from saving import Gate, full_disk, opened
+from saving import Gate, full_disk, opened, run_alone
 from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
@@ -224,59 +220,16 @@ def test_args_of_ours_need_no_registry(tmp_path):
         same(manager.restore(0, args=args).params, state())
 
 
-FAIL = """
-    import sys
-    import orbax.checkpoint as ocp
-    import orbax_safetensors_layout as osl
-    registry = osl.handler_registry("default")
-    manager = ocp.CheckpointManager(sys.argv[1], handler_registry=registry)
-    try:
-        manager.save(0, args=ocp.args.StandardSave({"a": object()}))
-    except osl.UnsupportedDtypeError:
-        print("refused")
-    if sys.argv[2] == "close":
-        manager.close()
-"""
-
-
 @pytest.mark.parametrize("how", ["close", "exit"])
 def test_a_save_that_fails_at_once_lets_the_program_end(tmp_path, how):
-    assert run(FAIL, tmp_path, how) == "refused"
-
-
-RESUME = """
-    import sys
-    import orbax.checkpoint as ocp
-    import orbax_safetensors_layout as osl
-    root, how = sys.argv[1:]
-    registry = osl.handler_registry("default") if how == "registry" else None
-    if registry is None:
-        osl.SafetensorsCheckpointHandler  # the import alone
-    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
-        step = manager.latest_step()
-        print(step, manager.restore(step)["step"], manager.item_metadata(step)["w"].shape)
-"""
+    assert run_alone("save_manager_refused.py", tmp_path, how) == "refused\n"
 
 
 @pytest.mark.parametrize("how", ["registry", "import"])
 def test_a_fresh_process_restores_without_arguments(tmp_path, how):
     with manager_of(tmp_path) as manager:
         manager.save(7, args=ocp.args.StandardSave(state(3)))
-    assert run(RESUME, tmp_path, how) == "7 3 (8, 8)"
-
-
-def run(code, *arguments):
-    """The last line that a program prints, which must end in time."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().split("\n")[-1]
+    assert run_alone("save_manager_resumes.py", tmp_path, how).endswith("7 3 (8, 8)\n")
 
 
 def test_a_step_that_was_deleted_is_saved_again(tmp_path, is_async):

@@ -27,6 +27,7 @@ from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
+from programs import program_path
 from saving import Gate, full_disk, opened, tensor_files
 from states import everything, same, train_state
 
@@ -585,19 +586,11 @@ def test_an_item_saved_before_all_that_are_registered_is_a_warning(tmp_path):
 
 
 def test_a_program_whose_save_was_refused_ends(tmp_path):
-    program = """if True:
-        import sys, numpy as np, orbax.checkpoint.experimental.v1 as ocp
-        import orbax_safetensors_layout as osl
-        tree = {"w": np.arange(4)}
-        with osl.context("pytree"):
-            for name, save in {"a": ocp.save, "b": ocp.save_async}.items():
-                try:
-                    save(f"{sys.argv[1]}/{name}", tree)
-                except osl.SafetensorsLayoutError:
-                    print("refused")
-    """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, program_path("save_v1_refused.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.stdout == "refused\n" * 2
     assert "never awaited" not in done.stderr
@@ -606,25 +599,8 @@ def test_a_program_whose_save_was_refused_ends(tmp_path):
 @pytest.mark.parametrize("is_layout", [False, True], ids=["handler", "layout"])
 def test_a_program_whose_training_step_failed_ends(tmp_path, is_layout):
     """Also where it is at its end before Orbax has made the folders of the step."""
-    program = """if True:
-        import logging, os, sys, time, numpy as np, orbax.checkpoint.experimental.v1 as ocp
-        import orbax_safetensors_layout as osl
-        mkdir = os.mkdir
-        def slow(path, *args, **kwargs):
-            time.sleep(1 if "orbax-checkpoint-tmp" in os.fspath(path) else 0)
-            mkdir(path, *args, **kwargs)
-        os.mkdir = slow
-        context = osl.context("state")
-        if sys.argv[2] == "True":
-            context = ocp.Context(checkpoint_layout=osl.SafetensorsLayout)
-        training = ocp.training.Checkpointer(sys.argv[1], context=context)
-        try:
-            training.save(0, {"w": np.arange(4), "bad": b"bytes"})
-        except osl.UnsupportedDtypeError:
-            print("refused", flush=True)
-    """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), str(is_layout)],
+        [sys.executable, program_path("save_v1_step_fails.py"), str(tmp_path), str(is_layout)],
         capture_output=True,
         text=True,
         timeout=150,

@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits
 from command_line import run
+from programs import program_path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
@@ -106,30 +107,13 @@ def test_exit_codes(monkeypatch, capsys, error, code):
         assert "run the same command again" in err
 
 
-INTERRUPTED = """
-import os, signal, sys
-from orbax_safetensors_layout.cli import main
-from orbax_safetensors_layout.writing.open_files import FileSet
-
-begin = FileSet.begin
-
-def interrupted(self, plan):
-    found = begin(self, plan)
-    os.kill(os.getpid(), signal.SIGINT)
-    return found
-
-FileSet.begin = interrupted
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_an_interrupt_leaves_a_clean_state_and_says_how_to_continue(tmp_path):
     tree = {f"w{n}": np.arange(1000.0) + n for n in range(5)}
     osl.save(tmp_path / "pieces", tree, options=osl.WriteOptions(layout="sharded"))
     before = {file.name: file.read_bytes() for file in (tmp_path / "pieces").iterdir()}
     command = ["consolidate", str(tmp_path / "pieces"), str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, *command],
+        [sys.executable, program_path("cli_interrupted.py"), *command],
         capture_output=True,
         text=True,
         timeout=120,

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoints import llama_like, random_tensor, save
 from command_line import run
+from programs import program_path
 
 import orbax_safetensors_layout as osl
 
@@ -83,27 +84,13 @@ def test_misuse(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["hf"]
 
 
-SLOWED = """
-import os, signal, sys
-from orbax_safetensors_layout.conversion import journal
-from orbax_safetensors_layout import cli
-real = journal.Journal.add
-def add(self, group, digests):
-    real(self, group, digests)
-    if group == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-journal.Journal.add = add
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="no signals")
 def test_interrupted_and_continued(tmp_path):
     weights = {f"w{n}": random_tensor((64, 64), np.float32, n) for n in range(8)}
     save(tmp_path / "hf", weights)
     arguments = ["convert", "hf", "to", "--memory-budget-bytes", "256KiB"]
     done = subprocess.run(
-        [sys.executable, "-c", SLOWED, *arguments],
+        [sys.executable, program_path("cli_convert_interrupted.py"), *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(osl.__file__).parent.parent)},
         capture_output=True,

@@ -75,34 +75,6 @@ def test_needed_bytes_are_those_of_the_shards_counted_one_by_one(path, capsys):
     assert not found["misfits"]
 
 
-LOAD = """
-def main(path, mesh, specs):
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    import orbax_safetensors_layout as osl
-
-
-    names, sizes = zip(*mesh.items())
-    devices = Mesh(np.array(jax.devices()).reshape(sizes), names)
-    read, requests = [], []
-    jax.monitoring.register_scalar_listener(
-        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
-    )
-    tree = {}
-    for name, tensor in osl.metadata(path).items():
-        spec = PartitionSpec(*(tuple(part) or None for part in specs[name]))
-        sharding = NamedSharding(devices, spec)
-        tree[name] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
-    arrays = osl.load(path, tree)
-    needed = 0
-    for array in arrays.values():
-        shards = {str(s.index): s.data.nbytes for s in array.addressable_shards}
-        needed += sum(shards.values())
-    return {"read": read, "needed": needed}
-"""
-
-
 @pytest.mark.parametrize("latency", [None, 0.0])
 def test_eight_real_processes_read_what_was_planned(path, latency):
     grid = MeshShape({"fsdp": 4, "tensor": 4}, 8)
@@ -111,15 +83,14 @@ def test_eight_real_processes_read_what_was_planned(path, latency):
     found = estimate(path, grid, rules, options=options)
     placer = ShardingRules(rules, grid)
     placed = {name: placer.place(name, t.shape).spec for name, t in llama_like().items()}
-    source = LOAD
-    if latency is not None:
-        source = LOAD.replace(
-            "osl.load(path, tree)",
-            "osl.load(path, tree, options=osl.ReadOptions(latency_seconds={'local': 0.0}))",
-        )
-    source = source.replace("    import recording\n", "")
     results = run_processes(
-        source, processes=8, devices=2, path=str(path), mesh=dict(grid.axes), specs=placed
+        "cli_plan_load.py",
+        processes=8,
+        devices=2,
+        path=str(path),
+        mesh=dict(grid.axes),
+        specs=placed,
+        latency_seconds={} if latency is None else {"local": latency},
     )
     for cost, result in zip(found.costs, results, strict=True):
         assert result == {"read": [cost.read_bytes], "needed": cost.needed_bytes}

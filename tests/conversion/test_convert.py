@@ -23,6 +23,7 @@ import tensorstore as ts
 from checkpoints import assert_same_bits, llama_like, random_tensor, save
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
+from programs import program_path
 from recording import recording
 from saved_files import raw_tensors
 
@@ -147,35 +148,16 @@ def test_pieces_do_not_overlap_where_processes_hold_overlapping_parts(tmp_path, 
     assert osl.verify(tmp_path / "pieces").ok
 
 
-PLAIN = """
-import sys, json, hashlib
-import numpy as np, jax
-import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-folder, ways = sys.argv[1], int(sys.argv[2])
-mesh = Mesh(np.array(jax.devices()[:ways]), ("fsdp",))
-with ocp.StandardCheckpointer() as checkpointer:
-    plain = checkpointer.restore(folder)
-    def struct(x):
-        spec = PartitionSpec("fsdp") if x.ndim and x.shape[0] % ways == 0 else PartitionSpec()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-    abstract = {name: struct(x) for name, x in plain.items() if x.dtype != np.int64}
-    v0 = checkpointer.restore(folder, abstract | {"scalar": plain["scalar"]})
-v1 = ocp_v1.load(folder, abstract | {"scalar": np.zeros((), np.int64)})
-def digests(tree):
-    return {k: hashlib.sha256(np.asarray(v).tobytes()).hexdigest() for k, v in tree.items()}
-sharded = sum(len(v.sharding.device_set) == ways for v in v0.values() if isinstance(v, jax.Array))
-ours = [name for name in sys.modules if name.startswith("orbax_safetensors")]
-print("RESULT", json.dumps([digests(plain), digests(v0), digests(v1), sharded, ours]))
-"""
-
-
 @pytest.mark.parametrize("ways", [16, 8])
 def test_orbax_alone_restores_a_converted_checkpoint(tmp_path, hf, weights, ways):
     osl.convert(hf, tmp_path / "orbax", mesh={"fsdp": 16})
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
-    command = [sys.executable, "-c", PLAIN, str(tmp_path / "orbax"), str(ways)]
+    command = [
+        sys.executable,
+        program_path("convert_orbax_alone.py"),
+        str(tmp_path / "orbax"),
+        str(ways),
+    ]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import safetensors.numpy
+from programs import program_path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage import local_commit
@@ -129,32 +130,19 @@ def test_files_that_another_program_replaces_one_by_one(tmp_path, monkeypatch):
     assert "told" in outcomes
 
 
-WRITER = """
-import sys, time
-sys.path[:0] = [sys.argv[1]]
-import test_load_overlap as t
-import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import local_commit
-
-if sys.argv[3] == "renames":
-    local_commit._renameat2 = lambda: None
-print("begun", flush=True)
-deadline = time.monotonic() + float(sys.argv[4])
-version = 1
-while time.monotonic() < deadline:
-    version += 1
-    layout = "hf" if version % 3 else "sharded"
-    osl.save(sys.argv[2], t.tree_of(version), options=t.WRITERS[layout], overwrite=True)
-print(version, flush=True)
-"""
-
-
 def overlap(folder, way, seconds):
     """Loads and verifications beside a process that saves without end; how each came out."""
     osl.save(folder, tree_of(1), options=WRITERS["hf"])
     tests = os.path.dirname(__file__)
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, tests, str(folder), way, str(seconds)],
+        [
+            sys.executable,
+            program_path("load_overlap_writer.py"),
+            tests,
+            str(folder),
+            way,
+            str(seconds),
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,

@@ -13,29 +13,6 @@ import pytest
 from programs import ForkServer
 from saved_files import raw_tensors
 
-SOURCE = """
-import numpy as np
-import orbax_safetensors_layout as osl
-import orbax_safetensors_layout.save
-from orbax_safetensors_layout.storage import local_commit
-
-
-def tensors(version, files, rows):
-    return {
-        f"layers.{n}.w": np.full((rows, 60), version * 1000 + n, np.float32) for n in range(files)
-    } | {"odd": np.full(version + 3, version, np.int8)}
-
-
-def main(folder, version, files, rows, kill, exchange):
-    rename = local_commit._renameat2() if exchange else None  # which is not Python's, but counts
-    local_commit._renameat2 = lambda: rename and (lambda *arguments: os.renameat2(*arguments))
-    os.renameat2 = rename
-    count = kill_at(kill, [(os, "renameat2")] if rename else [])
-    options = osl.WriteOptions(max_file_bytes=242 * rows)
-    say("begin")
-    osl.save(folder, tensors(version, files, rows), options=options, overwrite=True)
-    say(count[0])
-"""
 FILES = 5
 
 
@@ -63,7 +40,7 @@ class Server(ForkServer):
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server(SOURCE)
+    server = Server("save_crash.py")
     yield server
     server.close()
 

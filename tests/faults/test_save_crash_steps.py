@@ -213,52 +213,13 @@ def test_a_full_disk(server, tmp_path, api, processes):
     run.check_saved(ended)
 
 
-SMALL_DISK = """
-import json, sys
-from programs import run_processes
-
-SOURCE = '''
-import numpy as np, os
-import orbax.checkpoint as ocp
-import orbax_safetensors_layout as osl
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-def state(value, rows):
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
-    array = np.full((rows, 1000), value, np.float32)
-    return {"w": jax.make_array_from_callback(array.shape, sharding, array.__getitem__)}
-
-def manager_of(root):
-    return ocp.CheckpointManager(root, handler_registry=osl.handler_registry("default"))
-
-def main(root):
-    found = []
-    manager = manager_of(root)
-    manager.save(0, args=ocp.args.StandardSave(state(0, 100)))
-    manager.wait_until_finished()
-    try:
-        manager.save(1, args=ocp.args.StandardSave(state(1, 2000)))
-        manager.wait_until_finished()
-    except Exception as error:
-        found.append(f"{type(error).__name__}: {error}")
-    with manager_of(root) as manager:
-        found.append(manager.latest_step())
-        restored = manager.restore(0)["w"]
-        found.append(all((np.asarray(s.data) == 0).all() for s in restored.addressable_shards))
-        manager.save(1, args=ocp.args.StandardSave(state(1, 100)))
-        manager.wait_until_finished()
-        found.append(manager.latest_step())
-    return found
-'''
-print(json.dumps(run_processes(SOURCE, processes=int(sys.argv[2]), devices=2, root=sys.argv[1])))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_small_disk(tmp_path, processes):
     """A real file system of 6 MB, which holds the first step and not the second."""
-    found = json.loads(run_alone(SMALL_DISK, tmp_path, processes, mount=("6m", tmp_path)))
+    found = json.loads(
+        run_alone("run_save_steps_small_disk.py", tmp_path, processes, mount=("6m", tmp_path))
+    )
     for error, *after in found:
         assert error.startswith(("StorageError", "PeerError"))
         assert "No space left" in error

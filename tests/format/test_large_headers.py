@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import safetensors
+from programs import program_path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.catalog.catalog import Catalog
@@ -101,18 +102,6 @@ def test_a_list_of_checksums_beyond_its_limit(tmp_path):
     assert "at most 100000000 bytes" in finding.text
 
 
-PEAK = """
-import resource, sys
-import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog.catalog import Catalog
-try:
-    found = osl.verify(sys.argv[2]).ok if sys.argv[1] == "verify" else Catalog.open(sys.argv[2])
-except osl.FormatError as error:
-    found = error
-print(str(found)[:300], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sep="\\n")
-"""
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("action", ["verify", "open"])
@@ -123,7 +112,7 @@ def test_thirty_headers_of_99_megabytes(tmp_path, action, size):
     write(first, header("[[]]", size, 99_000_000, first='"😀":{%s},' % EMPTY))  # noqa: UP031
     for number in range(1, 30 if size > 8_192 else 4):
         os.link(first, tmp_path / f"{number}.safetensors")
-    command = [sys.executable, "-c", PEAK, action, str(tmp_path)]
+    command = [sys.executable, program_path("large_headers.py"), action, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     found, peak = run.stdout.splitlines()
     print(action, size, peak, found)

@@ -1,12 +1,12 @@
 """Plans of the largest published models: real headers and holes, on clusters of any size."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from recording import RecordingStorage
+from saving import run_alone
 
 from orbax_safetensors_layout.analysis.cluster_estimate import estimate
 from orbax_safetensors_layout.catalog.catalog import Catalog
@@ -21,35 +21,6 @@ from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MOST_BYTES = 500e6
 
-MAKE = """
-import re, sys
-sys.path.insert(0, sys.argv[1])
-import deepseek, llama405b
-
-def make_some_layers(folder):
-    tensors = deepseek.deepseek_tensors()
-    kept = [t for t in tensors if not re.search("layers\\\\.([7-9]|[1-5][0-9]|60)\\\\.", t.name)]
-    deepseek.make_index(folder, kept, files=22)
-
-make = {"deepseek": deepseek.make_deepseek_index, "llama": llama405b.make_llama_index}
-make["deepseek, 8 layers"] = make_some_layers
-make[sys.argv[2]](sys.argv[3])
-"""
-PLAN = """
-import json, sys
-from orbax_safetensors_layout.cli import main
-assert main(["plan", *sys.argv[1:], "-q"]) == 0
-# Not `ru_maxrss`: that of a new process begins with what its parent holds.
-peak = next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
-print(json.dumps([peak * 1024, "jax" in sys.modules]))
-"""
-
-
-def python(code, *arguments):
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    return done.stdout
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -58,7 +29,7 @@ def model(tmp_path_factory):
     def make(name):
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            python(MAKE, BENCHMARKS, name, made[name])
+            run_alone("plan_large_make.py", BENCHMARKS, name, made[name])
         return made[name]
 
     return make
@@ -70,7 +41,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("hosts", [64, 256, 1024])
 def test_in_little_memory_and_without_jax(model, name, hosts):
     arguments = ["--mesh", f"fsdp={hosts},tensor=4", "--hosts", hosts]
-    out = python(PLAN, model(name), *arguments)
+    out = run_alone("plan_large.py", model(name), *arguments)
     peak, has_jax = json.loads(out.splitlines()[-1])
     assert peak < MOST_BYTES
     assert not has_jax

@@ -802,78 +802,34 @@ def test_a_disk_that_is_full(old):
 @pytest.mark.slow
 def test_a_small_disk(tmp_path):
     """A real file system of 2 MB."""
-    code = """
-import os, sys, numpy as np, orbax_safetensors_layout as osl
-folder = sys.argv[1] + "/x"
-old = {"t": np.arange(100_000.0)}
-osl.save(folder, old)
-try:
-    osl.save(folder, {"t": np.ones(300_000)}, overwrite=True)
-except osl.StorageError as error:
-    assert "No space left" in str(error) and "Free space" in str(error), error
-    assert os.listdir(sys.argv[1]) == ["x"]
-    assert (osl.load(folder)["t"] == old["t"]).all()
-    osl.save(folder, {"t": np.ones(10)}, overwrite=True)
-    print("refused")
-"""
-    assert run_alone(code, tmp_path, mount=("2m", tmp_path)) == "refused\n"
+    assert run_alone("save_small_disk.py", tmp_path, mount=("2m", tmp_path)) == "refused\n"
 
 
 @pytest.mark.slow
 def test_what_is_mounted_in_the_folder_stays(tmp_path):
-    code = """
-import os, sys, numpy as np, orbax_safetensors_layout as osl
-mounted = os.open(sys.argv[1] + "/data", os.O_RDONLY)
-open(sys.argv[1] + "/data/precious", "w").close()
-try:
-    osl.save(sys.argv[1], {"t": np.ones(3)})
-except osl.SafetensorsLayoutError:
-    pass
-print(os.listdir(mounted))
-"""
     (tmp_path / "x" / "data").mkdir(parents=True)
-    found = run_alone(code, tmp_path / "x", mount=("1m", tmp_path / "x" / "data"))
+    found = run_alone(
+        "save_mounted_inside.py", tmp_path / "x", mount=("1m", tmp_path / "x" / "data")
+    )
     assert found == "['precious']\n"
 
 
 @pytest.mark.slow
 def test_a_folder_that_is_a_mount_point(tmp_path):
     """Saved to, or refused before anything is written; as a volume of a container."""
-    code = """
-import os, sys, numpy as np, orbax_safetensors_layout as osl
-seen = []
-try:
-    osl.save(sys.argv[1], {"t": np.ones(3)}, options=osl.WriteOptions(progress=seen.append))
-    print("saved", os.listdir(sys.argv[1] + "/.."))
-except osl.SafetensorsLayoutError:
-    print("refused" if not seen else "failed", os.listdir(sys.argv[1] + "/.."))
-"""
     (tmp_path / "x").mkdir()
-    found = run_alone(code, tmp_path / "x", mount=("1m", tmp_path / "x"))
+    found = run_alone("save_mount_point.py", tmp_path / "x", mount=("1m", tmp_path / "x"))
     assert found in ("saved ['x']\n", "refused ['x']\n")
 
 
 @pytest.mark.slow
 def test_a_folder_without_write_permission():
     """As another user, if this one may write everywhere."""
-    code = """
-import os, sys, tempfile, numpy as np, orbax_safetensors_layout as osl
-with tempfile.TemporaryDirectory() as warm:
-    osl.save(warm, {"t": np.ones(3)})
-if os.geteuid() == 0:
-    os.seteuid(65534)
-for folder in ("/x", "/new"):
-    try:
-        osl.save(sys.argv[1] + folder, {"t": np.ones(3)}, overwrite=True)
-    except osl.StorageError as error:
-        assert "Permission denied" in str(error), error
-        print("refused", os.listdir(sys.argv[1]))
-"""
     with tempfile.TemporaryDirectory() as folder:
         osl.save(f"{folder}/x", OLD, options=quick())
         os.chmod(folder, 0o555)
         try:
-            assert run_alone(code, folder) == "refused ['x']\n" * 2
+            assert run_alone("save_without_permission.py", folder) == "refused ['x']\n" * 2
         finally:
             os.chmod(folder, 0o755)
         assert_saved(Path(folder) / "x", OLD)
@@ -1170,55 +1126,6 @@ def most_live(folder, threads, budget, large, file_count=1):
     return values.most, max(sizes)
 
 
-PEAK = """
-import sys, gc, numpy as np, jax, ml_dtypes
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import orbax_safetensors_layout as osl
-folder, kind = sys.argv[1:]
-f4, SMALL = np.float32, dict(memory_budget_bytes=32 << 20)
-shape, spec, dtype, options = {
-    "column": ((8192, 8192), P(None, "x"), f4, {}),
-    "column of three": ((64, 1024, 1024), P(None, None, "x"), f4, {}),
-    "sharded": ((8192, 8192), P(None, "x"), f4, dict(layout="sharded")),
-    "cast": ((8192, 8192), P("x"), f4, dict(dtype=ml_dtypes.bfloat16)),
-    "long rows": ((2, 1 << 25), P(None, "x"), f4, {}),
-    "one long row": ((1, 1 << 26), P(), f4, dict(dtype=ml_dtypes.bfloat16)),
-    "packed": ((16384, 16384), P(None, "x"), ml_dtypes.float4_e2m1fn, SMALL),
-    "four bits": ((16384, 16384), P("x"), ml_dtypes.int4, SMALL),
-    "fortran": ((8192, 8192), None, f4, {}),
-    "flushed": ((8192, 8192), P(None, "x"), f4, dict(fsync=True, concurrency=4)),
-    "files": ((4096, 1024), P(None, "x"), f4, dict(max_file_bytes=1 << 24)),
-    "files flushed": (
-        (4096, 1024), P(None, "x"), f4, dict(max_file_bytes=1 << 24, fsync=True, concurrency=8)
-    ),
-}[kind]
-
-
-def make(shape):
-    if spec is None:
-        return np.ones(shape, dtype, order="F")
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec)
-    return jax.make_array_from_callback(
-        shape, sharding, lambda index: np.ones(sharding.shard_shape(shape), dtype)
-    )
-
-
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
-
-
-tree = {str(n): make(shape) for n in range(16 if "files" in kind else 1)}
-jax.block_until_ready(tree)
-warm = {"a": np.ones((1000, 1000)), "b": make((8, *[64] * (len(shape) - 1)))}
-osl.save(folder + "/warm", warm, options=osl.WriteOptions(memory_budget_bytes=256))
-gc.collect()
-open("/proc/self/clear_refs", "w").write("5")
-before = peak()
-osl.save(folder + "/x", tree, options=osl.WriteOptions(**{"fsync": False, **options}))
-print(peak() - before - options.get("memory_budget_bytes", 0) // 1024)
-"""
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -1236,37 +1143,11 @@ def test_the_peak_memory_of_a_save(tmp_path, kind):
     """256 MB, and no more than 64 MB and the memory budget beyond them."""
     # glibc would keep freed megabytes, for each thread that allocated them.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
-    assert int(run_alone(PEAK, tmp_path, kind, environment=environment)) < 64 * 1024
-
-
-CONSOLIDATION_PEAK = """
-import sys
-import numpy as np
-import orbax_safetensors_layout as osl
-folder = sys.argv[1]
-
-
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
-
-
-def save(name, rows):
-    options = osl.WriteOptions(layout="sharded", fsync=False)
-    osl.save(f"{folder}/{name}", {"a": np.ones((rows, 8192), np.float32)}, options=options)
-
-
-save("warm", 64)
-osl.consolidate(folder + "/warm")
-save("x", 8192)
-open("/proc/self/clear_refs", "w").write("5")
-before = peak()
-osl.consolidate(folder + "/x", options=osl.WriteOptions(memory_budget_bytes=32 << 20, fsync=False))
-print(peak() - before)
-"""
+    assert int(run_alone("save_peak.py", tmp_path, kind, environment=environment)) < 64 << 20
 
 
 def test_the_peak_memory_of_a_consolidation(tmp_path):
     """256 MB, and no more than 64 MB and the memory budget."""
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
-    grown = run_alone(CONSOLIDATION_PEAK, tmp_path, environment=environment)
-    assert int(grown) < (64 + 32) * 1024
+    grown = run_alone("consolidate_peak.py", tmp_path, environment=environment)
+    assert int(grown) < (64 + 32) << 20

@@ -27,7 +27,7 @@ from http_server import Reply, Server, file_server, serve_range
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import abstract_of, mesh_of
-from programs import run_processes
+from programs import program_path, run_processes
 from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, shown
 
 import orbax_safetensors_layout as osl
@@ -130,26 +130,9 @@ def test_processes_read_their_own_bytes_from_the_hub(hub, tmp_path):
     tensors = {f"w{n}": checkpoints.random_tensor((64, 1024), np.float32, n) for n in range(4)}
     checkpoints.save(tmp_path / "model", tensors, files=2)
     hub.add("org/model", tmp_path / "model")
-    source = """
-        import hashlib
-        import numpy as np
-        from jax.sharding import Mesh, NamedSharding, PartitionSpec
-        import orbax_safetensors_layout as osl
-
-        def main(names, shape):
-            sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
-            leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-            options = osl.ReadOptions(latency_seconds={"hf": 0})  # reads through no gap
-            tree = osl.load("hf://org/model", dict.fromkeys(names, leaf), options=options)
-            return {
-                name: [
-                    hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
-                    for shard in array.addressable_shards
-                ]
-                for name, array in tree.items()
-            }
-    """
-    found = run_processes(source, processes=2, devices=2, names=list(tensors), shape=(64, 1024))
+    found = run_processes(
+        "hub_load.py", processes=2, devices=2, names=list(tensors), shape=(64, 1024)
+    )
     for name, values in tensors.items():
         shards = [hashlib.sha256(part.tobytes()).hexdigest() for part in np.split(values, 4)]
         assert found[0][name] + found[1][name] == shards
@@ -652,19 +635,8 @@ def test_nothing_is_cached_on_disk(hub, folder, tmp_path, monkeypatch):
 def test_orbax_reaches_the_hub_through_its_own_path_layer(hub, folder):
     """`etils.epath` has `hf://` from fsspec, in which huggingface_hub registers itself."""
     hub.add("org/model", folder)
-    code = """
-        import json, orbax.checkpoint as v0, orbax.checkpoint.experimental.v1 as v1
-        import orbax_safetensors_layout as osl
-        osl.install()
-        found = [v0.Checkpointer(osl.SafetensorsCheckpointHandler()).restore("hf://org/model")]
-        for layout in ("safetensors", "auto"):
-            with v1.Context(checkpoint_layout=layout):
-                found.append(v1.load("hf://org/model"))
-                found.append(v1.metadata("hf://org/model").metadata)
-        print(json.dumps([sorted(tree) for tree in found]))
-    """
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(line[8:] for line in code.splitlines())],
+        [sys.executable, program_path("hub_orbax.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -12,7 +12,6 @@ import os
 import runpy
 import signal
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -57,12 +56,8 @@ def kill_at(number, more=()):
 
 
 def load(program):
-    """Return `main` of a program: the path of a file, or source text."""
-    if program.endswith(".py"):
-        return runpy.run_path(program)["main"]
-    names = {"json": json, "os": os, "sys": sys, "jax": jax, "say": say, "kill_at": kill_at}
-    exec(compile(textwrap.dedent(program), "<program>", "exec"), names)
-    return names["main"]
+    """Return `main` of a program, the path of a file."""
+    return runpy.run_path(program)["main"]
 
 
 def _run(main, arguments, setup):

@@ -30,8 +30,9 @@ def _environment(devices: int) -> dict[str, str]:
     }
 
 
-def _path(program: str) -> str:
-    return str(_PROGRAMS / program) if program.endswith(".py") else program
+def program_path(program: str) -> str:
+    """Return the file of a program of `tests/programs`."""
+    return str(_PROGRAMS / program)
 
 
 def free_port() -> int:
@@ -67,7 +68,8 @@ class ForkServer:
     """
 
     def __init__(self, program: str = "") -> None:
-        code = f"import fork_server; fork_server.serve({_path(program)!r})"
+        path = program and program_path(program)
+        code = f"import fork_server; fork_server.serve({path!r})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             env={**_environment(2), "OPENBLAS_NUM_THREADS": "1"},
@@ -149,7 +151,7 @@ def run_programs(
     """Run `main` of a program in children at once; the last thing that one said is its result.
 
     Args:
-        program: A file of `tests/programs`, or source text.
+        program: A file of `tests/programs`.
         children: The arguments of each: JSON values.
         devices: Devices of each.
         timeout: Seconds.
@@ -158,7 +160,7 @@ def run_programs(
     """
     setups = [
         {
-            "program": _path(program),
+            "program": program_path(program),
             "environment": _environment(devices),
             "cluster": clusters and clusters[index],
             "abrupt": abrupt,
@@ -186,7 +188,7 @@ def run_processes(
     """Return what `main(**arguments)` of a program returns in each process of a cluster.
 
     Args:
-        program: A file of `tests/programs`, or source text.
+        program: A file of `tests/programs`.
         processes: How many there are; `jax.distributed` joins them on localhost.
         devices: Devices of each.
         timeout: Seconds.

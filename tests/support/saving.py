@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from programs import program_path
 
 import orbax_safetensors_layout as osl
 
@@ -66,14 +67,14 @@ def full_disk(nbytes: int = 4096) -> Iterator[None]:
 
 
 def run_alone(
-    code: str,
+    program: str,
     *arguments: object,
     mount: tuple[str, Path] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """What a process of its own prints, perhaps with a file system mounted that it alone sees."""
+    """Return what a program of `tests/programs` prints, perhaps with a file system of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, program_path(program), *map(str, arguments)]
     if mount is not None:
         size, folder = mount
         mounting = f"mount -t tmpfs -o size={size} tmpfs {folder}"
@@ -85,6 +86,8 @@ def run_alone(
         ):
             pytest.skip("may not mount")
         command = ["unshare", "-m", "sh", "-c", f'{mounting} && exec "$@"', "sh", *command]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,0 +1,26 @@
+import jax
+
+
+def main(path, mesh, specs, latency_seconds):
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import orbax_safetensors_layout as osl
+
+    names, sizes = zip(*mesh.items(), strict=False)
+    devices = Mesh(np.array(jax.devices()).reshape(sizes), names)
+    read, _requests = [], []
+    jax.monitoring.register_scalar_listener(
+        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
+    )
+    tree = {}
+    for name, tensor in osl.metadata(path).items():
+        spec = PartitionSpec(*(tuple(part) or None for part in specs[name]))
+        sharding = NamedSharding(devices, spec)
+        tree[name] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
+    arrays = osl.load(path, tree, options=osl.ReadOptions(latency_seconds=latency_seconds))
+    needed = 0
+    for array in arrays.values():
+        shards = {str(s.index): s.data.nbytes for s in array.addressable_shards}
+        needed += sum(shards.values())
+    return {"read": read, "needed": needed}
