@@ -37,11 +37,11 @@ holds, 4.7 ms in one that the hypervisor has taken back, 1.1 ms in small pages, 
 keeps some that the hypervisor does not take.
 """
 
-_STRETCH_BYTES = 16 * MIB
-"""Page sizes are chosen for so much at once."""
+_STRETCH_BYTES = 32 * MIB
+"""How long a page takes to touch decides the size of pages for so many bytes."""
 
-_MOST_SMALL_BYTES = 64 * MIB
-"""At most so much is mapped in small pages before huge ones are tried again."""
+_MOST_SMALL_BYTES = 4 * _STRETCH_BYTES
+"""At most so much is mapped in small pages before a huge one is tried again."""
 
 _PAGED_BYTES = 1 << 20
 """Memory of this size begins at a page, or as far from one as its bytes do in their file."""
@@ -122,49 +122,50 @@ def align(offset: int) -> int:
 class Pages:
     """Maps memory in huge pages while they are cheap, else in small ones.
 
-    Each time that a huge page takes long, twice as much as before is mapped in small ones. `clock`
-    returns processor seconds of the calling thread.
+    A huge page is touched, and by how long that takes the next stretch is mapped. Each time in
+    succession that it takes long, the stretch of small pages doubles. `clock` returns processor
+    seconds of the calling thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._small_bytes = 0  # still to be mapped so
-        self._last_small_bytes = 0
+        self._advice = 0
+        self._stretch_bytes = 0
+        self._left_bytes = 0  # of the stretch
 
     def map(self, nbytes: int) -> Bytes:
-        """Returns fresh private memory, whose pages are chosen by how long the first ones took."""
+        """Return fresh private memory, of whole pages."""
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         view = np.frombuffer(memory, np.uint8)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            for start in range(0, nbytes, _STRETCH_BYTES):
-                length = min(_STRETCH_BYTES, nbytes - start)
-                if self._small_are_due(length):
-                    memory.madvise(mmap.MADV_NOHUGEPAGE, start, length)
-                    continue
-                memory.madvise(mmap.MADV_HUGEPAGE, start, length)
-                if self._is_slow(view[start : start + length]):
-                    memory.madvise(mmap.MADV_NOHUGEPAGE, start, length)
+        start = 0
+        with self._lock, contextlib.suppress(OSError):  # a kernel without huge pages
+            while start < nbytes:
+                if not self._left_bytes:
+                    memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes - start)
+                    self._begin_stretch(view[start:])
+                length = min(self._left_bytes, nbytes - start)
+                memory.madvise(self._advice, start, length)
+                self._left_bytes -= length
+                start += length
         return view
 
-    def _small_are_due(self, nbytes: int) -> bool:
-        with self._lock:
-            is_due = self._small_bytes > 0
-            self._small_bytes = max(0, self._small_bytes - nbytes)
-            return is_due
-
-    def _is_slow(self, memory: Bytes) -> bool:
-        """Touches a huge page, and records how long that took."""
+    def _begin_stretch(self, memory: Bytes) -> None:
+        """Choose the size of pages by touching a huge one, if the memory has any."""
         page = -memory.ctypes.data % HUGE_PAGE_BYTES
         if page + HUGE_PAGE_BYTES > memory.size:
-            return False
-        began = self._clock()
+            self._advice, self._left_bytes = mmap.MADV_HUGEPAGE, memory.size
+            return
+        before, began = self._advice, self._clock()
         memory[page] = 0
-        is_slow = self._clock() - began > _SLOW_TOUCH_SECONDS
-        with self._lock:
-            more = min(max(2 * self._last_small_bytes, _STRETCH_BYTES), _MOST_SMALL_BYTES)
-            self._last_small_bytes = self._small_bytes = more if is_slow else 0
-        return is_slow
+        if self._clock() - began <= _SLOW_TOUCH_SECONDS:
+            self._advice, self._stretch_bytes = mmap.MADV_HUGEPAGE, _STRETCH_BYTES
+        elif before == mmap.MADV_NOHUGEPAGE:
+            self._stretch_bytes = min(2 * self._stretch_bytes, _MOST_SMALL_BYTES)
+        else:
+            self._advice, self._stretch_bytes = mmap.MADV_NOHUGEPAGE, _STRETCH_BYTES
+        self._left_bytes = self._stretch_bytes
 
 
 _pages = Pages()

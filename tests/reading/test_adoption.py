@@ -121,14 +121,14 @@ def test_huge_pages_are_left_while_the_machine_has_to_fetch_them():
         return ["hg" in found for found in flags]
 
     assert are_huge(3) == [True] * 3
-    slow = True  # tried again after 16, 32 and 64 MiB
-    assert are_huge(1 + 1 + 1 + 2 + 1) == [False] * 6
+    slow = True  # the stretch of 32 MiB ends, then 32, 64, 128 and 128 MiB are small
+    assert are_huge(1 + 2 + 4 + 8 + 7) == [True] + [False] * 21
     slow = False
-    assert are_huge(4 + 2) == [False] * 4 + [True] * 2
+    assert are_huge(1 + 2) == [False] + [True] * 2
     slow = True
-    assert are_huge(1) == [False]
+    assert are_huge(2) == [False] * 2
     slow = False
-    assert are_huge(3) == [False, True, True]
+    assert are_huge(2) == [True] * 2
 
 
 def test_memory_of_small_pages_is_aligned_all_the_same(monkeypatch):
