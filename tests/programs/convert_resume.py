@@ -51,16 +51,14 @@ def child(source, target, form, kill):
         kill,
         count,
         lambda self, blocks: [
-            log("read", a.stored, list(b.start), list(b.stop)) for a, b in wanted
+            log("read", a.stored, list(b.start), list(b.stop)) for a, b in blocks
         ],
     )
     watched(local_write.ResumableFile, "write_at", kill, count)
     watched(local_write.ResumableFile, "flush", kill, count)
     watched(orbax_target.OrbaxTarget, "write", kill, count)
     watched(orbax_target.OrbaxTarget, "commit", kill, count, None, lambda *_: log("committed"))
-    watched(
-        journal.Journal, "_write", kill, count, None, lambda self, line: log("recorded", line)
-    )
+    watched(journal.Journal, "_write", kill, count, None, lambda self, line: log("recorded", line))
     watched(pipeline.Conversion, "_publish", kill, count)
     options = osl.ConvertOptions(memory_budget_bytes=128 << 10)  # blocks of 8 KiB
     done = osl.convert(source, target, format=form, mesh={"fsdp": 4}, options=options)
