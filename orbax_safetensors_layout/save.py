@@ -171,14 +171,9 @@ class PreparedSave:
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
     ) -> Self:
-        """Plans a save; other arguments are those of `save`.
+        """Plans a save of a tree, with a JSON value `custom` beside its tensors.
 
-        Args:
-            tree: As for `save`.
-            options: How to write.
-            mapping: As for `save`.
-            custom: A JSON value to keep beside the tensors.
-            dtypes: As for `PreparedTree.parse`.
+        For `dtypes` see `PreparedTree.parse`, for the rest `save`.
         """
         shards = ProcessShards()
         prepared = PreparedTree.parse(

@@ -24,7 +24,7 @@ from orbax_safetensors_layout.format import DType, TensorEntry
 from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cut
 from orbax_safetensors_layout.plan import StoredSource
 from orbax_safetensors_layout.runtime import Bytes, allocate
-from orbax_safetensors_layout.storage import Buffer, FileWriter, LocalStorage
+from orbax_safetensors_layout.storage import Buffer, FileWriter, LocalStorage, new_file
 
 from .checkpoint_reader import CheckpointReader, ReadableArrays, SourceArray
 from .groups import LeafGroup
@@ -79,13 +79,8 @@ def _spool_file(
     """Fills a temporary file; yields the storage that reads it, and removes it in the end."""
     with LocalStorage() as storage:
         try:
-            file = storage.create(path, nbytes, durable=False)
-            try:
+            with new_file(storage, path, nbytes, durable=False) as file:
                 fill(file)
-                file.finish()
-            except BaseException:
-                file.abort()
-                raise
             yield storage
         finally:
             storage.remove(path)

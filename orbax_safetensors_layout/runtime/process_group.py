@@ -83,16 +83,11 @@ class _Statement(NamedTuple):
 class ProcessGroup:
     """The processes of one operation; all make it for the same `name` in the same order.
 
+    Operations of one `purpose`, a verb, have the same order on all processes. A single process
+    needs no `store`. A step waits `timeout_seconds` for the others.
+
     Attributes:
         number: 1-based sequence number of operations with this name, the same on all processes.
-
-    Args:
-        name: What the operation works on, for instance the checkpoint's path.
-        process_index: This process.
-        process_count: Number of processes.
-        store: Their shared store; None for a single process.
-        timeout_seconds: How long a step waits for the others.
-        purpose: A verb; operations of one purpose have the same order on all processes.
     """
 
     def __init__(
@@ -167,19 +162,13 @@ class ProcessGroup:
     ) -> str:
         """Waits until all processes have reached the step `doing`.
 
-        Args:
-            doing: The step, for errors.
-            error: The error of this process, if it failed.
-            agree: What must be the same on all.
-            tell: The message of the first process; others pass any, if it passes one.
-
-        Returns:
-            The first process's message.
+        Returns what the first process has to `tell`; others pass any text, if it passes one.
+        `agree` must be the same on all.
 
         Raises:
             PeerError: Another process failed, raised at once with its error's text; or the
                 processes do not agree.
-            BaseException: `error`.
+            BaseException: `error`, with which this process failed.
         """
         if self._store is None or self._failed:
             if error is not None:

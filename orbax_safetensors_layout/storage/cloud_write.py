@@ -52,13 +52,9 @@ class _Aborted(Exception):
 class CloudFileWriter:
     """A new object of known size. Safe to use from many threads, for ranges that do not overlap.
 
-    Args:
-        file: The object's URL.
-        size: Its size in bytes.
-        put_whole: Stores all of a small one at once.
-        put_parts: Stores parts, of a size and so many at once, one after the other, and makes the
-            object of them; if the iterator raises, drops them.
-        done: Called when it is complete.
+    `put_whole` stores all of a small one at once. `put_parts` stores parts, of a size and so many
+    at once, one after the other, and makes the object of them; if the iterator raises, it drops
+    them. `done` is called when the object is complete.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class HubPath(NamedTuple):
 class Snapshot(NamedTuple):
     """A repository at one commit: its files by path, and when it was last written to.
 
-    A file of the hub has a `size`, and `lfs.sha256` where the hub keeps it apart from git.
+    A file has a `size`, and `lfs.sha256` where the hub keeps it apart from git.
     """
 
     commit: str

@@ -136,17 +136,12 @@ def _remove_tree(folder: str) -> None:
 
 
 def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
-    """Puts a finished folder in the place of another, which may exist.
+    """Puts a finished folder in the place of another beside it, which may exist.
 
-    Files of the old folder that are not replaced are in the new one, too, also those that another
-    program puts there meanwhile. A crash at any moment leaves the old or the new folder complete at
-    `folder`; on systems that cannot exchange two names, for an instant none, with the old one at
-    `aside_folder` and the new one still at `finished`.
-
-    Args:
-        finished: The new folder, beside the old one.
-        folder: Where it goes.
-        is_replaced: Whether a name in the old folder belongs to what is replaced.
+    Files of the old folder that are not replaced, by `is_replaced`, are in the new one, too, also
+    those that another program puts there meanwhile. A crash at any moment leaves the old or the new
+    folder complete at `folder`; on systems that cannot exchange two names, for an instant none,
+    with the old one at `aside_folder` and the new one still at `finished`.
 
     Raises:
         StorageError: A step failed; the old folder is as it was, unless only making the change

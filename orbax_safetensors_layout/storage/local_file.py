@@ -102,11 +102,7 @@ class Identity(NamedTuple):
 class PinnedFile:
     """A file as it was when it was opened, for many threads.
 
-    Args:
-        name: Its path.
-        place: Its path in `folder`.
-        folder: A folder; None where the path is the working folder's.
-        lock: Guards `users`, and is the storage's.
+    It is at `place` in a folder, or in the working folder; the storage's `lock` guards `users`.
     """
 
     def __init__(

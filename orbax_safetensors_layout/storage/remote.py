@@ -52,7 +52,12 @@ class RemoteStorage(Storage):
         total, size = sum(map(len, buffers)), self._size(remote)
         if offset + total > size:
             raise truncated(file, offset, total, size)
-        done = self._read_head(remote, offset, buffers, total)
+        done = 0
+        if total and not offset:  # the first bytes came with the size, and are taken once
+            with remote.lock:
+                head, remote.head = remote.head[:total], memoryview(b"")
+            scatter(head, buffers)
+            done = len(head)
         while done < total:
             start, rest = offset + done, skip(buffers, done)
             doing = f"reading bytes [{start}, {offset + total})"
@@ -102,17 +107,6 @@ class RemoteStorage(Storage):
                 self._tried(file.open, "opening it", file.name)
             assert file.size is not None
             return file.size
-
-    def _read_head(
-        self, file: RemoteFile, offset: int, buffers: Sequence[Buffer], total: int
-    ) -> int:
-        """Takes the first bytes, once, from those that came with the size; returns how many."""
-        if offset or not total:
-            return 0
-        with file.lock:
-            head, file.head = file.head[:total], memoryview(b"")
-        scatter(head, buffers)
-        return len(head)
 
     def _tried(self, call: Callable[[], T], doing: str, file: str) -> T:
         return self._retrier.run(call, classify, doing=doing, url=file)

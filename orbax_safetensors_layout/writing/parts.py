@@ -62,16 +62,10 @@ class TileRows(NamedTuple):
 
 
 class PartBytes:
-    """One part's bytes, from the members of its tile.
+    """One part's bytes, from the members of its tile. Safe to use from many threads.
 
-    Safe to use from many threads.
-
-    Args:
-        part: The part.
-        leaf: The leaf it belongs to.
-        fetch: Waits for the members, and returns them.
-        in_order: Whether each member is contiguous.
-        held_bytes: Host memory of the members.
+    `fetch` waits for the members; `in_order` says whether each is contiguous, `held_bytes` how much
+    host memory all take.
     """
 
     def __init__(

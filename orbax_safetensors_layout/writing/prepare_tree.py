@@ -98,7 +98,8 @@ class PreparedTree(NamedTuple):
             options = dataclasses.replace(options, dtype=None)
         parser = _Parser(options, shards, dtypes)
         node = encode_treedef(tree, parser.leaf)
-        parser.raise_problems()
+        if parser.problems:
+            raise SafetensorsLayoutError.collect(parser.problems, "leaves cannot be saved")
         if isinstance(node, Container) and not node.children:
             raise ValueError("Found an empty tree; there is nothing to save.")
         return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
@@ -171,7 +172,7 @@ class _Parser:
         self._may_pack = options.layout == "hf"  # pieces do not end on whole bytes
         self._shards = shards
         self._names: set[str] = set()
-        self._problems: list[SafetensorsLayoutError] = []
+        self.problems: list[SafetensorsLayoutError] = []
         self._stored: dict[tuple[np.dtype, bool], tuple[DType, str | None]] = {}
 
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
@@ -181,7 +182,7 @@ class _Parser:
         flaw = self._flaw(name, is_value)
         self._names.add(name)
         if flaw is not None:
-            self._problems.append(MismatchError(flaw, tensor=name, expected="one name a leaf"))
+            self.problems.append(MismatchError(flaw, tensor=name, expected="one name a leaf"))
             return TensorLeaf(name)
         if is_value:
             return ValueLeaf(value)
@@ -189,7 +190,7 @@ class _Parser:
             return self._tensor(name, value, dtype)
         except SafetensorsLayoutError as problem:
             problem.tensor = name
-            self._problems.append(problem)
+            self.problems.append(problem)
             return TensorLeaf(name)
 
     def _flaw(self, name: str, is_value: bool) -> str | None:
@@ -205,10 +206,6 @@ class _Parser:
         except UnicodeEncodeError:
             return "the name is not Unicode text"
         return None
-
-    def raise_problems(self) -> None:
-        if self._problems:
-            raise SafetensorsLayoutError.collect(self._problems, "leaves cannot be saved")
 
     def _tensor(self, name: str, value: Any, dtype: Any) -> TensorLeaf:
         kind: TensorKind = "jax"
