@@ -42,20 +42,20 @@ def seconds_text(seconds: float) -> str:
 
 def parse_size(text: str) -> int:
     """Return bytes from `5GB`, `2GiB` or a plain number; `ValueError` for anything else."""
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text!r} is no size; write for instance 5GB, 2GiB or 100MB/s")
-    number, prefix, binary = found.groups()
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write for instance 5GB, 2GiB or 100MB/s")
+    number, prefix, binary = match.groups()
     scale: int = (1024 if binary else 1000) ** _POWERS.get(prefix.upper(), 0)
     return round(float(number) * scale)
 
 
 def parse_seconds(text: str) -> float:
     """Return seconds from `20ms`, `10us` or `0.02`; `ValueError` for anything else."""
-    found = _SECONDS.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text!r} is no time; write for instance 20ms, 10us or 0.5s")
-    number, unit = found.groups()
+    match = _SECONDS.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time; write for instance 20ms, 10us or 0.5s")
+    number, unit = match.groups()
     return float(number) / _PER_SECOND[unit]
 
 

@@ -35,8 +35,8 @@ class Note(NamedTuple):
         is not believed.
         """
         try:
-            found = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
-            note = cls(found["finished"], found["made"], found["entries"])
+            noted = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+            note = cls(noted["finished"], noted["made"], noted["entries"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None  # nothing was noted, or a crash cut it off
         types = tuple(type(part) for part in note)
@@ -57,20 +57,20 @@ class Note(NamedTuple):
     def is_at(self, folder: str) -> bool:
         """Whether the folder that was about to be published is this one."""
         try:
-            found = _entries(folder)
+            entries = _entries(folder)
         except (OSError, ValueError):
             return False
-        return all(found.get(name) == entry for name, entry in self.entries.items())
+        return all(entries.get(name) == entry for name, entry in self.entries.items())
 
 
 def _entries(folder: str) -> dict[str, list[int]]:
     """Returns inodes, which a later folder may get again, so also sizes and times within it."""
-    found = {"": [os.stat(folder).st_ino]}
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            stat = entry.stat(follow_symlinks=False)
-            found[entry.name] = [stat.st_ino, stat.st_size, stat.st_mtime_ns]
-    return found
+    entries = {"": [os.stat(folder).st_ino]}
+    with os.scandir(folder) as files:
+        for file in files:
+            stat = file.stat(follow_symlinks=False)
+            entries[file.name] = [stat.st_ino, stat.st_size, stat.st_mtime_ns]
+    return entries
 
 
 def partial_folder(folder: str, purpose: str = "save") -> str:

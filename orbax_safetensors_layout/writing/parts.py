@@ -161,11 +161,11 @@ def _concatenated(members: Sequence[np.ndarray], start: int, stop: int) -> list[
     size = members[0].nbytes
     if not start and stop == size * len(members) and members[0].ndim:
         return [member.view(np.uint8) for member in members]
-    found: list[ByteBuffer] = []
+    buffers: list[ByteBuffer] = []
     for number in range(start // size, -(-stop // size)):
         low, high = max(start - number * size, 0), min(stop - number * size, size)
-        found.append(members[number].reshape(-1).view(np.uint8)[low:high])
-    return found
+        buffers.append(members[number].reshape(-1).view(np.uint8)[low:high])
+    return buffers
 
 
 def _width(members: Sequence[np.ndarray], part: FilePart) -> int:

@@ -175,7 +175,7 @@ def test_a_size_that_is_none_is_named(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["consolidate", "here", "--max-file-bytes", "much"])
     assert stopped.value.code == 2
-    assert "'much' is no size; write for instance 5GB" in capsys.readouterr().err
+    assert "'much' is not a size; write for instance 5GB" in capsys.readouterr().err
 
 
 def test_the_script_is_declared():

@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "a=4", "--spec", "nothing"], "is not a sharding rule"),
         (["--mesh", "a=4", "--spec", "( = a"], "is malformed"),
         (["--mesh", "a=4", "--spec", ".* = b"], "names 'b'; the mesh has the axes a"),
-        (["--mesh", "a=4", "--latency", "soon"], "is no time"),
+        (["--mesh", "a=4", "--latency", "soon"], "is not a time"),
         (["--mesh", "a=4", "--mapping", "unknown"], "there is no mapping 'unknown'"),
         (["--mesh", "a=4", "--mapping", "llama:maxtext-unsliced"], "cannot be 'unsliced'"),
         (["--mesh", "a=4", "--abstract", "nowhere:f"], "No module named 'nowhere'"),

@@ -10,6 +10,7 @@ from checkpoints import save
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.writing import appearance_rank
 
 TENSORS = {"w": np.arange(6, dtype=np.float32)}
 FILES = {"config.json": b'{"model_type": "llama"}', "tokenizer.model": b"\0\1"}
@@ -82,3 +83,9 @@ def test_in_a_bucket_too(tmp_path, model, kind):
         assert osl.load(place.url)["w"].tolist() == (TENSORS["w"] + 1).tolist()
         assert set(place.names()) == {"model.safetensors", MANIFEST, *FILES}
         assert {name: place.get(name) for name in FILES} == FILES
+
+
+def test_the_manifest_appears_first_and_the_index_last():
+    names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    names = ["orbax_safetensors_layout.json", *names, "config.json"]
+    assert [appearance_rank(name) for name in names] == [0, 1, 2, None]
