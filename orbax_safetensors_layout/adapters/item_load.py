@@ -103,12 +103,10 @@ def is_orbax_item(directory: _PathLike) -> bool:
 def check_remains(folder: _PathLike) -> None:
     """Refuses an item that this package saved and whose manifest or files are gone.
 
-    Without the manifest, what is left would load as a flat dict of some of the tensors. Published
-    weights have no manifest either: what nothing says that this package saved is loaded.
-
-    Raises:
-        InvalidManifestError: The item's own metadata say that there was more; or they are gone as
-            well, and the step's say that this package saved it, or are gone from a step of v1.
+    Without the manifest, the rest would load as a flat dict of some of the tensors. Published
+    weights have no manifest either, so an `InvalidManifestError` needs a sign: the item's own
+    metadata say that there was more; or they are gone as well, and the step's say that this package
+    saved it, or are gone from a step of v1.
     """
     path = ocp.path.Path(folder)
     has_manifest, has_data = (path / MANIFEST).exists(), is_safetensors_checkpoint(path)
@@ -139,10 +137,6 @@ def check_step(folder: _PathLike, *, has_layout: bool) -> None:
     """Refuses a step that Orbax lists, and of which nothing is left that can be read.
 
     With a layout the items are checked, too, which otherwise a handler does.
-
-    Raises:
-        CheckpointNotFoundError: It has no item.
-        InvalidManifestError: See `check_remains`.
     """
     path = ocp.path.Path(folder)
     if not path.is_dir() or is_safetensors_checkpoint(path):

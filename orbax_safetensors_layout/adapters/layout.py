@@ -127,9 +127,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     async def load_checkpointables(
         self, path: ocp.path.Path, abstract_checkpointables: Mapping[str, Any] | None = None
     ) -> Awaitable[dict[str, Any]]:
-        """Loads several checkpointables by name, one after the other; see `load`.
-
-        What other handlers saved in the same step, they load.
+        """Loads several checkpointables by name, each with the handler that saved it; see `load`.
 
         Raises:
             CheckpointNotFoundError: Some of the names are not there.
@@ -165,12 +163,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     ) -> Awaitable[None]:
         """Copies what this process writes to the host; files are written when awaited.
 
-        Every pytree becomes a folder of its own, as with `SafetensorsHandler`. What other
-        checkpointables have handlers for, is left to them.
-
-        Raises:
-            ValueError: A tree is an empty container.
-            SafetensorsLayoutError: Leaves that cannot be saved.
+        Every pytree becomes a folder of its own, as with `SafetensorsHandler`. Checkpointables
+        that others have handlers for are left to these.
         """
         context = _orbax.get_context()
         resolve, known = _orbax.resolve_handler_for_save, context.checkpointables.registry

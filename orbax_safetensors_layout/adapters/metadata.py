@@ -76,13 +76,7 @@ class CheckpointMetadata:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], mapping: LeafMapping | None) -> Self:
-        """Reads all headers.
-
-        Raises:
-            MappingError: The mapping does not fit.
-            CheckpointNotFoundError: There is no safetensors checkpoint at `path`.
-            FormatError: A header, the index or the manifest is malformed.
-        """
+        """Reads all headers; refuses an item of which a part is gone."""
         check_remains(path)
         with Catalog.open(path) as catalog:
             leaves = None

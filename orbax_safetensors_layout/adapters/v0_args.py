@@ -180,7 +180,9 @@ def _merge(leaf: Any, args: Any) -> Any:
         kind = jax.Array if hasattr(leaf, "sharding") else np.ndarray
     shape = getattr(args, "global_shape", None)
     dtype = args.dtype
-    sharding = _sharding(args)
+    sharding = getattr(args, "sharding", None)
+    if sharding is None and getattr(args, "mesh", None) is not None:
+        sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
     if _is_array_like(leaf):
         if prng.is_key(leaf):  # Orbax's arguments describe their data, and ask for no other dtype
             shape, dtype = None, leaf.dtype
@@ -196,13 +198,6 @@ def _merge(leaf: Any, args: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, np.ndarray) and shape is not None:
         return HostLeaf(tuple(shape), dtype)
     return args
-
-
-def _sharding(args: Any) -> Any:
-    sharding = getattr(args, "sharding", None)
-    if sharding is None and getattr(args, "mesh", None) is not None:
-        return jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
-    return sharding
 
 
 def _is_array_like(leaf: Any) -> bool:

@@ -64,8 +64,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
 
         Raises:
             ValueError: The tree is an empty container, or an option of Orbax's context is invalid.
-            SafetensorsLayoutError: Leaves that cannot be saved, or Orbax's context leaves out
-                some of the processes.
+            SafetensorsLayoutError: Leaves that cannot be saved, or processes that do not take part.
         """
         making = folders_being_made()
         async with abandoned_on_error(directory):

@@ -34,7 +34,6 @@ class Command:
     `plan` need no JAX.
 
     Attributes:
-        name: Its name.
         help: Its purpose, one line.
         description: Its purpose, a paragraph.
         examples: Command lines without the program's name.

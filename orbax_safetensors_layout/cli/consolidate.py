@@ -11,11 +11,10 @@ from .output import Output
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="the checkpoint")
-    parser.add_argument(
-        "target", nargs="?", help="the folder to write; by default the pieces are replaced"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
+    add = parser.add_argument
+    add("path", help="the checkpoint")
+    add("target", nargs="?", help="the folder to write; by default the pieces are replaced")
+    add("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
     add_max_file_bytes(parser, "most bytes of tensors in a file")
     add_memory_budget(parser, "host memory to use", default=None)
 

@@ -23,38 +23,37 @@ from .output import Output
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a safetensors folder or file, or what Orbax saved")
-    parser.add_argument("target", help="the folder to write")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", help="a safetensors folder or file, or what Orbax saved")
+    add("target", help="the folder to write")
+    add(
         "--format",
         choices=("hf", "sharded", "orbax"),
         help="of the target; default orbax for a Hugging Face source, hf for others",
     )
-    parser.add_argument(
+    add(
         "--step",
         type=int,
         metavar="N",
         help="a step of a CheckpointManager's directory; an Orbax target is then the same step",
     )
-    parser.add_argument("--item", metavar="NAME", help="an item of the source")
-    parser.add_argument(
-        "--subtree", metavar="NAME", help="convert a part of the tree, as params.params"
-    )
+    add("--item", metavar="NAME", help="an item of the source")
+    add("--subtree", metavar="NAME", help="convert a part of the tree, as params.params")
     add_mapping(parser, "names and shapes")
-    parser.add_argument(
+    add(
         "--config",
         metavar="FOLDER",
         help="of the model's config.json and tokenizer, for a ready mapping and to be put beside"
         " safetensors files; default SOURCE if it is of Hugging Face",
     )
-    parser.add_argument(
+    add(
         "--leave-out",
         action="append",
         metavar="GLOB",
         help="tensors of --config that no rule takes and that a model may be saved without, as"
         " 'vision_tower.*'; may be repeated",
     )
-    parser.add_argument("--dtype", help="write floating-point arrays in this dtype")
+    add("--dtype", help="write floating-point arrays in this dtype")
     add_mesh(
         parser,
         "store the shards of this mesh, axes outermost first: fsdp=16,tensor=4",
@@ -66,13 +65,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("zarr3", "version 2 of zarr in place of 3"),
         ("compression", "chunks as they are in place of zstd"),
     ):
-        parser.add_argument(f"--no-{name}", action="store_true", help=f"of Orbax: {effect}")
+        add(f"--no-{name}", action="store_true", help=f"of Orbax: {effect}")
     add_memory_budget(parser, "host memory to use, whatever the checkpoint's size; default 2GiB")
-    parser.add_argument("--no-verify", action="store_true", help="do not read back and compare")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
-    parser.add_argument(
-        "--restart", action="store_true", help="drop what an interrupted conversion has done"
-    )
+    add("--no-verify", action="store_true", help="do not read back and compare")
+    add("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
+    add("--restart", action="store_true", help="drop what an interrupted conversion has done")
 
 
 def _run(parsed: argparse.Namespace, output: Output) -> int:

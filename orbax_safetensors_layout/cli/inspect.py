@@ -28,20 +28,17 @@ _SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format")
+    add(
         "--filter",
         action="append",
         metavar="GLOB",
         help="only tensors that match, as 'model.layers.{0..3}.*'; may be given several times",
     )
-    parser.add_argument("--files", action="store_true", help="a row a file, not a row a tensor")
-    parser.add_argument(
-        "--all", action="store_true", help="a row for every tensor, also for those alike"
-    )
-    parser.add_argument("--sort", choices=[*_SORT_KEYS], help="default: the order of the files")
+    add("--files", action="store_true", help="a row a file, not a row a tensor")
+    add("--all", action="store_true", help="a row for every tensor, also for those alike")
+    add("--sort", choices=[*_SORT_KEYS], help="default: the order of the files")
     add_json(parser)
 
 

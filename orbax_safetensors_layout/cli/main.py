@@ -33,14 +33,10 @@ FINDING, MISUSE, NO_READER = 1, 2, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, with the process's own arguments by default; return the exit code.
 
-    Args:
-        arguments: The arguments; None takes the process's own.
-
-    Returns:
-        The exit code: the command's own, 0 or 1; 1 for an error of a checkpoint or the system; 2
-        for misuse; 130 when interrupted; 141 when the reader of stdout is gone.
+    That is the command's own, 0 or 1; 1 for an error of a checkpoint or the system; 2 for misuse;
+    130 when interrupted; 141 when the reader of stdout is gone.
     """
     parsed = parser().parse_args(arguments)
     verb: Command = parsed.verb

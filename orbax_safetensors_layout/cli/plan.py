@@ -33,7 +33,8 @@ _AUTO = ShardingRule(".*", None)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="?", help="a .safetensors file, or a folder of them")
+    add = parser.add_argument
+    add("path", nargs="?", help="a .safetensors file, or a folder of them")
     add_mesh(
         parser,
         "axes of the mesh, outermost first: fsdp=64,tensor=4",
@@ -43,28 +44,28 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         " line",
     )
     add_mapping(parser, "load through this")
-    parser.add_argument(
+    add(
         "--abstract",
         metavar="MODULE:FUNCTION",
         help="load the abstract tree that this function returns; its shardings count where it"
         " has some",
     )
-    parser.add_argument("--concurrency", type=int, metavar="N", help="requests at once")
-    parser.add_argument("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
-    parser.add_argument(
+    add("--concurrency", type=int, metavar="N", help="requests at once")
+    add("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
+    add(
         "--bandwidth",
         type=argument(parse_size),
         help="of one stream, as 500MB/s, 2GiB/s; says with --latency which gaps are read through",
     )
-    parser.add_argument(
+    add(
         "--host-bandwidth",
         type=argument(parse_size),
         help="of a host with all its streams, for the estimated time; default: local files one"
         " stream's, else all streams', at most 25 Gbit/s",
     )
     add_memory_budget(parser)
-    parser.add_argument("--top", type=int, default=5, help="how many costly tensors to name")
-    parser.add_argument(
+    add("--top", type=int, default=5, help="how many costly tensors to name")
+    add(
         "--compare",
         action="append",
         default=[],
@@ -72,7 +73,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another plan beside this one: the options that differ, as '--mesh fsdp=256'; a path"
         " is another layout. May be repeated",
     )
-    parser.add_argument(
+    add(
         "--save",
         nargs="?",
         const="hf",
@@ -81,10 +82,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan a save of the same tensors, in layout hf (default) or sharded",
     )
     add_max_file_bytes(parser, "of a save: most bytes of tensors in a file")
-    parser.add_argument("--plot", metavar="PNG", help="draw which host reads what (needs [plot])")
-    parser.add_argument(
-        "--plot-files", default="*", metavar="GLOB", help="draw only files of such names"
-    )
+    add("--plot", metavar="PNG", help="draw which host reads what (needs [plot])")
+    add("--plot-files", default="*", metavar="GLOB", help="draw only files of such names")
     add_json(parser)
 
 

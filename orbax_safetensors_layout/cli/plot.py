@@ -22,10 +22,8 @@ _LEAST_NAMED = 0.02  # of the width, for a tensor's name
 def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     """Draw an estimate: above the bytes that the shards need, below those that are read.
 
-    Args:
-        estimate: The estimate; not of a tree or of pieces, whose hosts are planned one by one.
-        path: The picture to write, in the format of its ending.
-        files: Pattern of the names of the files to draw.
+    Not of a tree or of pieces, whose hosts are planned one by one. The picture at `path` has the
+    format of its ending; `files` is a pattern of the names of the files to draw.
     """
     if estimate.fleet is None:
         raise UsageError("--plot draws loads of plain tensors that are stored whole")

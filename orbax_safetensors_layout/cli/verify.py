@@ -20,19 +20,12 @@ from .output import Output
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format"
-    )
-    parser.add_argument(
-        "--against", metavar="OTHER", help="compare with this checkpoint, bit by bit"
-    )
+    add = parser.add_argument
+    add("path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format")
+    add("--against", metavar="OTHER", help="compare with this checkpoint, bit by bit")
     add_mapping(parser, "what the tensors of PATH are made of in OTHER")
-    parser.add_argument(
-        "--subtree", metavar="NAME", help="compare a part of PATH's tree, as params.params"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="do not hold files against their checksums"
-    )
+    add("--subtree", metavar="NAME", help="compare a part of PATH's tree, as params.params")
+    add("--quick", action="store_true", help="do not hold files against their checksums")
     add_memory_budget(parser)
     add_json(parser)
 
