@@ -70,7 +70,7 @@ class HostRate(NamedTuple):
 class LeafCost(NamedTuple):
     """The cost of one leaf, read by itself, to the process that it costs most.
 
-    `needed_bytes` are those of its shards; `spec` is None where its sharding is no known spec.
+    `needed_bytes` are those of its shards; `spec` is None for other shardings.
     """
 
     name: str

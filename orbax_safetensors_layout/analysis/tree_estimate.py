@@ -65,14 +65,8 @@ def estimate_tree(
 ) -> ClusterEstimate:
     """Estimates the cost of loading a tree; see `estimate`.
 
-    Args:
-        path: The checkpoint.
-        grid: The devices and processes.
-        rules: How leaves are sharded that have no sharding of their own.
-        mapping: As for `load`.
-        abstract: The tree; None takes all that the mapping makes, or all tensors.
-        options: As for `load`.
-        host_bandwidth: Bytes per second that a host reaches; see `HostRate.of`.
+    Without `abstract` the tree is all that the mapping makes, or all tensors; `rules` shard leaves
+    that have no sharding of their own.
 
     Raises:
         ValueError: A rule, or the mesh of a leaf, does not fit the mesh.

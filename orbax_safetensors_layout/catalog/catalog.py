@@ -87,18 +87,15 @@ class Catalog:
         concurrency: int | None = None,
         retries: RetryPolicy | None = None,
     ) -> Self:
-        """Opens a checkpoint.
+        """Opens a `.safetensors` file or a folder.
 
         In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
         only other `*.safetensors.index.json`: files that it does not name are ignored. Without an
         index all `.safetensors` files directly in the folder count, and all headers are read. Of a
         step that Orbax made, the only item of safetensors files is opened, or `default` or `state`.
 
-        Args:
-            path: A `.safetensors` file, or a folder.
-            storage: Its storage; None opens the one that `path` names, which `close` closes.
-            concurrency: Headers fetched at once; None takes the storage class's default.
-            retries: How long requests are tried, if `open` opens the storage; None is the default.
+        Without a `storage` the one that `path` names is opened, with `retries`, and closed by
+        `close`. `concurrency` is of headers; by default the storage class's.
 
         Raises:
             CheckpointNotFoundError: `path` has no `.safetensors` file.
@@ -244,12 +241,7 @@ class Catalog:
         return self._manifest
 
     def metadata(self) -> dict[str, str]:
-        """Return the `__metadata__` strings of all files; the first file's, in sorted order, win.
-
-        Raises:
-            FormatError: A header is malformed.
-            StorageError: A read failed.
-        """
+        """Return the `__metadata__` strings of all files; the first file in sorted order wins."""
         headers = self._headers.fetch(self.files)
         if self._pieces is not None and self._manifest is not None:
             return dict(self._manifest.metadata)

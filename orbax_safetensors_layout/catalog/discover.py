@@ -86,13 +86,11 @@ class CheckpointRef(NamedTuple):
 
 
 class Discovery(NamedTuple):
-    """The files of a checkpoint.
+    """The files of a checkpoint, and its index or manifest.
 
     Attributes:
         path: The file or folder that holds it.
         files: Paths of the `.safetensors` files.
-        weights: The index of Hugging Face, if it has one.
-        manifest_file: Path of the manifest, if it has one.
         manifest: The manifest, if it was read to know the files.
     """
 

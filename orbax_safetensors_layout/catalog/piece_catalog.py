@@ -39,13 +39,9 @@ def check_save(save_id: str, file: str, header: Header) -> None:
 
 
 class PieceCatalog:
-    """The places of the pieces of tensors.
+    """The places of the pieces of tensors, in files of these paths, whose headers `fetch` returns.
 
-    Args:
-        stored: The boxes and files.
-        files: Path of each of `stored.files`.
-        fetch: Returns the headers of some of them.
-        dtypes: Dtypes of tensors whose sub-byte elements are stored one a byte.
+    `dtypes` are those of tensors whose sub-byte elements are stored one a byte.
     """
 
     def __init__(

@@ -191,11 +191,8 @@ def chunk_bytes(reader: CheckpointReader, array: SourceArray) -> int:
 class SafetensorsReader:
     """A safetensors checkpoint of either layout.
 
-    Args:
-        path: A folder or a file.
-        options: How to read: memory, cost model, retries.
-        mapping: What makes the arrays of the tensors, in place of these.
-        is_flat: The tree is a flat dict by the names of the tensors, whatever was saved.
+    `mapping` makes its arrays of the tensors, in place of these; with `is_flat` its tree is a flat
+    dict by the names of the tensors, whatever was saved.
     """
 
     def __init__(

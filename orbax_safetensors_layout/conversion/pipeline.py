@@ -72,9 +72,7 @@ class Conversion:
 
     Attributes:
         arrays: The arrays of the source by name.
-        folder: The target's folder.
         options: Memory, progress, and whether to compare at the end.
-        block_bytes: From `conversion_block_bytes`.
         restart: Drop what an interrupted run has done.
         arguments: What distinguishes this conversion from others of the same source and target, to
             be compared by `repr`.

@@ -40,12 +40,10 @@ class NewTensor(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """One new file.
+    """One new file of `size` bytes.
 
-    Attributes:
-        header: Its first bytes: the length, the JSON and the padding.
-        tensors: The tensors' places, in the order of the file's bytes; `file` is the file's name.
-        size: Size of the whole file in bytes.
+    The header is the length, the JSON and the padding; the tensors are in the order of the file's
+    bytes, and their `file` is its name.
     """
 
     header: bytes

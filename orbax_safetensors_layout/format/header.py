@@ -63,13 +63,9 @@ class TensorEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """A validated header: its tensors tile the file's data without gap or overlap.
+    """A validated header: its tensors tile the file's data, from byte `data_start` on, exactly.
 
-    Attributes:
-        tensors: Name to entry, in the order of the file's bytes.
-        metadata: The `__metadata__` strings.
-        data_start: The file offset, in bytes, where the first tensor begins.
-        file_size: Size of the file in bytes.
+    `tensors` are in the order of the file's bytes; `metadata` are the `__metadata__` strings.
     """
 
     file: str

@@ -20,13 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightIndex:
-    """A validated index.
-
-    Attributes:
-        weight_map: Tensor name to the name of its file, relative to the index's folder, in the
-            order of the index.
-        metadata: Its `metadata`, for instance `{"total_size": 123}`.
-    """
+    """A validated index: tensor name to its file's, relative to the index's folder, in order."""
 
     weight_map: dict[str, str]
     metadata: dict[str, object]

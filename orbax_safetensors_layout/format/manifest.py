@@ -33,12 +33,12 @@ class Manifest:
     """A validated manifest.
 
     Attributes:
-        layout: How the tensors are stored: `hf` whole, `sharded` in pieces.
+        layout: `hf` for tensors stored whole, `sharded` for pieces.
         tree: The tree with its leaves; None where only a flat dict of tensors is known.
         shardings: The shardings that leaves refer to by number.
         metadata: Custom metadata, strings; they are in the tensor files' headers as well.
         custom: Custom metadata, any JSON value.
-        pieces: Where the pieces are, in layout `sharded`.
+        pieces: The pieces, in layout `sharded`.
     """
 
     layout: Layout

@@ -54,7 +54,7 @@ class StoredPieces:
         files: File names, relative to the folder.
         classes: Lists of boxes; tensors of equal shape and sharding share one. The distinct boxes
             of a class cover the shape exactly; a box that occurs several times is in several files.
-        tensors: Tensor name to its dtype, shape and class.
+        tensors: The tensors by name.
         save_id: The id in the files' headers; None if the save had none.
     """
 
