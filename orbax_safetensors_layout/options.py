@@ -387,4 +387,4 @@ def _check_metadata(kind: str, metadata: Any) -> None:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"{kind}.metadata: {text!r} is no text.") from error
+                raise ValueError(f"{kind}.metadata: {text!r} is not Unicode text.") from error

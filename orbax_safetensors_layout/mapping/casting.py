@@ -179,7 +179,7 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
         kept = False
     if not kept:
         raise DtypeMismatchError(
-            f"the value is no {kind.__name__}",
+            f"the value is not of type {kind.__name__}",
             file=subject.file,
             tensor=subject.name,
             expected=kind.__name__,

@@ -111,7 +111,7 @@ def _attribute(module: ModuleType, where: str, attribute: str, config: Config | 
     mapping = value(config) if callable(value) else value
     if not isinstance(mapping, Mapping):
         raise MappingError(
-            f"{where}:{attribute} is no mapping",
+            f"{where}:{attribute} is not a mapping",
             expected="an osl.Mapping, or a function that makes one of a checkpoint's path",
             found=type(mapping).__name__,
         )

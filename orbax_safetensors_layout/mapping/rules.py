@@ -300,7 +300,7 @@ def check_mapping(mapping: object) -> None:
     """Refuses an argument that is not a mapping."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
-            f"mapping={mapping!r} is no osl.Mapping; a ready one is"
+            f"mapping={mapping!r} is not an osl.Mapping; a ready one is"
             " osl.families.mapping(path, target=...)"
         )
 

@@ -230,9 +230,9 @@ def test_an_error_of_a_function_names_the_leaf(path):
 
 
 def test_a_name_is_no_mapping(tmp_path, path):
-    with pytest.raises(TypeError, match=r"mapping='llama:plain' is no osl.Mapping"):
+    with pytest.raises(TypeError, match=r"mapping='llama:plain' is not an osl.Mapping"):
         osl.load(path, mapping="llama:plain")
-    with pytest.raises(TypeError, match=r"is no osl\.Mapping"):
+    with pytest.raises(TypeError, match=r"is not an osl\.Mapping"):
         osl.save(tmp_path / "out", {"a": np.ones(2)}, mapping="llama:plain")
 
 

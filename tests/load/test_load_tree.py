@@ -273,7 +273,7 @@ def test_a_leaf_that_says_nothing_is_refused(path):
 
 
 def test_a_tensor_is_no_string(path):
-    with pytest.raises(osl.DtypeMismatchError, match="the value is no str"):
+    with pytest.raises(osl.DtypeMismatchError, match="the value is not of type str"):
         osl.load(path, {"step": "a string"})
 
 

@@ -528,7 +528,7 @@ THREE_LAYERS = {
         ("mixtral", {}, {"target": "tunix"}, "no ready mapping from mixtral to tunix"),
         ("llama", {}, {"target": "tunix", "scan": True}, "tunix has no models with stacked"),
         ("llama", {}, {"scan_axis": -1}, "scan_axis=-1 must be 0 or more"),
-        ("llama", {}, {"dtype": "float3"}, "'float3' is no dtype"),
+        ("llama", {}, {"dtype": "float3"}, "'float3' is not a dtype"),
         ("qwen3_moe_mixed", {}, {"target": "maxtext"}, "layers are partly dense"),
         ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
         ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "joins two layers to one"),

@@ -62,7 +62,7 @@ WRONG = {
         lambda: osl.opaque(abs, W, shape=4, dtype="float32"),
     ],
     "opaque takes a function": [lambda: osl.opaque(None, W, shape=(4,), dtype="float32")],
-    "no dtype": [
+    "not a dtype": [
         lambda: osl.fill((2,), 1, None),
         lambda: osl.opaque(abs, W, shape=(4,), dtype=None),
         lambda: osl.dequantize_block(W, W, dtype=None),
@@ -111,7 +111,7 @@ def test_arguments_are_refused_by_name(what):
 def test_values_that_a_dtype_does_not_hold_are_refused(name, value):
     dtype = FACTS[name][1]
     for expr in (osl.tensor(name).pad(0, 1, 1, value=value), osl.fill((2,), value, dtype)):
-        with pytest.raises(MappingError, match=r" is no "):
+        with pytest.raises(MappingError, match=r" is not a value of "):
             bound(expr)
 
 

@@ -143,7 +143,10 @@ def test_malformed_rearrange(pattern, problem):
         (X.pad(3, 1, 1), "needs an axis 3"),
         (X.repeat(-3, 2), "needs an axis -3"),
         (X.rearrange("a b c -> c b a"), "the pattern has 3 axes, the shape 2"),
-        (X.rearrange("(h d) e -> e h d", d=4), "axis 0 has extent 6, which is no multiple of d=4"),
+        (
+            X.rearrange("(h d) e -> e h d", d=4),
+            "axis 0 has extent 6, which is not a multiple of d=4",
+        ),
         (X.rearrange("(h d) e -> e h d"), "the sizes of 'h' and 'd'.* are not known"),
         (X.rearrange("a b -> b a", b=3), "axis 1 has extent 4, which is not b=3"),
         (X.rearrange("a 1 -> a"), "axis 1 has extent 4, which is not 1"),
@@ -153,8 +156,8 @@ def test_malformed_rearrange(pattern, problem):
         (X.cast("int8").scale(0.5), "an integer tensor cannot hold the constant"),
         (X.cast("int8").add(300), "an integer tensor cannot hold the constant"),
         (X.cast("int8").add(1 << 70), "an integer tensor cannot hold the constant"),
-        (X.cast("int8").pad(0, 1, 1, 0.5), "0.5 is no int8"),
-        (X.pad(0, 1, 1, "a"), "'a' is no float32"),
+        (X.cast("int8").pad(0, 1, 1, 0.5), "0.5 is not a value of int8"),
+        (X.pad(0, 1, 1, "a"), "'a' is not a value of float32"),
         (X.cast("bool").add(1), "has no numeric meaning"),
         (X.cast("complex64").cast("float32"), "would drop the imaginary part"),
         (tensor("z"), "there is no tensor 'z'"),
@@ -174,7 +177,7 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
         expr.bind({"i": "3"}, {"layers.3.q": ((6, 4), F32)})
     assert str(caught.value) == (
         "tensor('layers.{i}.q').rearrange('(h d) e -> e h d', d=5), given shape [6, 4] float32 of"
-        " 'layers.3.q': axis 0 has extent 6, which is no multiple of d=5."
+        " 'layers.3.q': axis 0 has extent 6, which is not a multiple of d=5."
     )
 
 
@@ -184,13 +187,13 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
         (lambda: X.slice(0, 0, 1, 0), "step cannot be 0"),
         (lambda: X.pad(0, -1, 0), "must not be negative"),
         (lambda: X.repeat(0, 0), "less than once"),
-        (lambda: X.cast("float17"), "'float17' is no dtype"),
+        (lambda: X.cast("float17"), "'float17' is not a dtype"),
         (lambda: X.rearrange("a -> a", d=3), "has no d"),
         (lambda: tensor("a.{"), "a wildcard is written as"),
         (lambda: tensor("a.{}"), "a wildcard is written as"),
         (lambda: tensor("a.{i.j}"), "a wildcard is written as"),
-        (lambda: fill((2, -1), 0, "int8"), r"\(2, -1\) is no shape"),
-        (lambda: X.rearrange("(h d) -> h d", d=-4), "d=-4 is no size"),
+        (lambda: fill((2, -1), 0, "int8"), r"\(2, -1\) is not a shape"),
+        (lambda: X.rearrange("(h d) -> h d", d=-4), "d=-4 is not a size"),
         (lambda: concat([], 0), "nothing to concatenate"),
         (lambda: concat([X, "y"], 0), r"concat takes expressions.*Did you mean osl.tensor\('y'\)"),
         (lambda: stack("y.{i}", "i"), "stack takes expressions"),

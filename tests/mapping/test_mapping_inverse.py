@@ -398,7 +398,7 @@ def test_shapes_that_leaves_do_not_tell():
         save(rule("a", tensor("x")), rule("b", tensor("x")), a=(3,), b=(4,))
     with pytest.raises(MappingError, match=r"leaf 'a': stack\(.*: it has 2 indices, the leaf 3"):
         save(rule("a", stack(tensor("x.{i}"), "i", indices=[0, 4])), a=(3, 2))
-    with pytest.raises(MappingError, match="axis 1 has extent 9, which is no multiple of d=4"):
+    with pytest.raises(MappingError, match="axis 1 has extent 9, which is not a multiple of d=4"):
         save(rule("a", tensor("x").rearrange("h d e -> e (h d)", d=4)), a=(2, 9))
 
 

@@ -283,7 +283,7 @@ def test_everything_wrong_in_one_error():
         " order: transpose, rearrange, or stack along another one.",
         *(
             f"  - leaf 'blocks.{i}.up': {up}, given shape [64, 16] float32 of"
-            f" 'model.layers.{i}.up.weight': axis 0 has extent 64, which is no multiple of d=48."
+            f" 'model.layers.{i}.up.weight': axis 0 has extent 64, which is not a multiple of d=48."
             for i in range(3)
         ),
         "  - 3 more like it (rule 'blocks.{i}.up').",

@@ -86,7 +86,7 @@ def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> 
         size = quotient(extent, rest)
         if size is None or (not unknown and size != Extent(1) and size.exact):
             known = " * ".join(f"{name}={extents[name]}" for name in group if name in extents)
-            problem = f"is no multiple of {known}" if unknown else f"is not {known or 1}"
+            problem = f"is not a multiple of {known}" if unknown else f"is not {known or 1}"
             raise MappingError(f"axis {axis} has extent {extent}, which {problem}")
         if unknown:
             extents[unknown[0]] = size

@@ -258,7 +258,7 @@ def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
     """Check a shape that a user gives."""
     extents = integers(shape, "a shape")
     if min(extents, default=0) < 0:
-        raise MappingError(f"{extents} is no shape")
+        raise MappingError(f"{extents} is not a shape")
     return extents
 
 

@@ -70,7 +70,7 @@ class Rearrange:
         }
         negative = [f"{name}={n}" for name, n in checked.items() if n < 0]
         if negative:
-            raise MappingError(f"rearrange: {', '.join(negative)} is no size")
+            raise MappingError(f"rearrange: {', '.join(negative)} is not a size")
         return cls(text, tuple(sorted(checked.items())), pattern)
 
     def __str__(self) -> str:
@@ -240,15 +240,14 @@ def axis_of(op: object, axis: int, rank: int) -> int:
 
 def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a value as a scalar of a dtype, which must hold it."""
+    problem = f"{short_repr(value)} is not a value of {dtype.name}"
     if isinstance(value, complex | np.complexfloating) and (dtype.kind == "c" or not value.imag):
         held = np.asarray(value if dtype.kind == "c" else value.real)
     else:
-        held = np.asarray(
-            argument_checks.number(value, f"{short_repr(value)} is no {dtype.name}; a value")
-        )
+        held = np.asarray(argument_checks.number(value, f"{problem}: pad or fill"))
     result, kept = to_whole(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
     if not np.all(kept) or (np.isfinite(held) and not np.isfinite(result)):
-        raise MappingError(f"{short_repr(value)} is no {dtype.name}")
+        raise MappingError(problem)
     return result[()]
 
 

@@ -26,9 +26,9 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         known: np.dtype[Any] = np.dtype([] if dtype is None else dtype)  # None would be float64
     except (TypeError, ValueError) as error:
-        raise MappingError(f"{dtype!r} is no dtype") from error
+        raise MappingError(f"{dtype!r} is not a dtype") from error
     if not is_number(known):
-        raise MappingError(f"{dtype!r} is no dtype of numbers")
+        raise MappingError(f"{dtype!r} is not a dtype of numbers")
     return known.newbyteorder("=")
 
 

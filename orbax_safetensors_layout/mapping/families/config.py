@@ -39,7 +39,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"cannot read a model's configuration: {error}", file=file) from error
     if not isinstance(config, dict):
-        raise FormatError("a model's configuration is no JSON object", file=file)
+        raise FormatError("a model's configuration is not a JSON object", file=file)
     return config
 
 
@@ -89,7 +89,11 @@ class Section:
         if not isinstance(values, Mapping):
             raise MappingError(
                 f"the configuration of a {model} model"
-                + (f" has a {path.rstrip('.')!r} that is no object" if path else " is no object"),
+                + (
+                    f" has a {path.rstrip('.')!r} that is not an object"
+                    if path
+                    else " is not an object"
+                ),
                 expected="a JSON object, as a dict",
                 found=short_repr(values),
             )
