@@ -16,7 +16,7 @@ from orbax_safetensors_layout.errors import redact_urls
 from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
-from orbax_safetensors_layout.plan import ScatterPlan, WritePlan
+from orbax_safetensors_layout.plan import MappedTensors, WritePlan, array_sources, leaf_sources
 from orbax_safetensors_layout.reading import DistributedStore
 from orbax_safetensors_layout.runtime import (
     Fingerprint,
@@ -158,7 +158,7 @@ class PreparedSave:
     values: HostValues
     manifest: Manifest | None
     options: WriteOptions
-    mapped: ScatterPlan | None = None
+    mapped: MappedTensors | None = None
     pieces: tuple[Storage, str] | None = None
 
     @classmethod
@@ -201,8 +201,13 @@ class PreparedSave:
         """Brings what this process writes to the host, as far as the memory budget allows."""
         parts = [part for file in self.plan.writes() for part in file.parts]
         if self.mapped is not None and self.plan.stored is None:
-            boxes = {(p.leaf, p.held) for parts in self.mapped.parts.values() for p in parts}
-            parts = [self.values.box_part(leaf, held) for leaf, held in sorted(boxes)]
+            expressions, held = self.mapped
+            taken = {name for expr in expressions.values() for name in expr.sources()}
+            parts = [
+                self.values.box_part(leaf, box)
+                for leaf, box in held.values()
+                if self.plan.leaves[leaf].tensor.name in taken
+            ]
         self.values.capture(parts, self.options.memory_budget_bytes)
 
     def wait_captured(self, timeout_seconds: float | None = None) -> bool:
@@ -250,13 +255,16 @@ class PreparedSave:
                 with folder.step("writing shards"):
                     write_parts(folder, plan, self.values, progress)
                 with folder.step("putting files together"):
-                    pieces: Catalog | None = None
-                    if plan.stored is not None:
+                    if plan.exchanges and plan.stored is not None:
                         pieces = Catalog.of_pieces(*self.pieces or (storage, path), plan.stored)
-                    if self.mapped is not None:
-                        write_mapped(folder, plan, self.mapped, self.values, pieces, progress)
-                    elif pieces is not None and plan.exchanges:
-                        assemble_files(folder, plan, pieces, progress)
+                        sources = (
+                            array_sources(pieces, None)
+                            if self.mapped is None
+                            else leaf_sources(pieces, self.mapped.expressions)
+                        )
+                        assemble_files(folder, plan, pieces.storage, sources, progress)
+                    elif self.mapped is not None:
+                        write_mapped(folder, self.mapped, self.values, progress)
                     folder.leave_digests()
         finally:
             folder.close()

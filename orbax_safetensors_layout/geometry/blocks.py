@@ -26,12 +26,6 @@ def cut(
         order: The axes that may be cut, first those that are cut first; by default all, the
             outermost first, so that each box is as contiguous as it can be.
         chunk: Shape of a chunk, by default of one element; the last along an axis may be smaller.
-
-    Example:
-        >>> [box.shape for box in cut((8, 4), 1, 16, chunk=(2, 2))]
-        [(4, 4), (4, 4)]
-        >>> [box.shape for box in cut((2, 4, 4), 1, 8, (0, 2))]
-        [(1, 4, 2), (1, 4, 2), (1, 4, 2), (1, 4, 2)]
     """
     chunk = chunk or [1] * len(shape)
     order = range(len(shape)) if order is None else order
@@ -49,30 +43,18 @@ def cut(
 
 
 def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1) -> Iterator[Box]:
-    """Yields boxes that are contiguous in a row-major array, in its order.
+    """Yields boxes of up to `most_bytes` that are contiguous in a row-major array, in its order.
 
-    Args:
-        shape: The array's shape.
-        bits: Bits of an element.
-        most_bytes: Their largest size, as far as a single row allows.
-        group: The number of elements before each is a multiple of this.
-
-    Example:
-        >>> [box.shape for box in row_blocks((5, 4), 8, 8)]
-        [(2, 4), (2, 4), (1, 4)]
+    A single row may be larger. The number of elements, of `bits` each, before a box is a multiple
+    of `group`.
     """
     if 0 not in shape:
-        whole = Tile(Box.whole(shape), (1,) * len(shape), (0,))
-        yield from (slab.box for slab in whole.slabs(max(1, most_bytes * 8 // bits), group))
+        slabs = Tile.alone(Box.whole(shape)).slabs(max(1, most_bytes * 8 // bits), group)
+        yield from (slab.box for slab in slabs)
 
 
 def chunk_parts(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
-    """Yields the part of a box that lies in each chunk of this shape.
-
-    Example:
-        >>> [(part.start, part.stop) for part in chunk_parts(Box((1,), (5,)), (2,))]
-        [((1,), (2,)), ((2,), (4,)), ((4,), (5,))]
-    """
+    """Yields the part of a box that lies in each chunk of this shape."""
     edges = []
     for low, high, step in zip(box.start, box.stop, chunk, strict=True):
         first = low - low % max(1, step)

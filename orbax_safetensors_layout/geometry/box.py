@@ -12,12 +12,7 @@ import numpy as np
 
 
 class Box(NamedTuple):
-    """A half-open region `start[d] <= index[d] < stop[d]` of an array.
-
-    Example:
-        >>> Box((0, 2), (4, 6)).shape
-        (4, 4)
-    """
+    """A half-open region `start[d] <= index[d] < stop[d]` of an array."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -43,40 +38,25 @@ class Box(NamedTuple):
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common region, or None.
-
-        Example:
-            >>> Box((0,), (4,)).intersect(Box((2,), (9,)))
-            Box(start=(2,), stop=(4,))
-        """
+        """Return the common region, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def along(self, axis: int, start: int, stop: int) -> Box:
-        """The region with other bounds along one dimension."""
+        """Return the region with other bounds along one dimension."""
         return Box(
             (*self.start[:axis], start, *self.start[axis + 1 :]),
             (*self.stop[:axis], stop, *self.stop[axis + 1 :]),
         )
 
     def within(self, outer: Box) -> Box:
-        """Return the region relative to one that contains it.
-
-        Example:
-            >>> Box((3,), (4,)).within(Box((2,), (9,)))
-            Box(start=(1,), stop=(2,))
-        """
+        """Return the region relative to one that contains it."""
         start = tuple(map(operator.sub, self.start, outer.start))
         return Box(start, tuple(map(operator.sub, self.stop, outer.start)))
 
     def shifted(self, offset: Sequence[int]) -> Box:
-        """Return the region moved along each dimension.
-
-        Example:
-            >>> Box((3,), (4,)).shifted((2,))
-            Box(start=(5,), stop=(6,))
-        """
+        """Return the region moved along each dimension."""
         start = tuple(map(operator.add, self.start, offset))
         return Box(start, tuple(map(operator.add, self.stop, offset)))
 
@@ -100,12 +80,17 @@ class Tile(NamedTuple):
     grid: tuple[int, ...]
     members: tuple[int, ...]
 
+    @classmethod
+    def alone(cls, box: Box, member: int = 0) -> Tile:
+        """Return the tile of one box."""
+        return cls(box, (1,) * len(box.start), (member,))
+
     @property
     def member_shape(self) -> tuple[int, ...]:
         """Shape of one member box."""
         return tuple(n // g for n, g in zip(self.box.shape, self.grid, strict=True))
 
-    def slabs(self, most: int, group: int = 1) -> Iterator[Tile]:
+    def slabs(self, most: int, group: int = 1, axes: Sequence[int] | None = None) -> Iterator[Tile]:
         """Yields regions that are contiguous in a row-major array of the tile, in its order.
 
         Each consists of regions of the same shape of its members, which may be larger.
@@ -113,12 +98,13 @@ class Tile(NamedTuple):
         Args:
             most: Most elements of a slab, as far as `group` allows.
             group: The number of elements before each is a multiple of this.
-
-        Example:
-            >>> halves = Tile(Box((0, 0), (4, 6)), (2, 2), (0, 1, 2, 3))
-            >>> [(slab.box.start, slab.box.stop, slab.members) for slab in halves.slabs(12)]
-            [((0, 0), (2, 6), (0, 1)), ((2, 0), (4, 6), (2, 3))]
+            axes: The order of the array's axes, as `numpy.transpose`.
         """
+        if axes is not None:
+            back = sorted(range(len(axes)), key=axes.__getitem__)
+            for slab in self._permuted(axes).slabs(most, group):
+                yield slab._permuted(back)
+            return
         shape, member = self.box.shape, self.member_shape
         axis = 0
         while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) > most:
@@ -144,8 +130,7 @@ class Tile(NamedTuple):
                         tuple(numbers[(*cells, cell)].ravel().tolist()),
                     )
 
-    def permuted(self, axes: Sequence[int]) -> Tile:
-        """Return the tile with its dimensions in another order, as `numpy.transpose`."""
+    def _permuted(self, axes: Sequence[int]) -> Tile:
         start, stop = self.box.start, self.box.stop
         box = Box(tuple(start[axis] for axis in axes), tuple(stop[axis] for axis in axes))
         members = np.array(self.members).reshape(self.grid).transpose(axes)
@@ -167,15 +152,14 @@ def tile(boxes: Sequence[Box]) -> list[Tile]:
 
     Boxes are merged greedily, innermost dimension first, so that the result is as contiguous in a
     row-major file as it can be. Boxes of other shapes, and boxes that overlap, are not merged.
-
-    Example:
-        >>> tile([Box((0, 0), (4, 2)), Box((0, 2), (4, 4))])
-        [Tile(box=Box(start=(0, 0), stop=(4, 4)), grid=(1, 2), members=(0, 1))]
     """
     rank = len(boxes[0].start) if boxes else 0
     # A partial merge is (start, grid); the member shape is the group's.
     tiles: list[Tile] = []
-    for shape, group in _by_shape(boxes):
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, box in enumerate(boxes):
+        groups.setdefault(box.shape, []).append(i)
+    for shape, group in groups.items():
         numbers = {boxes[i].start: i for i in group}
         merged = [(boxes[i].start, (1,) * rank) for i in group]
         if len(numbers) == len(group) and all(shape) and not _overlap(shape, list(numbers)):
@@ -200,14 +184,8 @@ def cover(boxes: Sequence[Box], whole: Box, most_corners: int | None = None) -> 
 
     Args:
         boxes: The boxes; empty ones do not count.
-        whole: What they should cover.
+        whole: The box to cover.
         most_corners: Bound on the work: False where there are more corners.
-
-    Example:
-        >>> cover([Box((0,), (2,)), Box((2,), (3,))], Box((0,), (3,)))
-        True
-        >>> cover([Box((0,), (2,)), Box((1,), (2,))], Box((0,), (3,)))
-        False
     """
     if not whole.size:
         return all(whole.contains(box) for box in boxes)
@@ -232,13 +210,6 @@ def cover(boxes: Sequence[Box], whole: Box, most_corners: int | None = None) -> 
     return not sums.any()
 
 
-def _by_shape(boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, box in enumerate(boxes):
-        groups.setdefault(box.shape, []).append(i)
-    return iter(groups.items())
-
-
 def _overlap(shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> bool:
     """Return whether equal boxes at distinct `starts` overlap; those of a grid never do."""
     on_grid = all(
@@ -247,8 +218,8 @@ def _overlap(shape: tuple[int, ...], starts: list[tuple[int, ...]]) -> bool:
         for a, b, n in zip(start, starts[0], shape, strict=True)
     )
     return not on_grid and any(
-        all(abs(a - b) < n for a, b, n in zip(one, two, shape, strict=True))
-        for one, two in itertools.combinations(starts, 2)
+        all(abs(a - b) < n for a, b, n in zip(*pair, shape, strict=True))
+        for pair in itertools.combinations(starts, 2)
     )
 
 

@@ -89,12 +89,7 @@ def unpack_bits(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
 
 
 def pack_bits(elements: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """Return the inverse of `unpack_bits`: elements that fill whole bytes, one a byte, packed.
-
-    Example:
-        >>> pack_bits(np.array([1, 2, 3, 4], np.uint8), 4).tolist()
-        [33, 67]
-    """
+    """Return the inverse of `unpack_bits`: elements that fill whole bytes, one a byte, packed."""
     flat = elements.reshape(-1)
     if bits == 4:
         low: npt.NDArray[np.uint8] = np.bitwise_and(flat[0::2], 0x0F)

@@ -34,10 +34,6 @@ class StridedRuns:
         Dimensions that nest without a gap become one run, those of negative strides are reversed,
         and those that repeat elements (stride 0) have each element once.
 
-        Example:
-            >>> StridedRuns.of(AffineView(8, (2, 2), (6, 1)), itemsize=4)
-            StridedRuns(base=32, run_bytes=8, levels=((2, 24),))
-
         Raises:
             ValueError: The dimensions interlace: a run would begin before another one ends.
         """
@@ -76,12 +72,7 @@ class StridedRuns:
         return self.base + sum((n - 1) * stride for n, stride in self.levels) + self.run_bytes
 
     def coalesce(self, max_gap_bytes: int) -> StridedRuns:
-        """Return the runs without gaps of at most `max_gap_bytes`, innermost level first.
-
-        Example:
-            >>> StridedRuns(0, 8, ((4, 100), (3, 10))).coalesce(4)
-            StridedRuns(base=0, run_bytes=28, levels=((4, 100),))
-        """
+        """Return the runs without gaps of at most `max_gap_bytes`, innermost level first."""
         run, levels = self.run_bytes, list(self.levels)
         while levels and levels[-1][1] - run <= max_gap_bytes:
             count, stride = levels.pop()

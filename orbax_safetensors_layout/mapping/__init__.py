@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 from orbax_safetensors_layout.lazy import lazy_exports
 
-from .affine.bound import BoundExpr
+from .affine.bound import BoundExpr, Valued, WholeTensor
 from .affine.decoded import Computed
+from .affine.index_builders import row_major
 from .affine.leaf_pieces import (
     AffinePiece,
     ComputedPiece,
     FillPiece,
     Piece,
     affine_pieces,
+    apply_view,
     assemble_box,
-    strided,
 )
 from .casting import (
     Subject,

@@ -245,7 +245,7 @@ class InverseMapping:
             checkpoint: The names and shapes of the tensors, or the path of a checkpoint that has
                 them. None takes those of `Mapping.like`, or infers them from the leaves.
         """
-        own = TensorSpecs(leaves)
+        own = TensorSpecs.of(leaves)
         shapes = {name: spec.shape for name, spec in own.items()}
         if checkpoint is None:
             checkpoint = self._inferred(own, shapes)

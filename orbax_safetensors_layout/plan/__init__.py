@@ -1,6 +1,13 @@
 """Pure plans of reads and writes: printed and costed without touching a file or a device."""
 
-from .array_source import ArraySource, ComposedBlock, MappedSource, StoredSource, array_sources
+from .array_source import (
+    ArraySource,
+    ComposedBlock,
+    MappedSource,
+    StoredSource,
+    array_sources,
+    leaf_sources,
+)
 from .cluster import (
     ClusterPlan,
     ClusterTensor,
@@ -22,7 +29,7 @@ from .exchange_rounds import (
     plan_exchange,
 )
 from .leaf_reads import LeafRead
-from .mapped_writes import Contribution, ScatterPlan, plan_scatter
+from .mapped_writes import MappedTensors, plan_mapped_writes
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
@@ -35,6 +42,5 @@ from .writes import (
     WritePlan,
     plan_all_writes,
     plan_consolidation,
-    plan_mapped_writes,
     plan_writes,
 )

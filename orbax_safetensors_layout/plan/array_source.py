@@ -1,6 +1,6 @@
 """Where an array's values come from: a stored tensor, or an expression of a mapping over several.
 
-`array_sources` finds them in a catalog; `region_reads` plans the reads of boxes of them.
+`array_sources` and `leaf_sources` find them in a catalog.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.format import DType, TensorEntry
+from orbax_safetensors_layout.format import ONE_A_BYTE, SUB_BYTE, TensorEntry
 from orbax_safetensors_layout.geometry import Box, StridedRuns, Tile, row_major_strides, tile
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
@@ -29,6 +29,7 @@ from orbax_safetensors_layout.mapping import (
     TensorSpecs,
     ValueOp,
     Whole,
+    WholeTensor,
     affine_pieces,
     check_mapping,
 )
@@ -58,7 +59,7 @@ class ComposedBlock(NamedTuple):
 
 
 class LeafPlan(NamedTuple):
-    """How some boxes of an array are read.
+    """How boxes of an array are read.
 
     Attributes:
         read: Their read, where one is enough.
@@ -72,24 +73,17 @@ class LeafPlan(NamedTuple):
 
 
 class StoredSource(NamedTuple):
-    """A tensor as it is stored.
-
-    Attributes:
-        entry: The tensor.
-        catalog: What locates its pieces, if it is stored in pieces.
-    """
+    """A tensor as it is stored; `catalog` locates its pieces, if it is stored in pieces."""
 
     entry: TensorEntry
     catalog: Catalog | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return self.entry.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype."""
         return self.entry.dtype.numpy
 
     @property
@@ -99,7 +93,6 @@ class StoredSource(NamedTuple):
 
     @property
     def file(self) -> str | None:
-        """Its file."""
         return self.entry.file
 
     @property
@@ -114,29 +107,22 @@ class StoredSource(NamedTuple):
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
-        """Plans the read of boxes, as if the tensor were stored in one piece."""
+        """Plan the read of boxes, as if the tensor were stored in one piece."""
         return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
 
 class MappedSource(NamedTuple):
-    """An expression over tensors.
-
-    Attributes:
-        bound: The expression.
-        entries: The tensors by name.
-    """
+    """An expression over tensors, with these by name."""
 
     bound: BoundExpr
     entries: Dict[str, TensorEntry]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return self.bound.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype."""
         return self.bound.dtype
 
     @property
@@ -181,7 +167,7 @@ class MappedSource(NamedTuple):
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
-        """Plans the read of boxes.
+        """Plan the read of boxes.
 
         Where all of them are elements of tensors, with the same operations on their values, or one
         value, they are read straight into place.
@@ -192,27 +178,30 @@ class MappedSource(NamedTuple):
             dtype: The dtype that the values will have.
             block_bytes: Bytes of the parts in which other boxes are composed.
         """
-        pieces = self._pieces([found.box for found in tile(local.boxes)])
+        pieces = self._pieces([joined.box for joined in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         fills = [FillRegion(*piece) for piece in pieces if isinstance(piece, FillPiece)]
         kinds = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
         is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
-        if is_whole and len(kinds) == 1 and (not fills or self._fillable(dtype, *kinds)):
-            ops = affine[0].ops
-            read = self._read(name, self.shape, affine, local, dtype)
-            return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
+        if is_whole and len(kinds) == 1:
+            ((stored, ops),) = kinds
+            # Beside values that are read, fills need whole bytes, and no cast.
+            if not fills or (not stored.packed and dtype == self.dtype):
+                read = self._read(name, self.shape, affine, local, dtype)
+                return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
         blocks = [
             [(n, box, part) for part in self._parts(box, block_bytes)]
             for n, box in enumerate(local.boxes)
         ]
         # The first of all boxes, then the second of all: neighbours in the file come together.
-        in_turn = [block for some in itertools.zip_longest(*blocks) for block in some if block]
+        in_turn = [block for row in itertools.zip_longest(*blocks) for block in row if block]
         return LeafPlan(None, blocks=tuple(self._compose(name, *block) for block in in_turn))
 
     def _parts(self, box: Box, most_bytes: int) -> Iterator[Box]:
-        """A box in parts whose values, and what they are computed from, are of a bounded size.
+        """Yields a box in parts that are near together in the files.
 
-        They are near together in the files. A function of whole arrays is called once.
+        Their values, and those that they are computed from, are of a bounded size. A function of
+        whole arrays is called once.
         """
         nodes = self.bound.nodes()
         whole = any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in nodes)
@@ -221,51 +210,36 @@ class MappedSource(NamedTuple):
             return
         taken = sum(
             math.prod(piece.view.shape) * self.entries[piece.source].dtype.bits // 8
-            for piece in affine_pieces(self.bound.pull_back(box, refined=True), refined=True)
+            for piece in affine_pieces(self.bound.pull_back(box, refined=True))
         )
         most = box.size * most_bytes // max(taken, box.size * self.dtype.itemsize)
-        rank = len(box.start)
-        axes = sorted(range(rank), key=lambda axis: self._distance(box, axis), reverse=True)
-        tile = Tile(box, (1,) * rank, (0,)).permuted(axes)
-        back = sorted(range(rank), key=axes.__getitem__)
-        for slab in tile.slabs(max(1, most)):
-            yield slab.permuted(back).box
+        distances = [self._distance(box, axis) for axis in range(len(box.start))]
+        axes = sorted(range(len(distances)), key=distances.__getitem__, reverse=True)
+        for slab in Tile.alone(box).slabs(max(1, most), axes=axes):
+            yield slab.box
 
     def _distance(self, box: Box, axis: int) -> float:
-        """How far apart in the files the ends of an axis of a box are."""
+        """Return how far apart in the files the ends of an axis of a box are."""
         first = Box(box.start, tuple(start + 1 for start in box.start))
-        far = box.stop[axis] - 1
-        last = Box(
-            (*first.start[:axis], far, *first.start[axis + 1 :]),
-            (*first.stop[:axis], far + 1, *first.stop[axis + 1 :]),
-        )
         ends = []
-        for corner in (first, last):
-            pieces = affine_pieces(self.bound.pull_back(corner, refined=True), refined=True)
+        for corner in (first, first.along(axis, box.stop[axis] - 1, box.stop[axis])):
+            pieces = affine_pieces(self.bound.pull_back(corner, refined=True))
             ends.append(next(((p.source, p.view.offset) for p in pieces), None))
-        one, two = ends
-        if one is None or two is None or one[0] != two[0]:
-            return math.inf if one != two else 0
-        return abs(one[1] - two[1])
-
-    def _fillable(self, dtype: np.dtype, kind: tuple[DType, tuple[ValueOp, ...]]) -> bool:
-        """Whether values can be put beside those that are read: of whole bytes, and not cast."""
-        return not kind[0].packed and dtype == self.dtype
+        near, far = ends
+        if near is None or far is None or near[0] != far[0]:
+            return math.inf if near != far else 0
+        return abs(near[1] - far[1])
 
     def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
-        """The pieces of some boxes; refined ones where the others would be many times as many.
+        """Return the pieces of boxes; refined ones where the others would be many times as many.
 
         Interleaved rows, as of rotary embeddings, are a piece each, or one refined piece.
         """
-
-        def pulled(*, refined: bool) -> list[Piece]:
-            pull = functools.partial(self.bound.pull_back, refined=refined, gathers=True)
-            return [piece for box in boxes for piece in pull(box)]
-
-        refined = pulled(refined=True)
+        pull = functools.partial(self.bound.pull_back, gathers=True)
+        refined = [piece for box in boxes for piece in pull(box, refined=True)]
         if not _is_refined(refined):
             return refined
-        pieces = pulled(refined=False)
+        pieces = [piece for box in boxes for piece in pull(box)]
         return pieces if len(pieces) <= _MOST_SPLIT * len(refined) else refined
 
     def _read(
@@ -290,7 +264,7 @@ class MappedSource(NamedTuple):
     def _compose(self, name: str, number: int, whole: Box, box: Box) -> ComposedBlock:
         pieces = self.bound.pull_back(box, refined=True)
         inputs = []
-        for piece in affine_pieces(pieces, refined=True):
+        for piece in affine_pieces(pieces):
             # The piece by itself: its region is an array that begins at index 0.
             region = Box.whole(piece.view.shape)
             entry = self.entries[piece.source]
@@ -308,7 +282,7 @@ def _is_refined(pieces: Sequence[Piece]) -> bool:
 
 
 def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
-    """A piece as such whose dimensions nest, so that each is runs of bytes.
+    """Yields a piece as pieces whose dimensions nest, so that each is runs of bytes.
 
     Those of `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` do not: both walk backwards by one.
     """
@@ -317,11 +291,8 @@ def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
         StridedRuns.of(view, 1)
     except ValueError:
         axis = min((n, a) for a, n in enumerate(view.shape) if n > 1 and view.strides[a])[1]
-        start = (0,) * len(view.shape)
         for index in range(view.shape[axis]):
-            low = (*start[:axis], index, *start[axis + 1 :])
-            high = (*view.shape[:axis], index + 1, *view.shape[axis + 1 :])
-            part = Box(low, high)
+            part = Box.whole(view.shape).along(axis, index, index + 1)
             moved = part.shifted(box.start)
             yield from _nested(piece._replace(box=moved, view=view.restrict(part)))
     else:
@@ -336,12 +307,12 @@ def array_sources(
     mapping: Mapping | None,
     names: Dict[str, tuple[int, ...] | None] | None = None,
 ) -> dict[str, ArraySource]:
-    """The arrays of a checkpoint, by name; only headers of files that are needed are fetched.
+    """Return arrays of a checkpoint, by name; only headers of files that are needed are fetched.
 
     Args:
         catalog: The checkpoint.
-        mapping: What makes arrays of its tensors; None for the tensors themselves.
-        names: The arrays that are wanted, with their shapes where these are known; None for all.
+        mapping: The mapping that makes the arrays of its tensors; None for the tensors themselves.
+        names: The arrays, with their shapes where these are known; None for all.
 
     Raises:
         MissingTensorError: There are no such tensors; names all.
@@ -357,7 +328,29 @@ def array_sources(
     shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
     stored = _StoredEntries(entries, catalog)
     bound = mapping.bind(TensorSpecs(shapes, catalog.names, stored.pieces), names)
-    return {name: MappedSource(made, stored) for name, made in bound.expressions.items()}
+    return {name: MappedSource(expr, stored) for name, expr in bound.expressions.items()}
+
+
+def leaf_sources(catalog: Catalog, expressions: Dict[str, BoundExpr]) -> dict[str, ArraySource]:
+    """Return tensors that a mapping makes of leaves, by name.
+
+    Args:
+        catalog: The leaves, stored in pieces; those of sub-byte dtypes one element a byte.
+        expressions: The tensors, over the pieces by `place_name`.
+    """
+    nodes = (node for expr in expressions.values() for node in expr.nodes())
+    dtypes = {node.name: node.dtype for node in nodes if isinstance(node, WholeTensor)}
+    entries = catalog.entries(dtypes)
+    for name, dtype in dtypes.items():
+        if dtype in SUB_BYTE:
+            entries[name] = entries[name]._replace(dtype=ONE_A_BYTE[dtype.name])
+    stored = _StoredEntries(entries, catalog)
+    return {name: MappedSource(expr, stored) for name, expr in expressions.items()}
+
+
+def place_name(name: str, box: Box) -> str:
+    """Return the name in expressions of a box of a tensor that is stored or held by itself."""
+    return f"{name} {box}"
 
 
 class _StoredEntries(dict[str, TensorEntry]):
@@ -375,20 +368,20 @@ class _StoredEntries(dict[str, TensorEntry]):
         super().__init__(entries)
         self._catalog = catalog
         self.pieces = {
-            name: [(box, f"{name} {box}") for box in boxes]
+            name: [(box, place_name(name, box)) for box in boxes]
             for name, boxes in catalog.pieces(entries).items()
         }
         self._places = {
-            place: (name, box) for name, some in self.pieces.items() for box, place in some
+            place: (name, box) for name, boxes in self.pieces.items() for box, place in boxes
         }
 
     def __missing__(self, place: str) -> TensorEntry:
         name, box = self._places[place]
         ((_, entry),) = self._catalog.locate({name: (box,)})[name]
-        self[place] = entry
+        entry = self[place] = entry._replace(dtype=self[name].dtype)
         return entry
 
 
 def _in_bytes(strides: Sequence[int], bits: int) -> tuple[int, ...]:
-    """Strides of elements of so many bits, in bytes."""
+    """Return strides of elements of so many bits in bytes."""
     return tuple(-(-abs(stride) * bits // 8) for stride in strides)

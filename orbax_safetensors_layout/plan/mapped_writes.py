@@ -1,111 +1,95 @@
-"""Plans saves through a mapping: the place of each shard's elements in the files' tensors.
-
-The mapping of loading gives for each region of a leaf the elements of tensors that it is made of; a
-save walks the same pieces in the other direction.
-"""
+"""Plans saves through a mapping: the files' tensors as expressions over the boxes of leaves."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from orbax_safetensors_layout.format import NewTensor, storage_dtype
-from orbax_safetensors_layout.geometry import AffineView, Box
+from orbax_safetensors_layout.format import NewTensor, StoredPieces, storage_dtype
 from orbax_safetensors_layout.mapping import (
-    AffinePiece,
+    BoundExpr,
     Cast,
-    TensorSpec,
-    ValueOp,
-    is_number,
-    is_whole,
-    undone,
+    Mapping,
+    TensorSpecs,
+    Valued,
+    row_major,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.options import WriteOptions, is_floating
 
-from .writes import LeafWrite
+from .array_source import place_name
+from .writes import FileWrite, LeafWrite, WritePlan, plan_consolidation, plan_leaf_pieces
 
 
-class Contribution(NamedTuple):
-    """A region of a leaf, within one of its stored boxes, that goes into a tensor.
+class MappedTensors(NamedTuple):
+    """The tensors of the files, by name.
 
     Attributes:
-        leaf: Number of the leaf.
-        held: Number of the box that it lies in, among those of the leaf.
-        box: The region, in the leaf.
-        view: Index within the region to element offset in the tensor; its shape may take axes of
-            the region's apart.
-        ops: Operations on the values on their way to the tensor.
+        expressions: The row-major elements of each, over the boxes that the leaves are held in by
+            one process, or stored in by several.
+        held: For each such box that one process holds, by `place_name`, the numbers of the leaf
+            and of the box; of several processes none.
     """
 
-    leaf: int
-    held: int
-    box: Box
-    view: AffineView
-    ops: tuple[ValueOp, ...]
+    expressions: dict[str, BoundExpr]
+    held: dict[str, tuple[int, int]]
 
 
-class ScatterPlan(NamedTuple):
-    """Tensors, with their dtypes in the files, and the contributions to each by name."""
+def plan_mapped_writes(
+    leaves: Sequence[LeafWrite],
+    mapping: Mapping,
+    *,
+    options: WriteOptions,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> tuple[WritePlan, MappedTensors]:
+    """Plans the writes of one process in a save through a mapping.
 
-    tensors: tuple[NewTensor, ...]
-    parts: dict[str, list[Contribution]]
-
-
-def plan_scatter(
-    leaves: Sequence[LeafWrite], mapping: LeafMapping, dtype: np.dtype | None = None
-) -> ScatterPlan:
-    """Plans a save through a mapping.
+    Several processes leave the leaves in pieces, of which the files' owners make the tensors.
 
     Args:
         leaves: The leaves.
         mapping: The mapping, as for loading.
-        dtype: Dtype that floating-point tensors are written in; None for that of the mapping.
+        options: How to write; floating-point tensors get the dtype that it says.
+        process_index: The process.
+        process_count: Number of processes.
 
     Raises:
         MappingError: It does not invert, or does not fit the leaves; lists all problems.
         UnsupportedDtypeError: A tensor has a dtype that files have no code for.
     """
-    specs = {leaf.tensor.name: TensorSpec(leaf.tensor.shape, leaf.values) for leaf in leaves}
-    tensors = mapping.inverse().bind(specs).specs()
-    shapes = {name: spec.shape for name, spec in specs.items()}
-    forward = mapping.bind(tensors, shapes)
-    stored = {name: _stored(spec.dtype, dtype) for name, spec in tensors.items()}
-    parts: dict[str, list[Contribution]] = {name: [] for name in tensors}
-    for number, leaf in enumerate(leaves):
-        name = leaf.tensor.name
-        if name in forward.ties or not leaf.tensor.nbytes:
-            continue
-        bound = forward.expressions[name]
-        for held, box in enumerate(leaf.held.boxes):
-            for piece in bound.pull_back(box, refined=True, saving=True):
-                if isinstance(piece, AffinePiece):  # nothing is computed, and fills are not saved
-                    ops = _inverse_ops(piece.ops, tensors[piece.source].dtype, leaf.values)
-                    if stored[piece.source] != tensors[piece.source].dtype:
-                        ops += (Cast(stored[piece.source]),)
-                    part = Contribution(number, held, piece.box, piece.view, ops)
-                    parts[piece.source].append(part)
-    new = tuple(
-        NewTensor(name, storage_dtype(stored[name], tensor=name), spec.shape)
-        for name, spec in tensors.items()
+    of_process = {"process_index": process_index, "process_count": process_count}
+    stored: StoredPieces | None = None
+    pieces: FileWrite | None = None
+    boxes = {leaf.tensor.name: leaf.held.boxes for leaf in leaves}
+    if process_count > 1:
+        stored, pieces = plan_leaf_pieces(leaves, options=options, **of_process)
+        boxes = {name: tuple(found.box for found in stored.boxes(name)) for name in boxes}
+    specs = TensorSpecs(
+        {leaf.tensor.name: (leaf.tensor.shape, leaf.values.newbyteorder("=")) for leaf in leaves},
+        pieces={name: [(box, place_name(name, box)) for box in boxes[name]] for name in boxes},
     )
-    return ScatterPlan(new, parts)
-
-
-def _stored(dtype: np.dtype, floating: np.dtype | None) -> np.dtype:
-    is_floating = is_number(dtype) and not is_whole(dtype) and dtype.kind != "c"
-    return floating if floating is not None and is_floating else dtype
-
-
-def _inverse_ops(ops: Sequence[ValueOp], source: np.dtype, values: np.dtype) -> tuple[ValueOp, ...]:
-    """Return the inverse of operations on `source`, for a leaf whose dtype is `values`."""
-    operands = [source]
-    for op in ops:
-        operands.append(op.result(operands[-1]))
-    inverse: list[ValueOp] = []
-    for op, operand in zip(reversed(ops), reversed(operands[:-1]), strict=True):
-        for back in undone(op, operand, values):
-            inverse.append(back)
-            values = back.result(values)
-    return tuple(inverse)
+    tensors: list[NewTensor] = []
+    expressions: dict[str, BoundExpr] = {}
+    for name, expr in mapping.inverse().bind(specs).expressions.items():
+        shape, expr = expr.shape, row_major(expr)
+        if options.dtype is not None and is_floating(expr.dtype):
+            expr = Valued.of(expr, Cast(options.dtype))
+        expressions[name] = expr
+        tensors.append(NewTensor(name, storage_dtype(expr.dtype, tensor=name), shape))
+    nothing = StoredPieces((), (), {})
+    files = plan_consolidation(tensors, nothing, options=options, **of_process)
+    own = tuple(
+        file._replace(gathered=tuple(len(leaves) + number for number in file.gathered))
+        for file in files.own
+    )
+    plan = dataclasses.replace(
+        files, leaves=(*leaves, *files.leaves), own=own, pieces=pieces, stored=stored
+    )
+    held = {
+        place_name(leaf.tensor.name, box): (number, at)
+        for number, leaf in enumerate(leaves)
+        if stored is None
+        for at, box in enumerate(leaf.held.boxes)
+    }
+    return plan, MappedTensors(expressions, held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -165,10 +165,11 @@ class RegionPlanner:
         most_bytes = self._gather_bytes if gathers else self._slab_bytes
         key = (itemsize, leaf.is_staged, axes, most_bytes, id(leaf.local))
         if key not in self._layouts:
+            most = max(1, most_bytes // itemsize)
             layouts = [
                 TileLayout.of(slab, itemsize, shared=shared, staged=leaf.is_staged)
                 for tile, shared in self._tiled(leaf.local, itemsize)
-                for slab in _slabs(tile, axes, max(1, most_bytes // itemsize))
+                for slab in (tile.slabs(most, axes=axes) if axes else [tile])
             ]
             self._layouts[key] = (leaf.local, layouts)
         return self._layouts[key][1]
@@ -183,7 +184,7 @@ class RegionPlanner:
                     yield joined._replace(members=members), shared
                     continue
                 for member in members:  # too large for the budget
-                    yield Tile(local.boxes[member], (1,) * len(joined.grid), (member,)), shared
+                    yield Tile.alone(local.boxes[member], member), shared
 
     def _packed(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
         """Elements that share bytes: each box by itself, as whole bytes."""
@@ -191,24 +192,14 @@ class RegionPlanner:
         most = max(1, self._slab_bytes * 8 // bits)
         boxes = zip(leaf.local.boxes, leaf.local.shared, strict=True)
         for index, (whole, shared) in enumerate(boxes):
-            for slab in Tile(whole, (1,) * len(whole.start), (index,)).slabs(most, 8):
+            for slab in Tile.alone(whole).slabs(most, 8):
                 packed = packed_box(entry.shape, bits, slab.box)
-                alone = Tile(packed.box, (1,) * len(packed.shape), (index,))
+                alone = Tile.alone(packed.box, index)
                 layout = TileLayout.of(alone, 1, shared=shared, staged=True, regions=[slab.box])
                 view = AffineView.row_major(packed.shape)
                 source = TensorPiece(entry, Box.whole(packed.shape), view)
                 start, at, read = self._overlap(source, layout)
                 yield ByteRegion(number, 0, start, at, read, layout, 1)
-
-
-def _slabs(tile: Tile, axes: Sequence[int] | None, most: int) -> Iterator[Tile]:
-    """The tile, or parts of it that are near together in the file, outermost axis first."""
-    if not axes:
-        yield tile
-        return
-    back = sorted(range(len(axes)), key=axes.__getitem__)
-    for slab in tile.permuted(axes).slabs(most):
-        yield slab.permuted(back)
 
 
 def _file_order(leaf: LeafRead) -> tuple[int, ...]:

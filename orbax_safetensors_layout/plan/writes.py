@@ -207,35 +207,12 @@ def plan_consolidation(
     return _Planner(leaves, options, process_index, process_count).hf(stored)
 
 
-def plan_mapped_writes(
-    leaves: Sequence[LeafWrite],
-    tensors: Sequence[NewTensor],
-    *,
-    options: WriteOptions,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> WritePlan:
-    """Plan the writes of `tensors` that a mapping makes of `leaves`.
-
-    Several processes leave the leaves in pieces, of which the files' owners make the tensors.
-    """
-    pieces: FileWrite | None = None
-    stored: StoredPieces | None = None
-    if process_count > 1:
-        planner = _Planner(leaves, options, process_index, process_count)
-        stored, pieces = planner.own_pieces(range(len(leaves)), PIECES_FOLDER)
-    empty = StoredPieces((), (), {})
-    files = plan_consolidation(
-        tensors, empty, options=options, process_index=process_index, process_count=process_count
-    )
-    first = len(leaves)
-    own = tuple(
-        file._replace(gathered=tuple(first + number for number in file.gathered))
-        for file in files.own
-    )
-    return dataclasses.replace(
-        files, leaves=(*leaves, *files.leaves), own=own, pieces=pieces, stored=stored
-    )
+def plan_leaf_pieces(
+    leaves: Sequence[LeafWrite], *, options: WriteOptions, process_index: int, process_count: int
+) -> tuple[StoredPieces, FileWrite | None]:
+    """Plan the pieces that processes leave for the files' owners, and the file of one of them."""
+    planner = _Planner(leaves, options, process_index, process_count)
+    return planner.own_pieces(range(len(leaves)), PIECES_FOLDER)
 
 
 _Member = tuple[NewTensor, int, Tile | None]

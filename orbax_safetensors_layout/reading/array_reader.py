@@ -169,7 +169,7 @@ class _Materializer:
         dtype = region.source.dtype
         out = place if dtype == region.dtype else np.empty(place.shape, dtype)
         try:
-            assemble_box(block.pieces, block.box, dtype, read, out=out, refined=True)
+            assemble_box(block.pieces, block.box, dtype, read, out=out)
         except SafetensorsLayoutError as error:
             error.tensor = error.tensor or region.name
             raise

@@ -11,5 +11,5 @@ from .commit import (
 from .folder import CheckpointFolder, write_small_files
 from .host import HostValues
 from .prepare_tree import PreparedTree
-from .scatter import write_mapped
 from .write import write_parts
+from .write_mapped import write_mapped

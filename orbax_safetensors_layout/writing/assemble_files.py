@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import Progress, ReadOptions
-from orbax_safetensors_layout.plan import ArrayRegion, RegionReads, WritePlan, array_sources
+from orbax_safetensors_layout.plan import (
+    ArrayRegion,
+    ArraySource,
+    MappedSource,
+    RegionReads,
+    WritePlan,
+)
 from orbax_safetensors_layout.reading import ArrayReader
 from orbax_safetensors_layout.runtime import ProgressReport
+from orbax_safetensors_layout.storage import Storage
 
 from .folder import CheckpointFolder
 from .open_files import FileSet, OpenFile
@@ -21,36 +28,6 @@ from .open_files import FileSet, OpenFile
 _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20
 _GROUP = 8  # packed elements of a block fill whole bytes
-
-TakeRegion = Callable[[int, np.ndarray], Callable[[], object] | None]
-"""Takes a region by its number, and its values; returns what waits until these are written."""
-
-
-def read_pieces(
-    pieces: Catalog,
-    regions: Sequence[tuple[str, Box]],
-    folder: CheckpointFolder,
-    take: TakeRegion,
-) -> None:
-    """Reads boxes of named tensors, as stored, for files of a folder, within its memory budget."""
-    sources = array_sources(pieces, None)
-    budget = folder.memory_budget_bytes
-    reader = ArrayReader(
-        storage=pieces.storage,
-        profile=ReadOptions().profile(pieces.storage.kind).within(budget),
-        memory_budget_bytes=budget,
-        in_order=folder.files.appends,
-    )
-    reads = RegionReads(
-        [ArrayRegion.of_box(n, sources[n], box, sources[n].dtype) for n, box in regions], budget
-    )
-    reader.run(
-        reads,
-        reader.plan(reads),
-        lambda numbers, _, parts: take(numbers[0], parts[0]),
-        check=folder.check,
-    )
-    folder.pool.join()
 
 
 class _Block(NamedTuple):
@@ -69,33 +46,59 @@ class _Block(NamedTuple):
 def assemble_files(
     folder: CheckpointFolder,
     plan: WritePlan,
-    pieces: Catalog,
+    storage: Storage,
+    sources: Mapping[str, ArraySource],
     progress: Callable[[Progress], None] | None,
 ) -> None:
-    """Completes the files that this process owns from the pieces that all have written."""
-    most_bytes = min(_MOST_BLOCK_BYTES, folder.memory_budget_bytes // _BLOCKS_IN_FLIGHT)
+    """Completes the files that this process owns from the pieces that all have written.
+
+    The sources are the tensors: in pieces, or made of arrays in pieces.
+    """
+    budget = folder.memory_budget_bytes
     blocks: list[_Block] = []
     for file in folder.files.unfinished():
-        file_blocks = [*_blocks(plan, file, most_bytes)]
+        file_blocks = [*_blocks(plan, file, sources, budget // _BLOCKS_IN_FLIGHT)]
         folder.files.expect(file.plan.name, len(file_blocks))
         blocks += file_blocks
     report = ProgressReport(progress, sum(block.nbytes for block in blocks))
 
-    def take(number: int, values: np.ndarray) -> Callable[[], object]:
-        block = blocks[number]
-        report.add(block.nbytes, block.entry.name)
-        return folder.pool.submit(lambda: _write(folder.files, block, values)).result
+    def take(
+        numbers: Sequence[int], _: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Callable[[], object]:
+        jobs = []
+        for block in (blocks[number] for number in numbers):
+            report.add(block.nbytes, block.entry.name)
+            write = functools.partial(_write, folder.files, block, parts[0])
+            jobs.append(folder.pool.submit(write))
+        return lambda: [job.result() for job in jobs]
 
-    read_pieces(pieces, [(block.entry.name, block.box) for block in blocks], folder, take)
+    reader = ArrayReader(
+        storage=storage,
+        profile=ReadOptions().profile(storage.kind).within(budget),
+        memory_budget_bytes=budget,
+        in_order=folder.files.appends,
+    )
+    regions = []
+    for block in blocks:
+        source = sources[block.entry.name]
+        regions.append(ArrayRegion.of_box(block.entry.name, source, block.box, source.dtype))
+    reads = RegionReads(regions, budget)
+    reader.run(reads, reader.plan(reads), take, check=folder.check)
+    folder.pool.join()
 
 
-def _blocks(plan: WritePlan, file: OpenFile, most_bytes: int) -> Iterator[_Block]:
+def _blocks(
+    plan: WritePlan, file: OpenFile, sources: Mapping[str, ArraySource], most_bytes: int
+) -> Iterator[_Block]:
     gathered = {plan.leaves[number].tensor.name for number in file.plan.gathered}
     for entry in file.plan.layout.tensors:
         if entry.name in gathered:
+            # Rows of a transposed tensor would be read through what is between them.
+            is_mapped = isinstance(sources[entry.name], MappedSource)
+            most = entry.nbytes if is_mapped else min(most_bytes, _MOST_BLOCK_BYTES)
             group = _GROUP if entry.dtype.packed else 1
             start = entry.start
-            for box in row_blocks(entry.shape, entry.dtype.bits, most_bytes, group):
+            for box in row_blocks(sources[entry.name].shape, entry.dtype.bits, most, group):
                 yield _Block(file, entry, box, start)
                 start += box.size * entry.dtype.bits // 8
 

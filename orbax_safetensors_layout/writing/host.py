@@ -134,20 +134,21 @@ class HostValues:
         return self._numbers[key]
 
     def shard(self, leaf: int, held: int) -> np.ndarray:
-        """Return the values of a box of a leaf, by its number among those of all processes."""
+        """Return the contiguous values of a box of a leaf, by its number among those of all."""
         members = self._captured.get((leaf, (held,)))
         if members is None:
             part = self.box_part(leaf, held)
             members = self._begin(part)()
-            if self.held_bytes(part):  # regions of it are asked for one by one
+            is_contiguous = members[0].flags.c_contiguous
+            members = members if is_contiguous else [members[0].copy()]
+            if self.held_bytes(part) or not is_contiguous:  # it is asked for again and again
                 self._captured[leaf, (held,)] = members
         return members[0]
 
     def box_part(self, leaf: int, held: int) -> FilePart:
         """Return a box of a leaf as a part that belongs to no file."""
         box = self._leaves[leaf].held.boxes[held]
-        alone = Tile(box, (1,) * len(box.start), (held,))
-        return FilePart(leaf, alone, self._leaves[leaf].tensor.dtype, 0, 0)
+        return FilePart(leaf, Tile.alone(box, held), self._leaves[leaf].tensor.dtype, 0, 0)
 
     def capture(self, parts: Sequence[FilePart], budget_bytes: int | None) -> None:
         """Brings the members of all `parts` to the host now, in order, as far as a budget allows.

@@ -36,10 +36,9 @@ from orbax_safetensors_layout.mapping import check_mapping
 from orbax_safetensors_layout.options import WriteOptions, is_floating
 from orbax_safetensors_layout.plan import (
     LeafWrite,
-    ScatterPlan,
+    MappedTensors,
     WritePlan,
     plan_mapped_writes,
-    plan_scatter,
     plan_writes,
 )
 from orbax_safetensors_layout.pytree import dotted_name, encode_treedef, prng
@@ -106,7 +105,7 @@ class PreparedTree(NamedTuple):
 
     def plan(
         self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
-    ) -> tuple[WritePlan, ScatterPlan | None]:
+    ) -> tuple[WritePlan, MappedTensors | None]:
         """Plans what a process writes, and with a mapping what the files' tensors are made of.
 
         Raises:
@@ -129,15 +128,9 @@ class PreparedTree(NamedTuple):
                 f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
                 hint="Save the parameters alone.",
             )
-        scattered = plan_scatter(self.leaves, mapping, options.dtype)
-        plan = plan_mapped_writes(
-            self.leaves,
-            scattered.tensors,
-            options=options,
-            process_index=index,
-            process_count=count,
+        return plan_mapped_writes(
+            self.leaves, mapping, options=options, process_index=index, process_count=count
         )
-        return plan, scattered
 
     def check_concrete(self) -> None:
         """Raises for abstract and deleted arrays, which can be planned but not written."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mapping_expressions import evaluate, facts_of, same
+from mapping_expressions import evaluate, facts_of, index_only, same
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -580,8 +580,6 @@ def test_configurations_that_can_not_be_read(saved, tmp_path):
 
 def test_index_only(saved):
     """The plain tree and Tunix's compute nothing, of any family."""
-    from orbax_safetensors_layout.mapping.affine.leaf_pieces import index_only
-
     counts = collections.Counter()
     for name, target, scan in CASES:
         folder = saved[name].folder

@@ -16,6 +16,7 @@ from mapping_expressions import (
     cases,
     evaluate,
     facts_of,
+    index_only,
     reshape,
     same,
     slice_,
@@ -25,7 +26,6 @@ from mapping_expressions import (
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box, cover
 from orbax_safetensors_layout.mapping import Mapping, rule
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import index_only
 from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
 from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque

@@ -43,7 +43,12 @@ def reader(tensors):
 def evaluate(bound: BoundExpr, tensors, box: Box | None = None, *, refined: bool = False):
     box = Box.whole(bound.shape) if box is None else box
     pieces = bound.pull_back(box, refined=refined)
-    return assemble_box(pieces, box, bound.dtype, reader(tensors), refined=refined)
+    return assemble_box(pieces, box, bound.dtype, reader(tensors))
+
+
+def index_only(pieces) -> bool:
+    """Whether the values of all pieces are those of tensors as they are."""
+    return all(isinstance(piece, AffinePiece) and not piece.ops for piece in pieces)
 
 
 def same(one: np.ndarray, two: np.ndarray) -> None:

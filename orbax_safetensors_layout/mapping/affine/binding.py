@@ -12,13 +12,7 @@ from orbax_safetensors_layout.runtime import text_table
 
 from ..expr.expression import Expr, given
 from ..expr.opaque_ops import Whole
-from ..matching import (
-    LeafShapes,
-    Rule,
-    RuleTarget,
-    group_by_pattern,
-    match_rules,
-)
+from ..matching import LeafShapes, Rule, RuleTarget, group_by_pattern, match_rules
 from ..names import WILDCARD, Captures, substitute
 from ..problems import Problem, mapping_error, problems_of
 from ..shapes import TensorSpec, TensorSpecs
@@ -45,7 +39,7 @@ class BoundMapping:
     notes: dict[str, str]
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Return shape and dtype by name."""
+        """Return shapes and dtypes by name."""
         return {name: TensorSpec(expr.shape, expr.dtype) for name, expr in self.expressions.items()}
 
     def explain(self) -> str:
@@ -67,12 +61,9 @@ class BoundMapping:
 
 
 class Binder:
-    """Binds rules and collects problems.
+    """Binds rules to a checkpoint's tensors and a model's leaves, and collects problems.
 
-    Args:
-        rules: The rules.
-        specs: The checkpoint's tensors.
-        leaves: The model's leaves; None takes those that the checkpoint gives.
+    Without leaves these are the ones that the checkpoint gives.
     """
 
     def __init__(

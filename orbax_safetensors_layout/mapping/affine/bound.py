@@ -20,52 +20,31 @@ import numpy as np
 from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
 
 from ..expr.values import Cast, ValueOp, apply_ops
-from .leaf_pieces import (
-    AffinePiece,
-    FillPiece,
-    Piece,
-    merged,
-    shared,
-)
+from .leaf_pieces import AffinePiece, FillPiece, Piece, merged, shared
 from .window import Window
 
 _strides = functools.lru_cache(4096)(row_major_strides)
 
 
 class Sink(NamedTuple):
-    """Where a walk down an expression leaves its pieces.
-
-    Attributes:
-        pieces: The pieces, in the order of the walk.
-        refined: Whether a piece's view may take axes of its box apart.
-        saving: Whether each tensor is to have its elements once; see `BoundExpr.pull_back`.
-        gathers: Whether indices in no regular order may be one piece.
-    """
+    """Where a walk down an expression leaves its pieces; see `BoundExpr.pull_back`."""
 
     pieces: list[Piece]
     refined: bool
-    saving: bool
     gathers: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class BoundExpr(abc.ABC):
-    """An expression with known shape and dtype.
-
-    Attributes:
-        shape: Extents.
-        dtype: The numpy or ml_dtypes dtype.
-    """
+    """An expression with known shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     def pull_back(
-        self, box: Box, *, refined: bool = False, saving: bool = False, gathers: bool = False
+        self, box: Box, *, refined: bool = False, gathers: bool = False
     ) -> tuple[Piece, ...]:
-        """The disjoint pieces that cover a region.
-
-        Only what overlaps the region is visited.
+        """Return the disjoint pieces that cover a region; only what overlaps it is visited.
 
         Args:
             box: The region.
@@ -73,8 +52,6 @@ class BoundExpr(abc.ABC):
                 nest, repeats, and interleaved rows are then one piece instead of one for each
                 index of their outer axis: `piece.view.shape` has the factors of `piece.box.shape`,
                 and `values.reshape(piece.box.shape)` is the region.
-            saving: Take what is to be written: of repeated elements only the first, and of copies
-                each.
             gathers: Let many indices in no regular order, or some that come again, be one piece
                 with a `gather`.
 
@@ -86,7 +63,7 @@ class BoundExpr(abc.ABC):
             raise ValueError(f"{box} is no region of an expression of shape {self.shape}.")
         if 0 in box.shape:
             return ()
-        sink = Sink([], refined, saving, gathers)
+        sink = Sink([], refined, gathers)
         self.pull(Window.of(box), (), sink)
         pieces = merged(sink.pieces)
         return shared(pieces) if gathers else pieces
@@ -95,29 +72,19 @@ class BoundExpr(abc.ABC):
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         """Adds the pieces of a window, on whose values `ops` are still to be done."""
 
-    @abc.abstractmethod
     def below(self) -> Sequence[BoundExpr]:
-        """The expressions that this one is made of."""
+        """Return the expressions that this one is made of."""
+        return ()
 
     def nodes(self) -> Iterator[BoundExpr]:
-        """This expression and all below it."""
+        """Yields this expression and all below it."""
         yield self
         for operand in self.below():
             yield from operand.nodes()
 
     def sources(self) -> tuple[str, ...]:
-        """The names of all tensors it takes, each once, in the order of their use."""
+        """Return the names of all tensors it takes, each once, in the order of their use."""
         return tuple(dict.fromkeys(n.name for n in self.nodes() if isinstance(n, WholeTensor)))
-
-    @property
-    def index_only(self) -> bool:
-        """Whether all values are those of tensors as they are."""
-        return all(node.keeps_values for node in self.nodes())
-
-    @property
-    def keeps_values(self) -> bool:
-        """Whether its values are those of the expressions below it, as they are."""
-        return True
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {list(self.shape)} {self.dtype.name}>"
@@ -125,18 +92,10 @@ class BoundExpr(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class WholeTensor(BoundExpr):
-    """All of one tensor.
-
-    Attributes:
-        name: The tensor's name.
-        stored: The tensor as an expression of the pieces that it is stored in, if it is.
-    """
+    """All of one tensor; `stored` is an expression of the pieces that it is stored in, if any."""
 
     name: str
     stored: BoundExpr | None = None
-
-    def below(self) -> Sequence[BoundExpr]:
-        return ()
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         if self.stored is not None:
@@ -156,20 +115,9 @@ class WholeTensor(BoundExpr):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Constant(BoundExpr):
-    """One value everywhere.
-
-    Attributes:
-        value: The value, of `dtype`.
-    """
+    """One value everywhere, of `dtype`."""
 
     value: Any
-
-    @property
-    def keeps_values(self) -> bool:
-        return False
-
-    def below(self) -> Sequence[BoundExpr]:
-        return ()
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         sink.pieces.append(filled(window, self.value, ops))
@@ -177,23 +125,14 @@ class Constant(BoundExpr):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Valued(BoundExpr):
-    """An operation on the values of an expression.
-
-    Attributes:
-        operand: The expression.
-        op: The operation.
-    """
+    """An operation on the values of an expression."""
 
     operand: BoundExpr
     op: ValueOp
 
-    @property
-    def keeps_values(self) -> bool:
-        return False
-
     @classmethod
     def of(cls, operand: BoundExpr, op: ValueOp) -> BoundExpr:
-        """The operation on an expression.
+        """Return the operation on an expression; a cast to its own dtype is left out.
 
         Raises:
             MappingError: It has no meaning for the expression's dtype.
@@ -211,12 +150,12 @@ class Valued(BoundExpr):
 
 
 def filled(window: Window, value: Any, ops: tuple[ValueOp, ...]) -> FillPiece:
-    """The piece of a window on one value."""
+    """Return the piece of a window on one value."""
     return FillPiece(window.box, np.asarray(apply_ops(np.asarray(value), ops)))
 
 
 def refined_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tuple[int, ...]]:
-    """The view of a window on a row-major array, and the number of factors of each axis.
+    """Return the view of a window on a row-major array, and the number of factors of each axis.
 
     Factors that nest are one.
     """
@@ -236,7 +175,7 @@ def refined_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tu
 def _plain_views(
     box: Box, view: AffineView, ranks: Sequence[int]
 ) -> Iterator[tuple[Box, AffineView]]:
-    """A refined view as views whose shape is their region's."""
+    """Yields a refined view as views whose shape is their region's."""
     last = [stop - 1 for stop in itertools.accumulate(ranks)]  # the innermost factor of each axis
     outer = [i for i in range(len(view.shape)) if i not in last]
     axes = [axis for axis, rank in enumerate(ranks) for _ in range(rank)]

@@ -13,24 +13,15 @@ from ..expr.values import ValueOp
 from .bound import BoundExpr, Sink, refined_view
 from .index_builders import sliced
 from .leaf_pieces import ComputedPiece, Decoder
-from .window import Window
+from .window import Window, put
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Computed(BoundExpr):
-    """A function of expressions that is not elementwise.
-
-    Attributes:
-        operands: The expressions.
-        decoder: The function.
-    """
+    """A function of expressions that is not elementwise."""
 
     operands: tuple[BoundExpr, ...]
     decoder: Decoder
-
-    @property
-    def keeps_values(self) -> bool:
-        return False
 
     def below(self) -> Sequence[BoundExpr]:
         return self.operands
@@ -49,17 +40,13 @@ class Computed(BoundExpr):
 def _without_gaps(
     window: Window, operands: tuple[BoundExpr, ...], axis: int
 ) -> tuple[Window, tuple[BoundExpr, ...]]:
-    """Operands of which only the indices that a window takes along an axis are left."""
+    """Leave only the indices of operands that a window takes along an axis."""
     step = math.gcd(*(dim.steps[axis] for dim in window.dims))
     if step < 2:
         return window, operands
     low, high = window.bounds.start[axis], window.bounds.stop[axis]
     count = (high - 1 - low) // step + 1
     kept = tuple(sliced(operand, axis, low, count, step) for operand in operands)
-    dims = [d._replace(steps=_with(d.steps, axis, d.steps[axis] // step)) for d in window.dims]
-    start = _with(window.start, axis, (window.start[axis] - low) // step)
+    dims = [d._replace(steps=put(d.steps, axis, d.steps[axis] // step)) for d in window.dims]
+    start = put(window.start, axis, (window.start[axis] - low) // step)
     return Window(window.origin, start, tuple(dims)), kept
-
-
-def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
-    return (*values[:axis], value, *values[axis + 1 :])

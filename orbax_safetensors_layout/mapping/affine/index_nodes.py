@@ -1,7 +1,4 @@
-"""Bound expressions that move indices and leave values alone; see `bound.py`.
-
-`builders.py` builds them.
-"""
+"""Bound expressions that move indices and leave values alone; `index_builders.py` builds them."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ from orbax_safetensors_layout.geometry import StridedRuns
 from ..expr.values import ValueOp
 from .bound import BoundExpr, Sink, filled
 from .leaf_pieces import AffinePiece, Piece, gathered, merged
-from .window import ColumnPart, Window, divide, split
+from .window import Window, divide, put, split
 
 _MANY_RUNS = 16  # fewer are a read each
-
 _LONG_RUN_BYTES = 256 << 10  # longer ones are a read each
 
 
@@ -36,11 +32,7 @@ class _Unary(BoundExpr):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Permuted(_Unary):
-    """Axes in another order.
-
-    Attributes:
-        axes: The operand's axis for each axis, as in `numpy.transpose`.
-    """
+    """Axes in another order: `numpy.transpose(operand, axes)`."""
 
     axes: tuple[int, ...]
 
@@ -64,11 +56,7 @@ class AxisGroup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Reshaped(_Unary):
-    """Another shape of the same row-major elements.
-
-    Attributes:
-        groups: The groups of axes that change, the last ones first.
-    """
+    """Another shape of the same row-major elements; the last ones of `groups` come first."""
 
     groups: tuple[AxisGroup, ...]
 
@@ -82,13 +70,7 @@ class Reshaped(_Unary):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Sliced(_Unary):
-    """Every `step`-th index of an axis.
-
-    Attributes:
-        axis: The axis.
-        start: The operand's index that is index 0.
-        step: Not 0; the indices go down if it is negative.
-    """
+    """Every `step`-th index of an axis from `start` on, downwards if the step is negative."""
 
     axis: int
     start: int
@@ -99,11 +81,11 @@ class Sliced(_Unary):
 
 
 class Run(NamedTuple):
-    """Indices of an axis that stand for equally spaced indices of the operand.
+    """Indices of an axis, from `start` on, that are equally spaced indices of the operand.
 
     Attributes:
         start: The first index.
-        first: The operand's index that it stands for.
+        first: The operand's index for it.
         step: The operand's distance from one index to the next.
     """
 
@@ -118,7 +100,7 @@ class Taken(_Unary):
 
     Attributes:
         axis: The axis.
-        runs: The indices, in order.
+        runs: The indices.
         starts: `start` of each run, and the axis's extent.
     """
 
@@ -126,15 +108,10 @@ class Taken(_Unary):
     runs: tuple[Run, ...]
     starts: tuple[int, ...]
 
-    def part_of(self, index: int) -> ColumnPart:
-        """The run that holds an index."""
-        number = bisect.bisect_right(self.starts, index) - 1
-        return ColumnPart(number, self.starts[number], self.starts[number + 1])
-
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         if sink.gathers and self._gather(window, ops, sink):
             return
-        for part, (number, *_) in split(window, self.axis, self.part_of):
+        for part, number in split(window, self.axis, self.starts):
             start, first, step = self.runs[number]
             self.operand.pull(part.rescale(self.axis, first - step * start, step), ops, sink)
 
@@ -146,11 +123,12 @@ class Taken(_Unary):
         ((axis, extent, steps),) = moving
         number = window.dims.index(moving[0])
         outermost = all(dim.axis != axis for dim in window.dims[:number])
-        if not outermost or any(steps[: self.axis] + steps[self.axis + 1 :]):
+        if not outermost or any(put(steps, self.axis)):
             return False
         inner = math.prod(dim.extent for dim in window.dims[number + 1 :] if dim.axis == axis)
         low, high = window.bounds.start[self.axis], window.bounds.stop[self.axis] - 1
-        runs = self.part_of(high).number - self.part_of(low).number + 1
+        starts = self.starts
+        runs = bisect.bisect_right(starts, high) - bisect.bisect_right(starts, low) + 1
         if runs == 1:
             return False
         indices = self._indices()[window.start[self.axis] + steps[self.axis] * np.arange(extent)]
@@ -161,7 +139,7 @@ class Taken(_Unary):
         # All of the operand between the first and the last index, as if it were in the leaf.
         first = int(indices.min())
         whole = window.span(number, self.axis, first, int(indices.max()) - first + 1)
-        below = Sink([], sink.refined, saving=False, gathers=False)
+        below = Sink([], sink.refined, gathers=False)
         self.operand.pull(whole, ops, below)
         pieces = merged(below.pieces)
         indices = ((indices[:, None] - first) * inner + np.arange(inner)).reshape(-1)
@@ -186,7 +164,7 @@ class Taken(_Unary):
 
 
 def _is_regular(piece: Piece) -> bool:
-    """Whether it is runs of one tensor, and each of its dimensions is one of its box."""
+    """Return whether it is runs of one tensor, and each of its dimensions is one of its box."""
     if not isinstance(piece, AffinePiece) or piece.view.shape != piece.box.shape:
         return False
     try:
@@ -198,55 +176,28 @@ def _is_regular(piece: Piece) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Repeated(_Unary):
-    """Each index of an axis several times in a row, as in `numpy.repeat`.
-
-    Attributes:
-        axis: The axis.
-        count: How many times.
-    """
+    """Each index of an axis several times in a row: `numpy.repeat(operand, count, axis)`."""
 
     axis: int
     count: int
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part in divide(window, self.axis, self.count):
-            if not sink.saving:
-                self.operand.pull(part.drop(self.axis + 1), ops, sink)
-                continue
-            for alone, number in _unit_parts(part, self.axis + 1):
-                if number == 0:
-                    self.operand.pull(alone, ops, sink)
+            self.operand.pull(part.drop(self.axis + 1), ops, sink)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Padded(_Unary):
-    """A value before and after the indices of an axis.
-
-    Attributes:
-        axis: The axis.
-        before: How many indices before.
-        value: The value, of `dtype`.
-    """
+    """A value, of `dtype`, before and after the indices of an axis; `before` indices before."""
 
     axis: int
     before: int
     value: Any
 
-    @property
-    def keeps_values(self) -> bool:
-        return False
-
-    def part_of(self, index: int) -> ColumnPart:
-        """Before, within or after the operand."""
-        stop = self.before + self.operand.shape[self.axis]
-        if index < self.before:
-            return ColumnPart(0, 0, self.before)
-        if index < stop:
-            return ColumnPart(1, self.before, stop)
-        return ColumnPart(2, stop, self.shape[self.axis])
-
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        for part, (number, *_) in split(window, self.axis, self.part_of):
+        stop = self.before + self.operand.shape[self.axis]
+        starts = (0, self.before, stop, self.shape[self.axis])
+        for part, number in split(window, self.axis, starts):
             if number == 1:
                 self.operand.pull(part.rescale(self.axis, -self.before, 1), ops, sink)
             else:
@@ -264,12 +215,7 @@ class _Joined(BoundExpr):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Stacked(_Joined):
-    """Operands of one shape along a new axis.
-
-    Attributes:
-        operands: One for each index of the axis.
-        axis: The new axis.
-    """
+    """Operands of one shape along a new axis."""
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part, number in _unit_parts(window, self.axis):
@@ -281,36 +227,15 @@ class Concatenated(_Joined):
     """Operands one after the other along an axis.
 
     Attributes:
-        operands: In order.
-        axis: The axis.
         starts: The first index of each, and the axis's extent.
     """
 
     starts: tuple[int, ...]
 
-    def part_of(self, index: int) -> ColumnPart:
-        """The operand that holds an index."""
-        number = bisect.bisect_right(self.starts, index) - 1
-        return ColumnPart(number, self.starts[number], self.starts[number + 1])
-
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        for part, (number, start, _) in split(window, self.axis, self.part_of):
-            self.operands[number].pull(part.rescale(self.axis, -start, 1), ops, sink)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Interleaved(_Joined):
-    """Operands by turns along an axis: index `i` is index `i // n` of operand `i % n`.
-
-    Attributes:
-        operands: In turn; the first ones may be longer by one.
-        axis: The axis.
-    """
-
-    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        for part in divide(window, self.axis, len(self.operands)):
-            for alone, number in _unit_parts(part, self.axis + 1):
-                self.operands[number].pull(alone, ops, sink)
+        for part, number in split(window, self.axis, self.starts):
+            moved = part.rescale(self.axis, -self.starts[number], 1)
+            self.operands[number].pull(moved, ops, sink)
 
 
 def _regroup(window: Window, group: AxisGroup) -> list[Window]:
@@ -325,7 +250,7 @@ def _regroup(window: Window, group: AxisGroup) -> list[Window]:
 
 
 def _unit_parts(window: Window, column: int) -> Iterator[tuple[Window, int]]:
-    """Windows without a column, for each of its indices, and the index."""
+    """Yields windows without a column, for each of its indices, and the index."""
     active = [i for i, dim in enumerate(window.dims) if dim.steps[column]]
     if not active:
         yield window.drop(column), window.start[column]
@@ -333,25 +258,20 @@ def _unit_parts(window: Window, column: int) -> Iterator[tuple[Window, int]]:
     number = active[0]
     axis, extent, steps = window.dims[number]
     if len(active) > 1 or any(dim.axis == axis for dim in window.dims[:number]):
-        for part, (index, *_) in split(window, column, lambda i: ColumnPart(i, i, i + 1)):
+        for part, index in split(window, column, range(window.bounds.stop[column] + 1)):
             yield part.drop(column), index
         return
     inner = math.prod(dim.extent for dim in window.dims[number + 1 :] if dim.axis == axis)
     index, step = window.start[column], steps[column]
     origin, start, dims = window.narrow(number, 0, 1).drop(column)
-    other = steps[:column] + steps[column + 1 :]
+    other = put(steps, column)
     moves = any(other)
-    before, after = origin[:axis], origin[axis + 1 :]
     for j in range(extent):
-        place = (*before, origin[axis] + j * inner, *after)
+        place = put(origin, axis, origin[axis] + j * inner)
         moved = tuple([a + j * s for a, s in zip(start, other, strict=True)]) if moves else start
         yield Window(place, moved, dims), index + j * step
 
 
 def inverse_permutation(axes: Sequence[int]) -> tuple[int, ...]:
-    """The order that undoes another.
-
-    >>> inverse_permutation((2, 0, 1))
-    (1, 2, 0)
-    """
+    """Return the order that undoes another."""
     return tuple(sorted(range(len(axes)), key=axes.__getitem__))

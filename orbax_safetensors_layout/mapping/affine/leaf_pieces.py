@@ -16,7 +16,6 @@ from orbax_safetensors_layout.geometry import AffineView, Box, Gather
 from ..expr.values import ValueOp, apply_ops
 
 _MANY_PIECES = 16
-
 _LEAST_SLAB = 64  # elements; where each takes several vectors of its own, they are more than it is
 
 
@@ -42,12 +41,7 @@ class AffinePiece(NamedTuple):
 
 
 class FillPiece(NamedTuple):
-    """A region of a leaf that holds one value.
-
-    Attributes:
-        box: The region, in the leaf.
-        value: The value, a 0-d array.
-    """
+    """A region of a leaf that holds one value, a 0-d array."""
 
     box: Box
     value: np.ndarray
@@ -74,17 +68,13 @@ class Decoder(Protocol):
         ...
 
 
-class Input(Protocol):
-    """An expression that a computed piece takes a region of."""
+class _Input(Protocol):
+    """A `BoundExpr`."""
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Its dtype."""
-        ...
+    def dtype(self) -> np.dtype[Any]: ...
 
-    def pull_back(self, box: Box, *, refined: bool = False) -> tuple[Piece, ...]:
-        """The pieces of a region."""
-        ...
+    def pull_back(self, box: Box, *, refined: bool = False) -> tuple[Piece, ...]: ...
 
 
 class ComputedPiece(NamedTuple):
@@ -92,16 +82,15 @@ class ComputedPiece(NamedTuple):
 
     Attributes:
         box: The region, in the leaf.
-        inputs: What has to be read: expressions, and the region that is needed of each.
-        decoder: Computes.
-        region: What it computes, in the indices of its result.
+        inputs: Expressions that have to be read, and the region that is needed of each.
+        decoder: Computes `region`, in the indices of its result.
         view: Index within `box` to element offset in the row-major result. `view.shape` may take
             axes of `box.shape` apart.
         ops: Operations on the values, in order.
     """
 
     box: Box
-    inputs: tuple[tuple[Input, Box], ...]
+    inputs: tuple[tuple[_Input, Box], ...]
     decoder: Decoder
     region: Box
     view: AffineView
@@ -115,32 +104,16 @@ class ComputedPiece(NamedTuple):
 
 
 Piece = AffinePiece | FillPiece | ComputedPiece
-"""What a region of a leaf is made of."""
 
 
-def index_only(pieces: Iterable[Piece]) -> bool:
-    """Whether the values of all pieces are those of tensors as they are.
-
-    They can then be read straight into their destination.
-    """
-    return all(isinstance(piece, AffinePiece) and not piece.ops for piece in pieces)
-
-
-def affine_pieces(pieces: Iterable[Piece], *, refined: bool = False) -> Iterator[AffinePiece]:
-    """All that has to be read: affine pieces, and those that computed pieces are made of.
-
-    Args:
-        pieces: The pieces.
-        refined: Ask for refined pieces of what computed pieces are made of; see
-            `Bound.pull_back`.
-    """
+def affine_pieces(pieces: Iterable[Piece]) -> Iterator[AffinePiece]:
+    """Yields all that has to be read: affine pieces, and those that computed ones are made of."""
     for piece in pieces:
         if isinstance(piece, AffinePiece):
             yield piece
         elif isinstance(piece, ComputedPiece):
             for expression, box in piece.inputs:
-                below = expression.pull_back(box, refined=refined)
-                yield from affine_pieces(below, refined=refined)
+                yield from affine_pieces(expression.pull_back(box, refined=True))
 
 
 def assemble_box(
@@ -150,27 +123,20 @@ def assemble_box(
     read: Callable[[AffinePiece], np.ndarray],
     *,
     out: np.ndarray | None = None,
-    refined: bool = False,
 ) -> np.ndarray:
-    """The values of a region of a leaf, from what was read of tensors.
+    """Return the values of a region of a leaf, from what was read of tensors.
 
     Args:
         pieces: The pieces of `box`.
         box: The region.
         dtype: The leaf's dtype.
-        read: Gives the values of an affine piece, `piece.view` of its tensor, before its
+        read: Returns the values of an affine piece, `piece.view` of its tensor, before its
             operations; it is called for each of `affine_pieces(pieces)`, in their order.
         out: Where to put the values, of the region's shape; None allocates.
-        refined: As for `affine_pieces`.
 
     Raises:
         MappingError: A function of a mapping gave another shape or dtype than was declared.
         DtypeMismatchError: A cast to integers cannot hold a value.
-
-    Example:
-        >>> piece = FillPiece(Box((0,), (2,)), np.float32(7))
-        >>> assemble_box([piece], Box((0,), (2,)), np.dtype("float32"), read=lambda piece: ...)
-        array([7., 7.], dtype=float32)
     """
     if out is None:
         out = np.empty(box.shape, dtype)
@@ -181,59 +147,44 @@ def assemble_box(
         if isinstance(piece, FillPiece):
             target[...] = piece.value
         elif isinstance(piece, AffinePiece):
-            values = read(piece).reshape(piece.box.shape)
-            if piece.ops:
-                apply_ops(values, piece.ops, target)
+            target = target.reshape(piece.view.shape)  # takes axes apart: a view, never a copy
+            values = read(piece).reshape(piece.view.shape)
+            if piece.ops:  # in the order of the values in memory, which is the faster one
+                axes = sorted(range(values.ndim), key=lambda n: abs(values.strides[n]))[::-1]
+                apply_ops(values.transpose(axes), piece.ops, target.transpose(axes))
             else:
                 target[...] = values
         else:
-            target[...] = piece.fn([_input(*needed, read, refined) for needed in piece.inputs])
+            inputs = [
+                assemble_box(expr.pull_back(part, refined=True), part, expr.dtype, read)
+                for expr, part in piece.inputs
+            ]
+            target[...] = piece.fn(inputs)
     return out
 
 
-def _input(
-    expression: Input, box: Box, read: Callable[[AffinePiece], np.ndarray], refined: bool
-) -> np.ndarray:
-    pieces = expression.pull_back(box, refined=refined)
-    return assemble_box(pieces, box, expression.dtype, read, refined=refined)
-
-
 def apply_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
-    """A view of a flat array: no copy.
-
-    Example:
-        >>> apply_view(np.arange(6), AffineView(5, (2, 3), (-3, -1)))
-        array([[5, 4, 3],
-               [2, 1, 0]])
-    """
+    """Return the elements of a view within a flat, contiguous array: read-only, without a copy."""
     if 0 in view.shape:
         return np.empty(view.shape, elements.dtype)
-    low = high = view.offset
-    for n, stride in zip(view.shape, view.strides, strict=True):
-        low, high = low + min(0, stride * (n - 1)), high + max(0, stride * (n - 1))
-    if low < 0 or high >= elements.size:
+    low, high = view.bounds
+    if low < 0 or high > elements.size:
         raise MappingError(
             "a view reaches beyond its tensor",
             expected=f"elements 0 to {elements.size}",
-            found=f"elements {low} to {high + 1}",
+            found=f"elements {low} to {high}",
         )
-    found = strided(elements, view)
-    found.flags.writeable = False
-    return found
-
-
-def strided(elements: np.ndarray, view: AffineView) -> np.ndarray:
-    """The elements of a view within a flat, contiguous array, without a copy."""
     # Not `as_strided`: the type string of float8_e5m2 is none that numpy knows.
     size = elements.itemsize
     strides = tuple(stride * size for stride in view.strides)
-    return np.ndarray(
-        view.shape, elements.dtype, elements.view(np.uint8).data, view.offset * size, strides
-    )
+    memory = elements.view(np.uint8).data
+    values = np.ndarray(view.shape, elements.dtype, memory, view.offset * size, strides)
+    values.flags.writeable = False
+    return values
 
 
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Pieces with those joined that follow one another in their leaf and in their tensor.
+    """Join pieces that follow one another in their leaf and in their tensor.
 
     Among many pieces two with a gap between them stay alone, since any two are equally spaced:
     each is read with its own neighbours in the file.
@@ -241,41 +192,37 @@ def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     joined: list[Piece] = []
     parts: list[list[Piece]] = []  # what each is joined of
     for piece in pieces:
-        made = [piece]
+        joined_of = [piece]
         while joined and (both := _join(joined[-1], piece)) is not None:
             joined.pop()
-            piece, made = both, parts.pop() + made
+            piece, joined_of = both, parts.pop() + joined_of
         joined.append(piece)
-        parts.append(made)
+        parts.append(joined_of)
     if len(pieces) < _MANY_PIECES:
         return tuple(joined)
-    kept = zip(joined, parts, strict=True)
-    return tuple([p for both, made in kept for p in (made if _is_chance(both, made) else [both])])
+    return tuple(
+        piece
+        for both, joined_of in zip(joined, parts, strict=True)
+        for piece in (joined_of if _is_chance(joined_of) else [both])
+    )
 
 
-def _is_chance(both: Piece, made: Sequence[Piece]) -> bool:
-    """Whether a piece is two equal ones that do not touch in the tensor, as rows or columns."""
-    if len(made) != 2 or not all(isinstance(piece, AffinePiece) for piece in made):
+def _is_chance(parts: Sequence[Piece]) -> bool:
+    """Whether parts are two equal ones that do not touch in the tensor, as rows or columns."""
+    if len(parts) != 2:
         return False
-    one, two = made
-    assert isinstance(one, AffinePiece)
-    assert isinstance(two, AffinePiece)
-    low, high = one.view.bounds
-    apart = abs(two.view.offset - one.view.offset)
-    return one.view.shape == two.view.shape and apart not in (1, high - low)
+    a, b = parts
+    if not (isinstance(a, AffinePiece) and isinstance(b, AffinePiece)):
+        return False
+    low, high = a.view.bounds
+    apart = abs(b.view.offset - a.view.offset)
+    return a.view.shape == b.view.shape and apart not in (1, high - low)
 
 
 def gathered(
     piece: AffinePiece, axis: int, places: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
 ) -> AffinePiece:
-    """Indices of an axis of a piece, at other places.
-
-    Args:
-        piece: The piece.
-        axis: The axis.
-        places: Index in the leaf of each.
-        offsets: Element offset in the tensor of each.
-    """
+    """Return slabs of a piece, at `places` of an axis of the leaf and `offsets` in the tensor."""
     _, source, view, ops, _ = piece
     first = int(offsets.min())
     shape = (*view.shape[:axis], 1, *view.shape[axis + 1 :])
@@ -285,21 +232,20 @@ def gathered(
 
 
 def shared(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Pieces with those of one tensor that have some indices of an axis in common as gathers."""
-    found = list(pieces)
-    sources = [piece.source for piece in found if isinstance(piece, AffinePiece)]
+    """Make gathers of pieces of one tensor that have indices of an axis in common."""
+    sources = [piece.source for piece in pieces if isinstance(piece, AffinePiece)]
     if len(set(sources)) == len(sources):
-        return tuple(found)
+        return tuple(pieces)
     for axis in range(len(pieces[0].box.start)):
         alike: dict[object, list[Piece]] = {}
-        for number, piece in enumerate(found):
+        for number, piece in enumerate(pieces):
             alike.setdefault(_slab_key(piece, axis, number), []).append(piece)
-        found = [piece for some in alike.values() for piece in _shared_along(some, axis)]
-    return tuple(found)
+        pieces = [piece for group in alike.values() for piece in _shared_along(group, axis)]
+    return tuple(pieces)
 
 
 def _slab_key(piece: Piece, axis: int, number: int) -> object:
-    """What pieces have in common whose indices of an axis are equal slabs of one tensor."""
+    """Return a key that is equal for pieces whose indices of an axis are slabs of one tensor."""
     if not isinstance(piece, AffinePiece) or len(piece.view.shape) != len(piece.box.start):
         return number
     _, source, (offset, shape, strides), ops, gather = piece
@@ -323,40 +269,37 @@ def _shared_along(pieces: Sequence[Piece], axis: int) -> Sequence[Piece]:
             number = np.arange(piece.view.shape[axis])
             places.append(piece.box.start[axis] + number)
             offsets.append(piece.view.offset + number * piece.view.strides[axis])
-    first, at, found = pieces[0], np.concatenate(places), np.concatenate(offsets)
-    own = sum(len(np.unique(some)) for some in offsets)
-    if len(np.unique(found)) == own:
+    own = sum(len(np.unique(part)) for part in offsets)
+    if len(np.unique(np.concatenate(offsets))) == own:
         return pieces
+    first = pieces[0]
     assert isinstance(first, AffinePiece)
-    return [gathered(first, axis, at, found)]
+    return [gathered(first, axis, np.concatenate(places), np.concatenate(offsets))]
 
 
-def _join(one: Piece, two: Piece) -> Piece | None:
-    """One piece for two whose views continue along the only axis on which they differ."""
-    if not (isinstance(one, AffinePiece) and isinstance(two, AffinePiece)):
+def _join(a: Piece, b: Piece) -> Piece | None:
+    """Return one piece for two whose views continue along the only axis on which they differ."""
+    if not (isinstance(a, AffinePiece) and isinstance(b, AffinePiece)):
         return None
-    if one.source != two.source or one.ops != two.ops or one.gather or two.gather:
+    if a.source != b.source or a.ops != b.ops or a.gather or b.gather:
         return None
-    shape = one.box.shape
-    if one.view.shape != shape or two.view.shape != two.box.shape:  # refined
+    shape, other = a.box.shape, b.box.shape
+    if a.view.shape != shape or b.view.shape != other:  # refined
         return None
-    pairs = zip(one.box.start, one.box.stop, two.box.start, two.box.stop, strict=True)
-    axes = [axis for axis, (a, b, c, d) in enumerate(pairs) if (a, b) != (c, d)]
-    if len(axes) != 1 or one.box.stop[axes[0]] != two.box.start[axes[0]]:
+    bounds = zip(a.box.start, a.box.stop, b.box.start, b.box.stop, strict=True)
+    axes = [n for n, (start, stop, low, high) in enumerate(bounds) if (start, stop) != (low, high)]
+    if len(axes) != 1 or a.box.stop[axes[0]] != b.box.start[axes[0]]:
         return None
     (axis,) = axes
-    stride = two.view.offset - one.view.offset
-    if stride % shape[axis]:
+    stride, rest = divmod(b.view.offset - a.view.offset, shape[axis])
+    strides = (*a.view.strides[:axis], stride, *a.view.strides[axis + 1 :])
+    if rest or not (_has_strides(a.view, strides) and _has_strides(b.view, strides)):
         return None
-    stride //= shape[axis]
-    strides = list(one.view.strides)
-    strides[axis] = stride
-    for k, n in enumerate(two.box.shape):
-        known = [v.strides[k] for v, m in ((one.view, shape[k]), (two.view, n)) if m > 1]
-        if any(s != strides[k] for s in known):
-            return None
-    stop = (*one.box.stop[:axis], two.box.stop[axis], *one.box.stop[axis + 1 :])
-    box = Box(one.box.start, stop)
-    return AffinePiece(
-        box, one.source, AffineView(one.view.offset, box.shape, tuple(strides)), one.ops
-    )
+    box = a.box.along(axis, a.box.start[axis], b.box.stop[axis])
+    return AffinePiece(box, a.source, AffineView(a.view.offset, box.shape, strides), a.ops)
+
+
+def _has_strides(view: AffineView, strides: Sequence[int]) -> bool:
+    """Return whether these are its strides, but for axes of extent 1."""
+    sides = zip(view.shape, view.strides, strides, strict=True)
+    return all(n == 1 or stride == other for n, stride, other in sides)

@@ -10,15 +10,13 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
 
-from ..affine.bound import BoundExpr, Sink
+from ..affine.bound import BoundExpr
 from ..affine.decoded import Computed
-from ..affine.window import Window
 from ..inverse.inference import Inference
 from ..names import Captures, substitute
 from ..shapes import TensorSpecs
 from . import ops
 from .expression import Expr, given
-from .values import ValueOp
 
 _CHUNK_BYTES = 1 << 20
 
@@ -75,13 +73,6 @@ class Copies(Computed):
     """Expressions of the same bits; loading compares them, saving writes each."""
 
     __slots__ = ()
-
-    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        if not sink.saving:
-            super().pull(window, ops, sink)
-            return
-        for operand in self.operands:
-            operand.pull(window, ops, sink)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

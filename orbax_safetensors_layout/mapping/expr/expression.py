@@ -15,10 +15,10 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 
-from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
-from ..affine.stored_pieces import divided
+from ..affine.bound import BoundExpr, Constant, Valued
 from ..argument_checks import integer, integers, number
 from ..inverse.inference import Inference
+from ..inverse.inverse_patches import whole_tensor
 from ..names import Captures, parse_pattern, substitute
 from ..problems import Problem, Problems, within
 from ..shapes import Shapes, TensorSpecs
@@ -161,9 +161,7 @@ class Tensor(Expr):
         name = self._concrete(captures)
         if name not in specs:
             raise Problems([Problem(f"there is no tensor {name!r}", seek=name)])
-        shape, dtype = specs[name]
-        pieces = specs.pieces.get(name)
-        return WholeTensor(shape, dtype, name, divided(pieces, dtype) if pieces else None)
+        return whole_tensor(name, specs)
 
     def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
         inference.record(self._concrete(captures), shape)

@@ -3,7 +3,7 @@
 It runs before a byte is written, for the dtype of the files and not for the values of one model: a
 mapping that saves one checkpoint saves all of them.
 
-1. `check_exact` walks a leaf's expression down and collects value operations and their inverses;
+1. inverting a leaf's expression gives for each tensor the operations of loading and of saving;
 2. `first_loss` applies both to every value of the tensor's dtype (of wide ones to a selection);
 3. a value that does not come back is an error, unless an operation has `lossy_inverse`.
 """
@@ -19,59 +19,39 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import NARROW_INTEGERS
 
-from ..affine.bound import BoundExpr, Valued, WholeTensor
+from ..affine.bound import BoundExpr, Valued
 from ..casting import is_whole, to_whole, whole_range
-from ..expr.values import Cast, ValueOp, undone
+from ..expr.values import Cast, ValueOp
 
 
-def check_exact(expression: BoundExpr, leaf: np.dtype[Any]) -> None:
-    """Refuses a leaf from which some value of its tensors cannot be restored.
-
-    Args:
-        expression: The leaf as an expression over tensors.
-        leaf: The leaf's dtype, which may not be the expression's.
-    """
-    last = () if leaf == expression.dtype else (Cast(leaf),)
-    _check(expression, (), (), leaf, last)
-
-
-def _check(
-    node: BoundExpr,
-    ops: tuple[ValueOp, ...],
-    back: tuple[ValueOp, ...],
-    dtype: np.dtype[Any],
-    last: tuple[Cast, ...],
-) -> None:
-    """Checks a node and its operands.
+def check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundExpr) -> None:
+    """Refuses a tensor of which some value cannot be restored.
 
     Args:
-        node: The node.
-        ops: The operations of loading on its values.
-        back: Their inverses.
-        dtype: Dtype of the result of `back`.
-        last: The cast to the leaf's dtype.
+        stored: The tensor's dtype.
+        ops: The operations of loading.
+        values: Elements of the tensor as an expression over a leaf, whose dtype may not be that
+            of the last operation.
     """
-    if isinstance(node, Valued):
-        more = undone(node.op, node.operand.dtype, dtype)
-        for op in more:
-            dtype = op.result(dtype)
-        _check(node.operand, (node.op, *ops), (*back, *more), dtype, last)
-    elif isinstance(node, WholeTensor) and ops and not any(op.lossy_inverse for op in ops):
-        done, loaded = (*ops, *last), node.dtype
-        for op in done:
-            loaded = op.result(loaded)
-        Cast(node.dtype).result(dtype)  # a leaf may be complex where the file is not
-        loss = first_loss(node.dtype, done, back)
-        if loss is not None:
-            named = f"{'.'.join(map(str, done))} of {node.dtype.name}"
-            raise MappingError(
-                f"{named} does not keep every value: {loss.stored} is loaded as {loss.loaded},"
-                f" and would be saved as {loss.saved}",
-                hint="Use a dtype that holds every result, as .cast('float32') before arithmetic;"
-                " or accept the rounding with lossy_inverse=True.",
-            )
-    for operand in () if isinstance(node, Valued) else node.below():
-        _check(operand, ops, back, dtype, last)
+    if not ops or any(op.lossy_inverse for op in ops):
+        return
+    leaf, *inverse = reversed([*values.nodes()])
+    back = tuple(node.op for node in inverse if isinstance(node, Valued))
+    loaded = stored
+    for op in ops:
+        loaded = op.result(loaded)
+    if loaded != leaf.dtype:
+        ops = (*ops, Cast(leaf.dtype))
+        ops[-1].result(loaded)
+    Cast(stored).result(values.dtype)  # a leaf may be complex where the file is not
+    loss = first_loss(stored, ops, back)
+    if loss is not None:
+        raise MappingError(
+            f"{'.'.join(map(str, ops))} of {stored.name} does not keep every value: {loss.stored}"
+            f" is loaded as {loss.loaded}, and would be saved as {loss.saved}",
+            hint="Use a dtype that holds every result, as .cast('float32') before arithmetic;"
+            " or accept the rounding with lossy_inverse=True.",
+        )
 
 
 class Loss(NamedTuple):
@@ -90,12 +70,8 @@ def first_loss(
 
     Tries every value of dtypes of up to 16 bits, and of wider ones those at which rounding,
     overflow and underflow begin. A NaN may become another NaN. Values that are saved in the dtype
-    of a leaf, since no operation casts them back, must be the same numbers.
-
-    Args:
-        stored: The dtype in the file.
-        ops: The operations of loading; values that they refuse do not count.
-        back: The operations of saving.
+    of a leaf, since no operation casts them back, must be the same numbers. Values that `ops`, the
+    operations of loading, refuse do not count.
     """
     with np.errstate(all="ignore"):
         loaded, kept = _applied(_probes(stored), ops)
@@ -143,8 +119,7 @@ def _probes(dtype: np.dtype[Any]) -> np.ndarray:
         tails = [0, *(1 << n for n in range(mantissa)), (1 << mantissa) - 1]
         return (tops[:, None] | np.array(tails, tops.dtype)).reshape(-1).view(dtype)
     limits: Any = ml_dtypes.finfo  # untyped
-    bits = limits(dtype).bits
-    return np.arange(1 << bits, dtype=f"u{dtype.itemsize}").view(dtype)
+    return np.arange(1 << limits(dtype).bits, dtype=f"u{dtype.itemsize}").view(dtype)
 
 
 def _integers(dtype: np.dtype[Any]) -> np.ndarray:

@@ -22,12 +22,7 @@ LIKE = "save through mapping.like(path), with a checkpoint that has the names an
 
 
 class Extent(NamedTuple):
-    """An extent, or a lower bound of one.
-
-    Attributes:
-        n: The number of indices.
-        exact: Whether there are no more.
-    """
+    """An extent, or if it is not exact a lower bound of one."""
 
     n: int
     exact: bool = True
@@ -36,11 +31,7 @@ class Extent(NamedTuple):
         return str(self.n) if self.exact else f"{self.n} or more"
 
     def join(self, other: Extent) -> Extent | None:
-        """Return the extent that fits both; None if they contradict each other.
-
-        >>> Extent(4).join(Extent(3, exact=False))
-        Extent(n=4, exact=True)
-        """
+        """Return the extent that fits both; None if they contradict each other."""
         most, least = (self, other) if self.exact else (other, self)
         if not most.exact:
             return max(self, other)
@@ -92,8 +83,8 @@ class Inference:
         joined = [a.join(b) for a, b in zip(known, shape, strict=False)]
         if len(known) != len(shape) or None in joined:
             raise MappingError(
-                f"it makes {name!r} of shape {_text(shape)}, but leaf {leaf!r} makes it"
-                f" {_text(known)}"
+                f"it makes {name!r} of shape [{', '.join(map(str, shape))}], but leaf {leaf!r}"
+                f" makes it [{', '.join(map(str, known))}]"
             )
         self._tensors[name] = (tuple(e for e in joined if e is not None), dtype, leaf)
 
@@ -103,7 +94,3 @@ class Inference:
             name: TensorSpec(tuple(extent.n for extent in shape), dtype)
             for name, (shape, dtype, _) in self._tensors.items()
         }
-
-
-def _text(shape: tuple[Extent, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"

@@ -1,8 +1,12 @@
-"""Patches: the elements of a tensor that a leaf holds, found by walking a bound expression down.
+"""Patches: elements of a tensor, with the expression over a leaf that has their values.
 
 A tensor's axes are taken apart into factors, as fine as the reshapes on the way require; along
-each factor a patch has equally spaced indices. Its values are an expression over the leaf with one
-axis for each factor.
+each factor a patch has equally spaced indices. `assemble` joins patches to the tensor:
+
+1. Their axes are taken apart at the same boundaries (`coarsen`, `_confine`).
+2. `_compose` finds an axis along which they are separate ranges (a concatenation) or separate
+   remainders (interleaved), and does so again with the patches of each.
+3. `_cut` cuts patches where there is no such axis.
 """
 
 from __future__ import annotations
@@ -10,29 +14,16 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.geometry import row_major_strides
 
-from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
-from ..affine.decoded import Computed
-from ..affine.index_builders import permuted, reshaped, sliced
-from ..affine.index_nodes import (
-    Concatenated,
-    Padded,
-    Permuted,
-    Repeated,
-    Reshaped,
-    Sliced,
-    Stacked,
-    Taken,
-    inverse_permutation,
-)
-from ..expr.choices import Copies
-from ..expr.values import undone
-
-_OnAxis: TypeAlias = Sliced | Taken | Padded | Repeated
+from ..affine.bound import BoundExpr, WholeTensor
+from ..affine.index_builders import concatenated, interleaved, reshaped, sliced
+from ..affine.window import put
+from ..shapes import TensorSpecs
 
 
 class Factor(NamedTuple):
@@ -50,10 +41,10 @@ class Factor(NamedTuple):
     step: int
     length: int
 
-    @classmethod
-    def whole(cls, extent: int) -> Factor:
-        """Return all indices."""
-        return cls(extent, 0, 1, extent)
+    @property
+    def stop(self) -> int:
+        """One past the last index."""
+        return self.start + self.step * (self.length - 1) + 1
 
 
 class Patch(NamedTuple):
@@ -71,101 +62,204 @@ class Patch(NamedTuple):
     def whole(cls, values: BoundExpr) -> Patch:
         """Return all elements of an array."""
         extents = tuple(n for n in values.shape if n > 1)
-        return cls(reshaped(values, extents), tuple(map(Factor.whole, extents)))
+        return cls(reshaped(values, extents), tuple(Factor(n, 0, 1, n) for n in extents))
 
     @property
-    def boundaries(self) -> list[int]:
+    def boundaries(self) -> tuple[int, ...]:
         """For each factor its stride in elements."""
-        sizes = itertools.accumulate(reversed([f.extent for f in self.factors]), operator.mul)
-        return [1, *sizes][:-1][::-1] if self.factors else []
+        return row_major_strides([factor.extent for factor in self.factors])
+
+    def replaced(self, number: int, values: BoundExpr, *factors: Factor, count: int = 1) -> Patch:
+        """Replace `count` factors."""
+        others = self.factors[number + count :]
+        return Patch(values, (*self.factors[:number], *factors, *others))
 
     def put(self, number: int, factor: Factor, values: BoundExpr) -> Patch:
         """Replace a factor; one of extent 1 is left out."""
         if factor.extent > 1:
-            return self.replaced(number, factor, values)
-        values = reshaped(values, values.shape[:number] + values.shape[number + 1 :])
-        return Patch(values, self.factors[:number] + self.factors[number + 1 :])
+            return self.replaced(number, values, factor)
+        shape = values.shape
+        return self.replaced(number, reshaped(values, shape[:number] + shape[number + 1 :]))
 
-    def replaced(self, number: int, factor: Factor, values: BoundExpr) -> Patch:
-        """Replace a factor."""
-        return Patch(values, (*self.factors[:number], factor, *self.factors[number + 1 :]))
+    def restrict(self, number: int, start: int, stop: int, *, keep: bool = False) -> Patch | None:
+        """Restrict a factor to indices `start` to `stop`, then relative to `start`.
+
+        Returns None where it has none. With `keep` a factor of extent 1 remains.
+        """
+        _, first, step, count = self.factors[number]
+        low = max(0, -(-(start - first) // step))
+        high = min(count, -(-(stop - first) // step))
+        if low >= high:
+            return None
+        values = sliced(self.values, number, low, high - low)
+        factor = Factor(stop - start, first + low * step - start, step, high - low)
+        return self.replaced(number, values, factor) if keep else self.put(number, factor, values)
 
 
-def trace(node: BoundExpr, patch: Patch) -> Iterator[tuple[WholeTensor, Patch]]:
-    """Yields the patches of tensors that hold a patch of an expression over them.
+def whole_tensor(name: str, specs: TensorSpecs) -> WholeTensor:
+    """Return a tensor, or a leaf, as an expression of the pieces that it is stored in, if any."""
+    shape, dtype = specs[name]
+    patches = [
+        Patch(
+            WholeTensor(box.shape, dtype, place),
+            tuple(Factor(n, a, 1, b - a) for n, a, b in zip(shape, *box, strict=True)),
+        )
+        for box, place in specs.pieces.get(name, ())
+    ]
+    return WholeTensor(shape, dtype, name, _compose(shape, patches) if patches else None)
+
+
+def assemble(shape: Sequence[int], patches: Sequence[Patch]) -> BoundExpr:
+    """Join patches that have as many elements as an array, which is not empty.
 
     Raises:
-        MappingError: An operation of the expression does not invert.
+        MappingError: They overlap and leave gaps.
     """
-    if isinstance(node, WholeTensor):
-        yield node, patch
-    elif isinstance(node, Permuted):
-        order = [n for axis in inverse_permutation(node.axes) for n in _span(node, patch, axis)]
-        factors = tuple(patch.factors[n] for n in order)
-        yield from trace(node.operand, Patch(permuted(patch.values, order), factors))
-    elif isinstance(node, Reshaped):
-        for part in refine(patch, steps_of(node.operand.shape)):
-            yield from trace(node.operand, part)
-    elif isinstance(node, Valued):
-        values = patch.values
-        for op in undone(node.op, node.operand.dtype, values.dtype):
-            values = Valued.of(values, op)
-        yield from trace(node.operand, patch._replace(values=values))
-    elif isinstance(node, Copies):
-        for operand in node.operands:
-            yield from trace(operand, patch)
-    elif isinstance(node, Stacked | Concatenated):
-        yield from _trace_joined(node, patch)
-    elif isinstance(node, Computed):
-        raise MappingError("a value that is decoded or computed by a function does not invert")
-    elif isinstance(node, Sliced | Taken | Padded | Repeated):
-        yield from _trace_axis(node, patch)
-    elif not isinstance(node, Constant):
-        raise MappingError(f"{node!r} does not invert")
+    own = set(steps_of(shape))
+    coarse = [coarsen(patch, own) for patch in patches]
+    steps = sorted(own.union(*(patch.boundaries for patch in coarse)), reverse=True)
+    if any(outer % inner for outer, inner in itertools.pairwise(steps)):
+        # Leaves take the axes apart in ways that do not nest: only the tensor's own axes are kept.
+        steps = sorted(own, reverse=True)
+    confined = [part for patch in coarse for part in _confine(patch, steps)]
+    sizes = [math.prod(shape), *steps]
+    extents = tuple(outer // inner for outer, inner in zip(sizes, steps, strict=False))
+    return reshaped(_compose(extents, confined), shape)
 
 
-def _trace_joined(
-    node: Stacked | Concatenated, patch: Patch
-) -> Iterator[tuple[WholeTensor, Patch]]:
-    starts = node.starts if isinstance(node, Concatenated) else range(len(node.operands) + 1)
-    patches, number = _single(node, patch, node.axis)
-    for operand, (start, stop) in zip(node.operands, itertools.pairwise(starts), strict=True):
-        for part in patches:
-            restricted = restrict(part, number, start, stop)
-            if restricted is not None:
-                yield from trace(operand, restricted)
+def _compose(extents: tuple[int, ...], patches: Sequence[Patch]) -> BoundExpr:
+    """Join patches along the axes on which they are separate."""
+    if len(patches) == 1 and patches[0].values.shape == extents:
+        return patches[0].values
+    for axis, extent in enumerate(extents):
+        stretches = _stretches(axis, patches)
+        if len(stretches) > 1:
+            return _concatenated(axis, extents, stretches)
+        step = math.gcd(*_steps(axis, patches))
+        if 1 < step <= extent:
+            turns = _turns(axis, step, patches)
+            if len(turns) == step:
+                return _interleaved(axis, extents, turns)
+    if len(patches) == 1:
+        raise MappingError(f"only some of its elements are in {leaves_of(patches)}")
+    return _cut(extents, patches)
 
 
-def _trace_axis(node: _OnAxis, patch: Patch) -> Iterator[tuple[WholeTensor, Patch]]:
-    patches, number = _single(node, patch, node.axis)
-    for part in patches:
-        for below in _moved(node, part, number):
-            if below is not None:
-                yield from trace(node.operand, below)
+def _cut(extents: tuple[int, ...], patches: Sequence[Patch]) -> BoundExpr:
+    """Cut patches that are separate on no axis until some are.
+
+    Long patches with several steps along an axis are cut by remainders of the steps' common
+    multiple, others where any of them begins or ends.
+    """
+    for axis, extent in enumerate(extents):
+        period = math.lcm(*_steps(axis, patches))
+        factors = [patch.factors[axis] for patch in patches]
+        ends = {0, extent, *(f.start for f in factors), *(f.stop for f in factors)}
+        if period >= extent > 1:
+            ends, period = set(range(extent + 1)), 1
+        cuts = [*itertools.pairwise(sorted(ends))]
+        longest = max(stop - start for start, stop in cuts)
+        if longest < extent and (period == 1 or 2 * longest <= extent):
+            stretches = [_within(axis, *cut, patches) for cut in cuts]
+            if not all(stretch.patches for stretch in stretches):
+                break
+            return _concatenated(axis, extents, stretches)
+        if period > 1:
+            turns = _turns(axis, period, patches)
+            if len(turns) < period:
+                break
+            return _interleaved(axis, extents, turns)
+    raise overlap(patches)
 
 
-def _moved(node: _OnAxis, patch: Patch, number: int) -> Iterator[Patch | None]:
-    """Yields a patch of a node as patches of its operand, which differ along one axis."""
-    n = node.operand.shape[node.axis]
-    if isinstance(node, Padded):
-        yield restrict(patch, number, node.before, node.before + n)
-    elif isinstance(node, Repeated):
-        yield _every(patch, number, node.count)
-    elif isinstance(node, Sliced):
-        yield _move(patch, number, n, node.start, node.step)
-    else:
-        for run, (start, stop) in zip(node.runs, itertools.pairwise(node.starts), strict=True):
-            if stop - start > 1 and not run.step:
-                raise MappingError(
-                    "take(...) with an index twice does not invert; repeat(...) does"
-                )
-            part = restrict(patch, number, start, stop, keep=True)
-            yield None if part is None else _move(part, number, n, run.first, run.step)
+class _Stretch(NamedTuple):
+    """A range of an axis, and patches whose indices are relative to `start`."""
+
+    start: int
+    stop: int
+    patches: list[Patch]
 
 
-def steps_of(shape: Sequence[int]) -> list[int]:
+def _stretches(axis: int, patches: Sequence[Patch]) -> list[_Stretch]:
+    """Group patches by the range of an axis that they share with no other group."""
+    groups: list[_Stretch] = []
+    ranges = [(patch.factors[axis].start, patch.factors[axis].stop, patch) for patch in patches]
+    for start, stop, patch in sorted(ranges, key=operator.itemgetter(0, 1)):
+        if groups and start < groups[-1].stop:
+            groups[-1].patches.append(patch)
+            groups[-1] = groups[-1]._replace(stop=max(stop, groups[-1].stop))
+        else:
+            groups.append(_Stretch(start, stop, [patch]))
+    return groups if len(groups) == 1 else [_within(axis, *group) for group in groups]
+
+
+def _within(axis: int, start: int, stop: int, patches: Iterable[Patch]) -> _Stretch:
+    restricted = (patch.restrict(axis, start, stop, keep=True) for patch in patches)
+    return _Stretch(start, stop, [patch for patch in restricted if patch is not None])
+
+
+def _concatenated(axis: int, extents: tuple[int, ...], stretches: Sequence[_Stretch]) -> BoundExpr:
+    operands, reached = [], 0
+    for start, stop, patches in stretches:
+        if start != reached:
+            names = leaves_of(patches)
+            raise MappingError(f"no leaf holds what comes before its elements in {names}")
+        operands.append(_compose(put(extents, axis, stop - start), patches))
+        reached = stop
+    if reached != extents[axis]:
+        names = leaves_of(stretches[-1].patches)
+        raise MappingError(f"no leaf holds what comes after its elements in {names}")
+    return concatenated(operands, axis)
+
+
+def _turns(axis: int, period: int, patches: Iterable[Patch]) -> dict[int, list[Patch]]:
+    """Split patches by the remainder of their indices by `period`; the indices become quotients."""
+    turns: dict[int, list[Patch]] = {}
+    for patch in patches:
+        extent, start, step, count = patch.factors[axis]
+        apart = period // math.gcd(step, period)  # after so many indices the remainder is the same
+        for first in range(min(apart, count)):
+            length = -(-(count - first) // apart)
+            values = sliced(patch.values, axis, first, length, apart if length > 1 else 1)
+            quotient, rest = divmod(start + first * step, period)
+            each = step * apart // period if length > 1 else 1
+            factor = Factor(len(range(rest, extent, period)), quotient, each, length)
+            turns.setdefault(rest, []).append(patch.replaced(axis, values, factor))
+    return turns
+
+
+def _interleaved(axis: int, extents: tuple[int, ...], turns: dict[int, list[Patch]]) -> BoundExpr:
+    operands = []
+    for rest, patches in sorted(turns.items()):
+        n = len(range(rest, extents[axis], len(turns)))
+        operands.append(_compose(put(extents, axis, n), patches))
+    return interleaved(operands, axis)
+
+
+def _steps(axis: int, patches: Iterable[Patch]) -> list[int]:
+    """Return the steps of the patches that have several indices of an axis."""
+    factors = (patch.factors[axis] for patch in patches)
+    return [factor.step for factor in factors if factor.length > 1]
+
+
+def overlap(patches: Sequence[Patch]) -> MappingError:
+    """Return the error for patches that have elements in common."""
+    return MappingError(
+        f"its parts in {leaves_of(patches)} overlap, or leave gaps",
+        hint="Where leaves hold the same values, say so: rule(..., tied_to=...).",
+    )
+
+
+def leaves_of(patches: Sequence[Patch]) -> str:
+    """Name the leaves of patches, for errors."""
+    names = [*dict.fromkeys(repr(n) for patch in patches for n in patch.values.sources())]
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{'leaf' if len(names) == 1 else 'leaves'} {listed}"
+
+
+def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major strides of the axes of extent above 1."""
-    return [math.prod(shape[i + 1 :]) for i, n in enumerate(shape) if n > 1]
+    return row_major_strides([n for n in shape if n > 1])
 
 
 def coarsen(patch: Patch, boundaries: Collection[int]) -> Patch:
@@ -176,11 +270,11 @@ def coarsen(patch: Patch, boundaries: Collection[int]) -> Patch:
     return patch
 
 
-def confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
+def _confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
     """Split a patch into such with factors at some boundaries and nowhere else; as `refine`."""
     for number in reversed(range(len(patch.factors) - 1)):
         if patch.boundaries[number] not in boundaries:
-            return [p for part in _joined(patch, number) for p in confine(part, boundaries)]
+            return [p for part in joined(patch, number) for p in _confine(part, boundaries)]
     return refine(patch, boundaries)
 
 
@@ -204,13 +298,13 @@ def _refine(patch: Patch, boundary: int) -> list[Patch]:
     number = next(i for i, step in enumerate(steps) if step < boundary)
     step, extent = steps[number], patch.factors[number].extent
     if boundary % step == 0 and (step * extent) % boundary == 0:
-        return list(_cut(patch, number, boundary // step))
+        return list(_divide(patch, number, boundary // step))
     # The factor begins or ends where no boundary is needed.
     first = number if boundary % step else number - 1
-    return [part for joined in _joined(patch, first) for part in _refine(joined, boundary)]
+    return [part for both in joined(patch, first) for part in _refine(both, boundary)]
 
 
-def _cut(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
+def _divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
     """Cut a factor in two, the inner one of extent `inner`; in several patches if need be."""
     extent, start, step, count = patch.factors[number]
     outer = extent // inner
@@ -228,8 +322,7 @@ def _cut(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
         shape = patch.values.shape
         counts = (pair[0].length, pair[1].length)
         values = reshaped(patch.values, (*shape[:number], *counts, *shape[number + 1 :]))
-        factors = (*patch.factors[:number], *pair, *patch.factors[number + 1 :])
-        yield Patch(values, factors)
+        yield patch.replaced(number, values, *pair)
         return
     # Neither: separate whole rows from the rest before and after them, or each row.
     first = -(-(inner - rest) // step)
@@ -238,7 +331,7 @@ def _cut(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
     for low, high in ((0, first), (first, count)):
         factor = Factor(extent, start + low * step, step, high - low)
         values = sliced(patch.values, number, low, high - low)
-        yield from _cut(patch.put(number, factor, values), number, inner)
+        yield from _divide(patch.put(number, factor, values), number, inner)
 
 
 def _join(patch: Patch, number: int) -> Patch | None:
@@ -255,80 +348,16 @@ def _join(patch: Patch, number: int) -> Patch | None:
     factor = Factor(outer.extent * inner.extent, start, step, count)
     shape = patch.values.shape
     values = reshaped(patch.values, (*shape[:number], count, *shape[number + 2 :]))
-    return Patch(values, (*patch.factors[:number], factor, *patch.factors[number + 2 :]))
+    return patch.replaced(number, values, factor, count=2)
 
 
-def _joined(patch: Patch, number: int) -> list[Patch]:
+def joined(patch: Patch, number: int) -> list[Patch]:
     """Merge a factor and the next; where they are not equally spaced, for each index of one."""
-    joined = _join(patch, number)
-    if joined is not None:
-        return [joined]
+    both = _join(patch, number)
+    if both is not None:
+        return [both]
     at = min(number, number + 1, key=lambda i: patch.factors[i].length)
     extent, start, step, length = patch.factors[at]
     single = [Factor(extent, start + j * step, 1, 1) for j in range(length)]
     parts = [patch.put(at, f, sliced(patch.values, at, j, 1)) for j, f in enumerate(single)]
     return [both for part in parts if (both := _join(part, number)) is not None]
-
-
-def _span(node: BoundExpr, patch: Patch, axis: int) -> range:
-    """Return the factors of an axis."""
-    size = math.prod(node.shape[axis + 1 :])
-    steps = patch.boundaries
-    start = sum(step >= size * node.shape[axis] for step in steps)
-    return range(start, sum(step >= size for step in steps))
-
-
-def _single(node: BoundExpr, patch: Patch, axis: int) -> tuple[list[Patch], int]:
-    """Merge the factors of an axis into one, also of extent 1; return patches, and its number."""
-    span = _span(node, patch, axis)
-    patches = [patch]
-    for number in reversed(span[:-1]):
-        patches = [joined for part in patches for joined in _joined(part, number)]
-    if not span:
-        shape, factors = patch.values.shape, patch.factors
-        values = reshaped(patch.values, (*shape[: span.start], 1, *shape[span.start :]))
-        parts = (*factors[: span.start], Factor.whole(1), *factors[span.start :])
-        patches = [Patch(values, parts)]
-    return patches, span.start
-
-
-def restrict(
-    patch: Patch, number: int, start: int, stop: int, *, keep: bool = False
-) -> Patch | None:
-    """Restrict a factor to indices `start` to `stop`, relative to `start`; None where it has none.
-
-    With `keep` the factor remains, also where its extent becomes 1.
-    """
-    _, first, step, count = patch.factors[number]
-    low = max(0, -(-(start - first) // step))
-    high = min(count, -(-(stop - first) // step))
-    if low >= high:
-        return None
-    values = sliced(patch.values, number, low, high - low)
-    factor = Factor(stop - start, first + low * step - start, step, high - low)
-    return (patch.replaced if keep else patch.put)(number, factor, values)
-
-
-def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patch:
-    """Map index `i` of a factor to index `start + i * step` of one of another extent."""
-    _, first, distance, count = patch.factors[number]
-    values = patch.values
-    start, step = start + first * step, step * distance
-    if step < 0 and count > 1:
-        start, step = start + (count - 1) * step, -step
-        values = sliced(values, number, count - 1, count, -1)
-    return patch.put(number, Factor(extent, start, step if count > 1 else 1, count), values)
-
-
-def _every(patch: Patch, number: int, n: int) -> Patch | None:
-    """Return the first of each `n` indices of a factor."""
-    extent, start, step, count = patch.factors[number]
-    period = n // math.gcd(step, n)
-    firsts = [j for j in range(min(period, count)) if (start + j * step) % n == 0]
-    if not firsts:
-        return None
-    (low,) = firsts
-    kept = -(-(count - low) // period)
-    values = sliced(patch.values, number, low, kept, period)
-    factor = Factor(extent // n, (start + low * step) // n, step * period // n, kept)
-    return patch.put(number, factor, values)

@@ -1,40 +1,54 @@
 """Inverts bound expressions: each tensor of a checkpoint as an expression over the model's leaves.
 
-1. `trace` finds the patches of tensors that each leaf holds, with expressions over the leaf.
+1. `_trace` walks each leaf's expression down to the patches of tensors that the leaf holds.
 2. Patches of one tensor are counted: they must have as many elements as it, and one dtype.
-3. Their axes are taken apart at the same boundaries (`coarsen`, `confine`).
-4. `_compose` finds an axis along which they are separate ranges (a concatenation) or separate
-   remainders (interleaved), and does so again with the parts of each; `_cut` cuts patches where
-   there is no such axis.
+3. `assemble` joins them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from orbax_safetensors_layout.errors import MappingError
 
-from ..affine.bound import BoundExpr, Constant, WholeTensor
-from ..affine.index_builders import concatenated, interleaved, reshaped, sliced
-from ..problems import Problem, Problems, problems_of
-from ..shapes import TensorSpec
+from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
+from ..affine.decoded import Computed
+from ..affine.index_builders import permuted, reshaped, sliced
+from ..affine.index_nodes import (
+    Concatenated,
+    Padded,
+    Permuted,
+    Repeated,
+    Reshaped,
+    Sliced,
+    Stacked,
+    Taken,
+    inverse_permutation,
+)
+from ..expr.choices import Copies
+from ..expr.values import ValueOp, undone
+from ..problems import Problem, Problems, within
+from ..shapes import Shapes, TensorSpecs
 from .exactness import check_exact
-from .inverse_patches import Factor, Patch, coarsen, confine, restrict, steps_of, trace
+from .inverse_patches import (
+    Factor,
+    Patch,
+    assemble,
+    joined,
+    leaves_of,
+    overlap,
+    refine,
+    steps_of,
+    whole_tensor,
+)
+
+_OnAxis: TypeAlias = Stacked | Concatenated | Sliced | Taken | Padded | Repeated
 
 
-class InversePart(NamedTuple):
-    """A patch of a tensor and the leaf that has it."""
-
-    leaf: str
-    patch: Patch
-
-
-def invert(
-    expressions: Mapping[str, BoundExpr], leaves: Mapping[str, TensorSpec]
-) -> dict[str, BoundExpr]:
+def invert(expressions: Mapping[str, BoundExpr], leaves: Shapes) -> dict[str, BoundExpr]:
     """Return each tensor as an expression over leaves.
 
     Args:
@@ -44,209 +58,166 @@ def invert(
     Raises:
         Problems: Operations do not invert, or leaves overlap in a tensor or leave gaps.
     """
-    parts: dict[str, list[InversePart]] = {}
-    sources: dict[str, WholeTensor] = {}
+    specs = TensorSpecs.of(leaves)
+    patches: dict[str, list[Patch]] = {}
+    tensors: dict[str, WholeTensor] = {}
     problems: list[Problem] = []
     refused: set[str] = set()
     for leaf, expression in expressions.items():
-        sources.update((n.name, n) for n in expression.nodes() if isinstance(n, WholeTensor))
-        shape, dtype = leaves[leaf]
+        tensors.update((n.name, n) for n in expression.nodes() if isinstance(n, WholeTensor))
+        if 0 in specs[leaf].shape:
+            continue
         try:
-            if 0 not in shape:
-                check_exact(expression, dtype)
-                for source, patch in trace(
-                    expression, Patch.whole(WholeTensor(shape, dtype, leaf))
-                ):
-                    parts.setdefault(source.name, []).append(InversePart(leaf, patch))
+            for tensor, patch in _trace(expression, Patch.whole(whole_tensor(leaf, specs))):
+                patches.setdefault(tensor.name, []).append(patch)
         except MappingError as error:
             refused.update(expression.sources())
-            problems += [
-                p._replace(text=f"leaf {leaf!r} cannot be saved: {p.text}")
-                for p in problems_of(error)
-            ]
+            problems += within(error, f"leaf {leaf!r} cannot be saved").problems
     inverted: dict[str, BoundExpr] = {}
-    for name, source in sources.items():
+    for name, tensor in tensors.items():
         if name in refused:
             continue
         try:
-            inverted[name] = _assemble(source, parts.get(name, []))
+            inverted[name] = _inverse(tensor, patches.get(name, []))
         except MappingError as error:
-            problems += [
-                p._replace(text=f"tensor {name!r} cannot be saved: {p.text}")
-                for p in problems_of(error)
-            ]
+            problems += within(error, f"tensor {name!r} cannot be saved").problems
     if problems:
         raise Problems(problems)
     return inverted
 
 
-def _assemble(source: WholeTensor, parts: Sequence[InversePart]) -> BoundExpr:
-    """Return a tensor from its parts, which must be of one dtype and cover it exactly."""
-    if 0 in source.shape:
-        return Constant(source.shape, source.dtype, source.dtype.type(0))
-    dtypes = {part.patch.values.dtype.name for part in parts}
+def _inverse(tensor: WholeTensor, patches: Sequence[Patch]) -> BoundExpr:
+    """Return a tensor from its patches, which must be of one dtype and cover it exactly."""
+    if 0 in tensor.shape:
+        return Constant(tensor.shape, tensor.dtype, tensor.dtype.type(0))
+    dtypes = {patch.values.dtype.name for patch in patches}
     if len(dtypes) > 1:
-        raise MappingError(f"its parts in {_leaves(parts)} are of {' and '.join(sorted(dtypes))}")
-    size = math.prod(source.shape)
-    held = sum(math.prod(part.patch.values.shape) for part in parts)
+        raise MappingError(
+            f"its parts in {leaves_of(patches)} are of {' and '.join(sorted(dtypes))}"
+        )
+    size = math.prod(tensor.shape)
+    held = sum(math.prod(patch.values.shape) for patch in patches)
     if held < size:
-        present = f"only {held} are in {_leaves(parts)}" if parts else "none is in any leaf"
+        present = f"only {held} are in {leaves_of(patches)}" if patches else "none is in any leaf"
         raise MappingError(f"of its {size} elements {present}")
     if held > size:
-        raise _overlap(parts)
-    own = set(steps_of(source.shape))
-    coarse = [part._replace(patch=coarsen(part.patch, own)) for part in parts]
-    steps = sorted(own.union(*(part.patch.boundaries for part in coarse)), reverse=True)
-    if any(outer % inner for outer, inner in itertools.pairwise(steps)):
-        # Leaves take the axes apart in ways that do not nest: only the tensor's own axes are kept.
-        steps = sorted(own, reverse=True)
-    refined = [
-        InversePart(part.leaf, patch) for part in coarse for patch in confine(part.patch, steps)
-    ]
-    extents = [outer // inner for outer, inner in zip([size, *steps], steps, strict=False)]
-    return reshaped(_compose(extents, refined), source.shape)
+        raise overlap(patches)
+    return assemble(tensor.shape, patches)
 
 
-def _compose(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
-    """Join parts along the axes on which they are separate."""
-    first = parts[0].patch
-    if len(parts) == 1 and first.values.shape == tuple(extents):
-        return first.values
-    for axis, extent in enumerate(extents):
-        stretches = _stretches(axis, parts)
-        if len(stretches) > 1:
-            return _concatenated(axis, extents, stretches)
-        step = math.gcd(*_steps(axis, parts))
-        if 1 < step <= extent:
-            turns = _turns(axis, step, parts)
-            if len(turns) == step:
-                return _interleaved(axis, extents, turns)
-    if len(parts) == 1:
-        raise MappingError(f"only some of its elements are in {_leaves(parts)}")
-    return _cut(extents, parts)
+def _trace(
+    node: BoundExpr, patch: Patch, ops: tuple[ValueOp, ...] = ()
+) -> Iterator[tuple[WholeTensor, Patch]]:
+    """Yields the patches of tensors that hold a patch of an expression over them.
 
+    Args:
+        node: The expression.
+        patch: The patch.
+        ops: Operations of loading on its values.
 
-def _cut(extents: Sequence[int], parts: Sequence[InversePart]) -> BoundExpr:
-    """Cut parts that are separate on no axis until some are.
-
-    Long parts with several steps along an axis are cut by remainders of the steps' common multiple,
-    others where any of them begins or ends.
+    Raises:
+        MappingError: An operation of the expression does not invert, or not exactly.
     """
-    for axis, extent in enumerate(extents):
-        period = math.lcm(*_steps(axis, parts))
-        ends = {0, extent, *(end for part in parts for end in _ends(axis, part))}
-        if period >= extent > 1:
-            ends, period = set(range(extent + 1)), 1
-        cuts = [*itertools.pairwise(sorted(ends))]
-        longest = max(stop - start for start, stop in cuts)
-        if longest < extent and (period == 1 or 2 * longest <= extent):
-            stretches = [_within(axis, *cut, parts) for cut in cuts]
-            if not all(stretch.parts for stretch in stretches):
-                break
-            return _concatenated(axis, extents, stretches)
-        if period > 1:
-            turns = _turns(axis, period, parts)
-            if len(turns) < period:
-                break
-            return _interleaved(axis, extents, turns)
-    raise _overlap(parts)
+    if isinstance(node, WholeTensor):
+        check_exact(node.dtype, ops, patch.values)
+        yield node, patch
+    elif isinstance(node, Permuted):
+        order = [n for axis in inverse_permutation(node.axes) for n in _span(node, patch, axis)]
+        factors = tuple(patch.factors[n] for n in order)
+        yield from _trace(node.operand, Patch(permuted(patch.values, order), factors), ops)
+    elif isinstance(node, Reshaped):
+        for part in refine(patch, steps_of(node.operand.shape)):
+            yield from _trace(node.operand, part, ops)
+    elif isinstance(node, Valued):
+        values = patch.values
+        for op in undone(node.op, node.operand.dtype, values.dtype):
+            values = Valued.of(values, op)
+        yield from _trace(node.operand, patch._replace(values=values), (node.op, *ops))
+    elif isinstance(node, Copies):
+        for operand in node.operands:
+            yield from _trace(operand, patch, ops)
+    elif isinstance(node, Computed):
+        raise MappingError("a value that is decoded or computed by a function does not invert")
+    elif isinstance(node, Stacked | Concatenated | Sliced | Taken | Padded | Repeated):
+        patches, number = _single(node, patch, node.axis)
+        for part in patches:
+            for operand, below in _along_axis(node, part, number):
+                if below is not None:
+                    yield from _trace(operand, below, ops)
+    elif not isinstance(node, Constant):
+        raise MappingError(f"{node!r} does not invert")
 
 
-class _Stretch(NamedTuple):
-    """A range of an axis, and parts whose indices are relative to `start`."""
-
-    start: int
-    stop: int
-    parts: list[InversePart]
-
-
-def _stretches(axis: int, parts: Sequence[InversePart]) -> list[_Stretch]:
-    """Group parts by the range of an axis that they share with no other group."""
-    groups: list[_Stretch] = []
-    for part in sorted(parts, key=lambda part: _ends(axis, part)):
-        start, stop = _ends(axis, part)
-        if groups and start < groups[-1].stop:
-            groups[-1].parts.append(part)
-            groups[-1] = groups[-1]._replace(stop=max(stop, groups[-1].stop))
-        else:
-            groups.append(_Stretch(start, stop, [part]))
-    if len(groups) == 1:
-        return groups
-    return [_within(axis, *group) for group in groups]
-
-
-def _within(axis: int, start: int, stop: int, parts: Iterable[InversePart]) -> _Stretch:
-    """Restrict parts to a range of an axis."""
-    inside = [(part.leaf, restrict(part.patch, axis, start, stop, keep=True)) for part in parts]
-    return _Stretch(
-        start, stop, [InversePart(leaf, patch) for leaf, patch in inside if patch is not None]
-    )
+def _along_axis(
+    node: _OnAxis, patch: Patch, number: int
+) -> Iterator[tuple[BoundExpr, Patch | None]]:
+    """Yields operands with a patch of the node as a patch of theirs; they differ along one axis."""
+    if isinstance(node, Stacked | Concatenated):
+        count = len(node.operands)
+        starts = node.starts if isinstance(node, Concatenated) else range(count + 1)
+        for operand, ends in zip(node.operands, itertools.pairwise(starts), strict=True):
+            yield operand, patch.restrict(number, *ends)
+        return
+    operand, n = node.operand, node.operand.shape[node.axis]
+    if isinstance(node, Padded):
+        yield operand, patch.restrict(number, node.before, node.before + n)
+    elif isinstance(node, Repeated):
+        yield operand, _every(patch, number, node.count)
+    elif isinstance(node, Sliced):
+        yield operand, _move(patch, number, n, node.start, node.step)
+    else:
+        for run, (start, stop) in zip(node.runs, itertools.pairwise(node.starts), strict=True):
+            if stop - start > 1 and not run.step:
+                raise MappingError(
+                    "take(...) with an index twice does not invert; repeat(...) does"
+                )
+            part = patch.restrict(number, start, stop, keep=True)
+            if part is not None:
+                yield operand, _move(part, number, n, run.first, run.step)
 
 
-def _concatenated(axis: int, extents: Sequence[int], stretches: Sequence[_Stretch]) -> BoundExpr:
-    operands, reached = [], 0
-    for start, stop, parts in stretches:
-        if start != reached:
-            raise MappingError(f"no leaf holds what comes before its elements in {_leaves(parts)}")
-        operands.append(_compose(_extents(extents, axis, stop - start), parts))
-        reached = stop
-    if reached != extents[axis]:
-        parts = stretches[-1].parts
-        raise MappingError(f"no leaf holds what comes after its elements in {_leaves(parts)}")
-    return concatenated(operands, axis)
+def _span(node: BoundExpr, patch: Patch, axis: int) -> range:
+    """Return the factors of an axis."""
+    size = math.prod(node.shape[axis + 1 :])
+    steps = patch.boundaries
+    start = sum(step >= size * node.shape[axis] for step in steps)
+    return range(start, sum(step >= size for step in steps))
 
 
-def _turns(axis: int, period: int, parts: Iterable[InversePart]) -> dict[int, list[InversePart]]:
-    """Split parts by the remainder of their indices by `period`; the indices become quotients."""
-    turns: dict[int, list[InversePart]] = {}
-    for part in parts:
-        extent, start, step, count = part.patch.factors[axis]
-        apart = period // math.gcd(step, period)  # after so many indices the remainder is the same
-        for first in range(min(apart, count)):
-            length = -(-(count - first) // apart)
-            values = sliced(part.patch.values, axis, first, length, apart if length > 1 else 1)
-            quotient, rest = divmod(start + first * step, period)
-            each = step * apart // period if length > 1 else 1
-            factor = Factor(len(range(rest, extent, period)), quotient, each, length)
-            moved = part.patch.replaced(axis, factor, values)
-            turns.setdefault(rest, []).append(InversePart(part.leaf, moved))
-    return turns
+def _single(node: BoundExpr, patch: Patch, axis: int) -> tuple[list[Patch], int]:
+    """Merge the factors of an axis into one, also of extent 1; return patches, and its number."""
+    span = _span(node, patch, axis)
+    first = span.start
+    patches = [patch]
+    for number in reversed(span[:-1]):
+        patches = [both for part in patches for both in joined(part, number)]
+    if not span:
+        shape = patch.values.shape
+        values = reshaped(patch.values, (*shape[:first], 1, *shape[first:]))
+        patches = [patch.replaced(first, values, Factor(1, 0, 1, 1), count=0)]
+    return patches, first
 
 
-def _interleaved(
-    axis: int, extents: Sequence[int], turns: dict[int, list[InversePart]]
-) -> BoundExpr:
-    operands = []
-    for rest, parts in sorted(turns.items()):
-        n = len(range(rest, extents[axis], len(turns)))
-        operands.append(_compose(_extents(extents, axis, n), parts))
-    return interleaved(operands, axis)
+def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patch:
+    """Map index `i` of a factor to index `start + i * step` of one of another extent."""
+    _, first, distance, count = patch.factors[number]
+    values = patch.values
+    start, step = start + first * step, step * distance
+    if step < 0 and count > 1:
+        start, step = start + (count - 1) * step, -step
+        values = sliced(values, number, count - 1, count, -1)
+    return patch.put(number, Factor(extent, start, step if count > 1 else 1, count), values)
 
 
-def _steps(axis: int, parts: Iterable[InversePart]) -> list[int]:
-    """Return the steps of the parts that have several indices of an axis."""
-    factors = (part.patch.factors[axis] for part in parts)
-    return [factor.step for factor in factors if factor.length > 1]
-
-
-def _ends(axis: int, part: InversePart) -> tuple[int, int]:
-    """Return the first index of a part along an axis, and one past the last."""
-    _, start, step, count = part.patch.factors[axis]
-    return start, start + step * (count - 1) + 1
-
-
-def _overlap(parts: Sequence[InversePart]) -> MappingError:
-    return MappingError(
-        f"its parts in {_leaves(parts)} overlap, or leave gaps",
-        hint="Where leaves hold the same values, say so: rule(..., tied_to=...).",
-    )
-
-
-def _extents(extents: Sequence[int], axis: int, n: int) -> list[int]:
-    return [*extents[:axis], n, *extents[axis + 1 :]]
-
-
-def _leaves(parts: Sequence[InversePart]) -> str:
-    names = [repr(name) for name in dict.fromkeys(part.leaf for part in parts)]
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{'leaf' if len(names) == 1 else 'leaves'} {listed}"
+def _every(patch: Patch, number: int, n: int) -> Patch | None:
+    """Return the first of each `n` indices of a factor."""
+    extent, start, step, count = patch.factors[number]
+    period = n // math.gcd(step, n)
+    firsts = [j for j in range(min(period, count)) if (start + j * step) % n == 0]
+    if not firsts:
+        return None
+    (low,) = firsts
+    kept = -(-(count - low) // period)
+    values = sliced(patch.values, number, low, kept, period)
+    factor = Factor(extent // n, (start + low * step) // n, step * period // n, kept)
+    return patch.put(number, factor, values)
