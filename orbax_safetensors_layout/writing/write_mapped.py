@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits
-from orbax_safetensors_layout.mapping import AffinePiece, apply_view, assemble_box
+from orbax_safetensors_layout.mapping import AffinePiece, Piece, apply_view, assemble_box
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan import MappedTensors
 from orbax_safetensors_layout.runtime import ProgressReport, allocate
@@ -47,12 +47,12 @@ def write_mapped(
     def read(piece: AffinePiece) -> np.ndarray:
         return apply_view(values.shard(*mapped.held[piece.source]).reshape(-1), piece.view)
 
-    def write(file: OpenFile, entry: TensorEntry, nbytes: int) -> None:
+    def write(
+        file: OpenFile, entry: TensorEntry, box: Box, pieces: Sequence[Piece], nbytes: int
+    ) -> None:
         nonlocal held_bytes
-        expr, memory, dtype = mapped.expressions[entry.name], allocate(nbytes), entry.dtype.numpy
-        box = Box.whole(expr.shape)
-        out = memory.view(dtype).reshape(expr.shape)
-        assemble_box(expr.pull_back(box, refined=True), box, dtype, read, out=out)
+        memory, dtype = allocate(nbytes), entry.dtype.numpy
+        assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
         data = pack_bits(memory, entry.dtype.bits) if entry.dtype.packed else memory
         file.write_at(entry.start, [data])
         folder.files.written(file.plan.name)
@@ -61,11 +61,14 @@ def write_mapped(
             held_bytes -= nbytes
 
     for file, entry in tensors:
-        nbytes = Box.whole(entry.shape).size * entry.dtype.numpy.itemsize  # unpacked
+        expr = mapped.expressions[entry.name]
+        box = Box.whole(expr.shape)
+        pieces = expr.pull_back(box, refined=True)
+        nbytes = box.size * entry.dtype.numpy.itemsize  # unpacked
         folder.check()
         while held_bytes and held_bytes + nbytes > folder.memory_budget_bytes:
             folder.pool.progress()
         with lock:
             held_bytes += nbytes
-        folder.pool.submit(functools.partial(write, file, entry, nbytes))
+        folder.pool.submit(functools.partial(write, file, entry, box, pieces, nbytes))
     folder.pool.join()

@@ -149,11 +149,10 @@ def assemble_box(
         elif isinstance(piece, AffinePiece):
             target = target.reshape(piece.view.shape)  # takes axes apart: a view, never a copy
             values = read(piece).reshape(piece.view.shape)
-            if piece.ops:  # in the order of the values in memory, which is the faster one
-                axes = sorted(range(values.ndim), key=lambda n: abs(values.strides[n]))[::-1]
-                apply_ops(values.transpose(axes), piece.ops, target.transpose(axes))
-            else:
-                target[...] = values
+            if piece.ops and values.flags.c_contiguous:
+                apply_ops(values, piece.ops, target)
+            else:  # transposed values are computed in their own order, and then moved
+                target[...] = apply_ops(values, piece.ops)
         else:
             inputs = [
                 assemble_box(expr.pull_back(part, refined=True), part, expr.dtype, read)
