@@ -60,8 +60,6 @@ class ItemSave:
     Args:
         folder: Where the item will be; it need not exist yet. Processes find each other by it.
         tree: As for `osl.save`, as are the options and the mapping.
-        options: How to write.
-        mapping: What the leaves are made of.
         custom: A JSON value to keep with it.
         dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
         making: What `write` waits for; None if the folder is there when it is called.

@@ -59,11 +59,7 @@ class _LayoutOption:
 
 
 def connect(layout_class: type) -> None:
-    """Lets contexts take our layout; done once, when its module is imported.
-
-    Args:
-        layout_class: The layout; its attribute `own` has the settings that it was made with.
-    """
+    """Lets contexts take our layout; done once, when its module is imported."""
     global _layout_class
     _layout_class = layout_class
     _orbax.wrap_resolution(_resolve_layout, _for_save, _for_load)

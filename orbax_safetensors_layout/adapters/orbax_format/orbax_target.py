@@ -55,8 +55,7 @@ class OrbaxTarget:
 
     Args:
         tree: The tree: `TargetArray`s, numbers and strings.
-        source: The source, for typed PRNG keys and custom metadata.
-        arrays: The source's arrays by name.
+        source: Gives typed PRNG keys and custom metadata.
         topology: What arrays are cut for; None leaves each in one chunk, as far as memory allows.
         options: The dtype and the format.
         most_chunk_bytes: What a chunk may hold, unless a single element is more.
