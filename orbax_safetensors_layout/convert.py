@@ -35,8 +35,7 @@ from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping import fingerprint
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping, fingerprint
 from orbax_safetensors_layout.options import (
     ConvertOptions,
     ReadOptions,

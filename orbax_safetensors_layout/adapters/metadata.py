@@ -24,8 +24,7 @@ from orbax_safetensors_layout.format import (
     ValueLeaf,
     leaf_names,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping import TensorSpec
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
 from orbax_safetensors_layout.plan import array_sources
 from orbax_safetensors_layout.pytree import HostLeaf, decode_treedef, prng
 from orbax_safetensors_layout.sharding import decode_sharding

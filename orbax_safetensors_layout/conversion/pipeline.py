@@ -20,8 +20,13 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions
-from orbax_safetensors_layout.runtime import Fingerprint, ProgressReport, Workers, progress_callback
-from orbax_safetensors_layout.runtime import ProcessGroup as Processes
+from orbax_safetensors_layout.runtime import (
+    Fingerprint,
+    ProcessGroup as Processes,
+    ProgressReport,
+    Workers,
+    progress_callback,
+)
 from orbax_safetensors_layout.storage import (
     Claim,
     LocalStorage,

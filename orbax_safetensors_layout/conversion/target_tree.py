@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.errors import MappingError, MismatchError, SafetensorsLayoutError
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping import TensorSpec
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
 from orbax_safetensors_layout.pytree import nested_dicts, prng
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 

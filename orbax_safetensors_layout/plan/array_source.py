@@ -9,8 +9,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from collections.abc import Mapping as Dict
+from collections.abc import Iterator, Mapping as Dict, Sequence
 from typing import NamedTuple
 
 import numpy as np

@@ -31,8 +31,7 @@ from orbax_safetensors_layout.format import (
     leaf_names,
     storage_dtype,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.mapping import check_mapping
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping, check_mapping
 from orbax_safetensors_layout.options import WriteOptions, is_floating
 from orbax_safetensors_layout.plan import (
     LeafWrite,

@@ -11,8 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import assert_same_bits
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of, place
 from saving import Gate, full_disk, opened, tensor_files
 from states import everything, same, train_state

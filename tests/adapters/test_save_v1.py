@@ -24,8 +24,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from checkpoints import assert_same_bits
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of, place
 from programs import program_path
 from saving import Gate, full_disk, opened, tensor_files

@@ -15,8 +15,7 @@ import pytest
 import safetensors.numpy
 from checkpoints import llama_like, save
 from command_line import run
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
 from programs import run_processes

@@ -4,8 +4,7 @@ import contextlib
 import fnmatch
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
 from orbax_safetensors_layout.catalog.select import select_names, suggest_names

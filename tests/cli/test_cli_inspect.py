@@ -11,11 +11,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-from backends import place as served
-from backends import running
+from backends import place as served, running
 from command_line import run
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import llama_like, save
 from command_line import run
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from programs import run_processes
 
 import orbax_safetensors_layout as osl

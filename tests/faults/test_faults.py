@@ -16,8 +16,7 @@ import pytest
 from checkpoints import assert_same_bits, llama_like, save
 from faults import Fault
 from faulty import FaultyStorage
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from recording import serving
 from remote_checks import shown

@@ -10,8 +10,7 @@ import re
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from saved_files import header
 
 import orbax_safetensors_layout as osl

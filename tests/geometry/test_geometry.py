@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, Tile, cover, tile

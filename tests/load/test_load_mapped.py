@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from mapped_llama import BF16, HEAD_DIM, HEADS, LAYERS, RULES, SPECS, WIDTH, path, tensors
 from mapping_expressions import ALL_OPS, cases
 from meshes import any_sharding, mesh_of

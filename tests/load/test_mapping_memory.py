@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import save
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from programs import program_path
 

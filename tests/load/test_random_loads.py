@@ -17,8 +17,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from saved_files import CODES, PACKED_BITS, packed
 

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits, random_tensor
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import HealthCheck, given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of, place
 from random_trees import trees
 from states import everything, same, train_state

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from recording import recording
 
 pytest.importorskip("torch")

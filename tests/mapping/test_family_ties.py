@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

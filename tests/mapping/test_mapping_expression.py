@@ -7,8 +7,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from mapping_expressions import evaluate, same
 
 from orbax_safetensors_layout.errors import MappingError

@@ -7,8 +7,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from mapping_expressions import (
     ALL_OPS,
     boxes_in,

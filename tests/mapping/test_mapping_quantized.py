@@ -5,8 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from mapping_expressions import boxes_in, evaluate, facts_of, index_only, same
 
 from orbax_safetensors_layout.errors import MappingError

@@ -5,8 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.format.dtypes import DTYPES

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recording import recording
 

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 from accelerators import Accelerator
 from checkpoints import assert_same_bits, random_tensor, save
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import HealthCheck, given, settings, strategies as st
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from meshes import abstract_of, mesh_of
 from recording import recording
 

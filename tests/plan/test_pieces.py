@@ -12,8 +12,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 from checkpoints import assert_same_bits, random_tensor, save
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from plans import read_all
 from recording import RecordingStorage
 

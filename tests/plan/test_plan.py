@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import save
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from meshes import mesh_of
 from random_trees import MESHES, specs

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from plans import grid_boxes, held_boxes
 
 from orbax_safetensors_layout.geometry.box import Box

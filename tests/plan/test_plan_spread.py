@@ -13,8 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import llama_like, save
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl

@@ -9,8 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from plans import all_plans, check_plans, held_boxes, leaf_writes, shape_of
 

@@ -8,8 +8,7 @@ def main(path, api, options):
     import orbax.checkpoint as v0
     import orbax.checkpoint.experimental.v1 as v1
     import safetensors
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     import orbax_safetensors_layout as osl
 

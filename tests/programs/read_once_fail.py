@@ -8,8 +8,7 @@ def main(path, guilty, where):
     import time
 
     import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from recording import recording
 
     import orbax_safetensors_layout as osl

@@ -7,8 +7,7 @@ def main(path, sizes, out, every_pair):
 
     import numpy as np
     import safetensors
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     import orbax_safetensors_layout as osl
 

@@ -7,8 +7,7 @@ def main(path, shape, budgets, out):
 
     import numpy as np
     import safetensors
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from recording import recording
 
     import orbax_safetensors_layout as osl

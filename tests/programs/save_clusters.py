@@ -4,8 +4,7 @@ import os
 import jax
 import numpy as np
 from fork_server import say
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
 

@@ -9,8 +9,7 @@ import orbax.checkpoint.experimental.v1 as ocp1
 from checkpoints import values_of
 from cluster_trees import is_same
 from fork_server import kill_at, say
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
 

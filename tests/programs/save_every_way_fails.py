@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as v0
 import orbax.checkpoint.experimental.v1 as ocp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
 

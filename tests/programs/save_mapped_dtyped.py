@@ -1,5 +1,4 @@
-from mapped_llama import abstract
-from mapped_llama import saved_mapping as mapping
+from mapped_llama import abstract, saved_mapping as mapping
 
 import orbax_safetensors_layout as osl
 

@@ -5,8 +5,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import peak_memory
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
 

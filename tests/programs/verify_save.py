@@ -3,8 +3,7 @@ import jax
 
 def main(folder, layout):
     import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     import orbax_safetensors_layout as osl
 

@@ -20,8 +20,7 @@ import pytest
 from flax import nnx
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from orbax_safetensors_layout.format import (
     Container,

@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from saved_files import raw_tensors
 

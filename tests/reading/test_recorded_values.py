@@ -11,8 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl

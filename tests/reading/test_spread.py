@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
 from every_dtype import decode, sample, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from mapping_expressions import ALL_OPS, cases
 from meshes import any_sharding, mesh_of
 

@@ -22,8 +22,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, random_tensor
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 from meshes import mesh_of, place
 from random_trees import random_bits, trees

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits, save
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from mapped_llama import BF16, SPECS, abstract, path, tensors
-from mapped_llama import saved_mapping as mapping
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mapped_llama import BF16, SPECS, abstract, path, saved_mapping as mapping, tensors
 from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
 from meshes import any_sharding, mesh_of
 from programs import run_processes

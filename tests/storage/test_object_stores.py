@@ -19,8 +19,7 @@ import obstore
 import pytest
 from checkpoints import assert_same_bits, llama_like, save
 from faults import Fault
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 from object_server import BUCKET
 from programs import run_processes

@@ -9,8 +9,7 @@ import resource
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.local import LocalStorage

@@ -24,8 +24,7 @@ import numpy as np
 import pytest
 import urllib3.connection
 from http_server import Reply, Server, file_server, serve_range
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import abstract_of, mesh_of
 from programs import program_path, run_processes
 from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, shown

@@ -7,8 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import safetensors.numpy
 from checkpoints import llama_like
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl

@@ -11,8 +11,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.plan.reads import ReadPlan

@@ -7,8 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import random_tensor, save
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl

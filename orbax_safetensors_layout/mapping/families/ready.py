@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from collections.abc import Mapping as Dict
+from collections.abc import Callable, Mapping as Dict, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 from orbax_safetensors_layout.catalog import suggest_names
