@@ -568,7 +568,7 @@ def test_configurations_that_can_not_be_read(saved, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"config.json"):
         families.mapping(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(FormatError, match="no JSON object"):
+    with pytest.raises(FormatError, match="not a JSON object"):
         families.mapping(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FormatError, match="cannot read a model's configuration"):
