@@ -267,8 +267,10 @@ def _read_tree(
         with group.together(LOADING):
             exchange.finish()
     built = values.values()
-    given = zip(tree.leaves, tree.wants, strict=True)
-    return tree.build([leaf if want is None else next(built) for leaf, want in given]), stats
+    given = zip(tree.leaves, tree.parsed, strict=True)
+    return tree.build(
+        [leaf if abstract is None else next(built) for leaf, abstract in given]
+    ), stats
 
 
 def _reader(
@@ -279,7 +281,7 @@ def _reader(
         storage=storage,
         profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
         memory_budget_bytes=options.memory_budget_bytes,
-        adopt=adopts(tree.wants),
+        adopt=adopts(tree.parsed),
         joins_gaps=options.replicated == "each",
         mmap=options.mmap,
     )

@@ -105,9 +105,9 @@ def handlers_used(context: ocp.Context, state: Any) -> list[Any]:
     """The handlers that `ocp.save` records and `training.Checkpointer` saves with in a context."""
     with context:
         known = context.checkpointables.registry
-        recorded = resolution.get_handlers_for_save(known, {STATE: state})[STATE]
+        saved = resolution.get_handlers_for_save(known, {STATE: state})[STATE]
         used = saving.handler_registration.resolve_handler_for_save(known, state, name=STATE)
-    return [recorded, used]
+    return [saved, used]
 
 
 def register_args(handler: type, save_args: type, restore_args: type) -> None:

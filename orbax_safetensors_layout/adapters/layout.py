@@ -78,10 +78,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         self, path: ocp.path.Path, checkpointable_name: str | None
     ) -> ocp.CheckpointMetadata[Any]:
         mapping = settings.current(self.own).mapping
-        located = await in_background(_locate, path, checkpointable_name)
-        contents = await in_background(CheckpointMetadata.read, located, mapping)
-        tree = describe_v1(contents)
-        return await _with_record(path, tree, contents.modified_nsecs, contents.custom_metadata)
+        item_path = await in_background(_locate, path, checkpointable_name)
+        metadata = await in_background(CheckpointMetadata.read, item_path, mapping)
+        tree = describe_v1(metadata)
+        return await _with_record(path, tree, metadata.modified_nsecs, metadata.custom_metadata)
 
     async def checkpointables_metadata(
         self, path: ocp.path.Path
@@ -118,10 +118,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
             FormatError: A header, the index or the manifest is malformed, or a file is truncated.
             ValueError: An option of Orbax's context is invalid.
         """
-        located = await in_background(_locate, path, checkpointable_name)
+        item_path = await in_background(_locate, path, checkpointable_name)
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
         return in_background(
-            await in_background(begin_load, located, abstract_state, mapping, options)
+            await in_background(begin_load, item_path, abstract_state, mapping, options)
         )
 
     async def load_checkpointables(

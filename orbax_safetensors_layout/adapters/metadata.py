@@ -147,7 +147,7 @@ class CheckpointMetadata:
         return StoredArrayMetadata(leaf.tensor, shape, dtype, record, on_host, chunk or entry.shape)
 
 
-def describe_v0(directory: os.PathLike[str], contents: CheckpointMetadata) -> Any:
+def describe_v0(directory: os.PathLike[str], checkpoint: CheckpointMetadata) -> Any:
     """A `TreeMetadata` with the structure that was saved.
 
     Arrays are `ocp.metadata.ArrayMetadata`, numbers `ScalarMetadata`, strings `StringMetadata`. A
@@ -171,8 +171,8 @@ def describe_v0(directory: os.PathLike[str], contents: CheckpointMetadata) -> An
         dtype = np.dtype(type(saved))
         return ocp.metadata.ScalarMetadata(name=name, directory=directory, dtype=dtype)
 
-    tree = contents.tree(array, value)
-    return _orbax.tree_metadata(tree, custom_metadata=contents.custom_metadata)
+    tree = checkpoint.tree(array, value)
+    return _orbax.tree_metadata(tree, custom_metadata=checkpoint.custom_metadata)
 
 
 def _sharding_v0(stored: StoredArrayMetadata) -> Any:
@@ -192,7 +192,7 @@ def _sharding_v0(stored: StoredArrayMetadata) -> Any:
     )
 
 
-def describe_v1(contents: CheckpointMetadata) -> Any:
+def describe_v1(checkpoint: CheckpointMetadata) -> Any:
     """The tree of a checkpoint, which also serves as the tree to load.
 
     Arrays are `jax.ShapeDtypeStruct`s, with the sharding that they were saved with where this
@@ -206,4 +206,4 @@ def describe_v1(contents: CheckpointMetadata) -> Any:
             return HostLeaf(stored.shape, stored.dtype)
         return _struct(stored.shape, stored.dtype, sharding=stored.placement)
 
-    return contents.tree(array, lambda _, value: type(value))
+    return checkpoint.tree(array, lambda _, value: type(value))

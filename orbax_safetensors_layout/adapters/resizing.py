@@ -25,7 +25,7 @@ def load_resized(
     options: ReadOptions,
     loose: bool,
 ) -> Any:
-    """Loads a tree in which arrays may be wanted in another shape, of as many dimensions.
+    """Loads a tree in which the abstract arrays may have another shape, of as many dimensions.
 
     This goes for arrays whose restore arguments have `strict=False`, or for all if `loose`; not for
     numpy arrays and typed PRNG keys. `load_others` loads a tree whose arrays have their own shapes.
@@ -39,14 +39,14 @@ def load_resized(
     CheckpointMetadata.read(path, None).tree(
         lambda array: stored.update({array.name: array}), lambda *_: None
     )
-    wanted, rules = {}, []
+    abstract, rules = {}, []
     for number in numbers:
         key_path, leaf = pairs[number]
         array = stored.get(dotted_name(key_path)) or stored.get(unboxed_name(key_path) or "")
         shape = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
         if array is None or shape is None or not _is_resizable(leaf, array, tuple(shape)):
             continue
-        wanted[str(number)] = ocp.ArrayRestoreArgs(
+        abstract[str(number)] = ocp.ArrayRestoreArgs(
             dtype=leaf.dtype or array.dtype,
             sharding=leaf.sharding or array.placement,
             global_shape=tuple(shape),
@@ -54,9 +54,9 @@ def load_resized(
         rules.append(rule(str(number), _resized(array, tuple(shape))))
         leaves[number] = ...
     values = load_others(jax.tree.unflatten(structure, leaves))
-    if not wanted:
+    if not abstract:
         return values
-    resized = load(path, wanted, mapping=Mapping(rules, strict=False), options=options)
+    resized = load(path, abstract, mapping=Mapping(rules, strict=False), options=options)
     leaves = jax.tree.leaves(values)
     for name, value in resized.items():
         leaves[int(name)] = value

@@ -111,7 +111,7 @@ class ClusterEstimate:
         device_bytes: Bytes of all shards of one device, the most of any.
         largest: The largest shard of one device: its leaf and its bytes.
         misfits: Leaves that cannot be sharded as the rules say.
-        fleet: The plan, where all processes were planned at once.
+        cluster: The plan, where all processes were planned at once.
     """
 
     path: str
@@ -131,7 +131,7 @@ class ClusterEstimate:
     leaf_costs: tuple[LeafCost, ...]
     rules: tuple[RuleUse, ...] = ()
     misfits: tuple[Misfit, ...] = ()
-    fleet: ClusterPlan | None = None
+    cluster: ClusterPlan | None = None
     saves: str | None = None
 
     @property
@@ -183,13 +183,13 @@ def estimate(
     special = {} if quantization is None else quantization.parameters
     parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
     profile = options.profile(kind)
-    fleet = plan_cluster(
+    cluster = plan_cluster(
         [ClusterTensor(entry, placed[name].spec) for name, entry in entries.items()],
         grid,
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
     )
-    shards = [(kind.first.entry.name, _shard_bytes(kind)) for kind in fleet.kinds]
+    shards = [(kind.first.entry.name, _shard_bytes(kind)) for kind in cluster.kinds]
     return ClusterEstimate(
         path=place,
         grid=grid,
@@ -201,14 +201,14 @@ def estimate(
         checkpoint_files=files,
         leaf_count=len(entries),
         processes=tuple(range(grid.processes)),
-        costs=tuple(fleet.cost(process) for process in range(grid.processes)),
-        process_parameters=_process_parameters(fleet, parameters),
-        device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in fleet.kinds),
+        costs=tuple(cluster.cost(process) for process in range(grid.processes)),
+        process_parameters=_process_parameters(cluster, parameters),
+        device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in cluster.kinds),
         largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
-        leaf_costs=_leaf_costs(fleet),
+        leaf_costs=_leaf_costs(cluster),
         rules=rule_uses(rules, placed.values()),
         misfits=tuple(placing.misfit for placing in placed.values() if placing.misfit),
-        fleet=fleet,
+        cluster=cluster,
     )
 
 
@@ -218,41 +218,41 @@ def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstima
     Raises:
         ValueError: The load is not of tensors as stored.
     """
-    if load.fleet is None:
+    if load.cluster is None:
         raise ValueError("saves are planned of tensors as stored, without a mapping or pieces")
-    costs = plan_cluster_writes(load.fleet.leaves, load.grid, options)
-    return dataclasses.replace(load, costs=costs, leaf_costs=(), fleet=None, saves=options.layout)
+    costs = plan_cluster_writes(load.cluster.leaves, load.grid, options)
+    return dataclasses.replace(load, costs=costs, leaf_costs=(), cluster=None, saves=options.layout)
 
 
 def _shard_bytes(kind: TensorClass) -> int:
     return -(-kind.shard_elements * kind.first.entry.dtype.bits // 8)
 
 
-def _process_parameters(fleet: ClusterPlan, parameters: dict[str, int]) -> tuple[int, ...]:
-    totals = [0] * len(fleet.kinds)
-    for leaf, number in zip(fleet.leaves, fleet.kind_of, strict=True):
+def _process_parameters(cluster: ClusterPlan, parameters: dict[str, int]) -> tuple[int, ...]:
+    totals = [0] * len(cluster.kinds)
+    for leaf, number in zip(cluster.leaves, cluster.kind_of, strict=True):
         totals[number] += parameters[leaf.entry.name]
-    held = [0] * len(fleet.costs)
-    for kind, total in zip(fleet.kinds, totals, strict=True):
+    held = [0] * len(cluster.costs)
+    for kind, total in zip(cluster.kinds, totals, strict=True):
         size = math.prod(kind.first.entry.shape)
         for shape in kind.shapes:
             share = total * shape.elements // size
             for process in shape.processes.tolist():
                 held[process] += share
-    return tuple(held[number] for number in fleet.distinct.tolist())
+    return tuple(held[number] for number in cluster.distinct.tolist())
 
 
-def _leaf_costs(fleet: ClusterPlan) -> tuple[LeafCost, ...]:
+def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
     worst = []
-    for kind in fleet.kinds:
+    for kind in cluster.kinds:
         costs = [(0, 0, 0)]
         for shape in kind.shapes:
-            pairs = [request.cost(fleet.profile) for request in shape.fetches]
+            pairs = [request.cost(cluster.profile) for request in shape.fetches]
             needed = sum(r.read.runs.total_bytes for f in shape.fetches for r in f.regions)
             costs.append((sum(n for n, _ in pairs), sum(n for _, n in pairs), needed))
         worst.append(max(costs))
     leaf_costs = []
-    for (entry, spec), number in zip(fleet.leaves, fleet.kind_of, strict=True):
+    for (entry, spec), number in zip(cluster.leaves, cluster.kind_of, strict=True):
         read, requests, needed = worst[number]
         code = entry.dtype.code
         leaf_costs.append(LeafCost(entry.name, entry.shape, code, spec, needed, read, requests))

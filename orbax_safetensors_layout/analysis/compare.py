@@ -98,7 +98,7 @@ class _Side:
 
 
 def compare(
-    one: CheckpointRef,
+    first: CheckpointRef,
     other: CheckpointRef,
     *,
     mapping: LeafMapping | None,
@@ -125,7 +125,7 @@ def compare(
             found="a checkpoint of Orbax",
             hint="Exchange the two: PATH is the model, and --against what it is made of.",
         )
-    are_trees = one.is_orbax or other.is_orbax or subtree is not None
+    are_trees = first.is_orbax or other.is_orbax or subtree is not None
     with contextlib.ExitStack() as stack:
 
         def opened(ref: CheckpointRef, mapping: LeafMapping | None, subtree: str | None) -> _Side:
@@ -137,7 +137,7 @@ def compare(
             stack.callback(reader.close)
             return _Side(reader, options, subtree)
 
-        return _compare(opened(one, None, subtree), opened(other, mapping, None), progress)
+        return _compare(opened(first, None, subtree), opened(other, mapping, None), progress)
 
 
 def check_readable(ref: CheckpointRef, options: ReadOptions, progress: OnProgress) -> Report:
@@ -278,9 +278,9 @@ def _bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _same(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    one, other = _bytes(ours), _bytes(theirs)
-    steps = range(0, one.size, MIB)  # numpy makes a mask as large as what is compared
-    return all(np.array_equal(one[at : at + MIB], other[at : at + MIB]) for at in steps)
+    first, second = _bytes(ours), _bytes(theirs)
+    steps = range(0, first.size, MIB)  # numpy makes a mask as large as what is compared
+    return all(np.array_equal(first[at : at + MIB], second[at : at + MIB]) for at in steps)
 
 
 def _place(box: Box, ours: np.ndarray, theirs: np.ndarray) -> str:

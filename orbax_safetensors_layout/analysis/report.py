@@ -59,10 +59,10 @@ class Report:
         # Where tensors differ is not the same of any two.
         lines = group_lines((pattern_of(text.partition(" differs: ")[0]), text) for text in texts)
         counts = {"file": self.files, "tensor": self.tensors, "checksum": self.digested_files}
-        facts = [number_text(count, noun) for noun, count in counts.items() if count]
+        details = [number_text(count, noun) for noun, count in counts.items() if count]
         if self.compared_tensors:
-            facts.append(f"{number_text(self.compared_tensors, 'tensor')} compared")
+            details.append(f"{number_text(self.compared_tensors, 'tensor')} compared")
         errors = sum(finding.is_error for finding in self.findings)
         verdict = "whole" if self.ok else number_text(errors, "finding")
-        counted = f" ({', '.join(facts)})" if facts else ""
+        counted = f" ({', '.join(details)})" if details else ""
         return "\n".join([*lines, f"{self.path}: {verdict}{counted}"])

@@ -215,9 +215,9 @@ class Catalog:
         if all(entry.dtype.code not in _BYTES for entry in entries.values()):
             return entries  # the manifest has nothing to say of other dtypes
         manifest = self.manifest()
-        recorded = {} if manifest is None else manifest.dtypes()
-        for name in recorded.keys() & entries.keys():
-            entry, dtype = entries[name], recorded[name]
+        dtypes = {} if manifest is None else manifest.dtypes()
+        for name in dtypes.keys() & entries.keys():
+            entry, dtype = entries[name], dtypes[name]
             if entry.dtype.code == dtype.code:
                 entries[name] = entry._replace(dtype=dtype)
             elif entry.dtype.code in _BYTES:

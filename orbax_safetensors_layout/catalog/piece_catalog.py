@@ -113,16 +113,16 @@ class PieceCatalog:
         with self._lock:
             if key in self._chosen:
                 return self._chosen[key]
-            nearest: dict[Box, StoredBox] = {}
+            chosen: dict[Box, StoredBox] = {}
             for stored in self.stored.boxes(name):
                 box = stored.box
                 if not any(box.intersect(region) for region in regions):
                     continue
-                rival = nearest.get(box)
+                rival = chosen.get(box)
                 if rival is None or self._cost(stored.file) < self._cost(rival.file):
-                    nearest[box] = stored
-            self._used.update(stored.file for stored in nearest.values())
-            self._chosen[key] = tuple(nearest.values())
+                    chosen[box] = stored
+            self._used.update(stored.file for stored in chosen.values())
+            self._chosen[key] = tuple(chosen.values())
             return self._chosen[key]
 
     def _cost(self, file: int) -> tuple[bool, bool, int]:

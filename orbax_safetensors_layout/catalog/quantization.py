@@ -163,5 +163,5 @@ def _method(settings: Mapping[str, Any]) -> str | None:
         return None
     keys = ("fmt", "format", "bits", "group_size", "weight_block_size", "load_in_4bit")
     given = {key: settings[key] for key in keys if settings.get(key)}
-    facts = [f"{k}={v[:80] if isinstance(v, str) else short_repr(v)}" for k, v in given.items()]
-    return f"{method[:80]} ({', '.join(facts)})" if facts else method[:80]
+    details = [f"{k}={v[:80] if isinstance(v, str) else short_repr(v)}" for k, v in given.items()]
+    return f"{method[:80]} ({', '.join(details)})" if details else method[:80]

@@ -189,7 +189,7 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
     ways = 1 if leaf.spec is None else estimate.grid.ways([*itertools.chain(*leaf.spec)])
     if leaf.read_bytes > 1.5 * leaf.needed_bytes:
-        is_inner = estimate.fleet is not None and bool(split) and max(split) > 0
+        is_inner = estimate.cluster is not None and bool(split) and max(split) > 0
         other = "split dimension 0 instead, " if is_inner else ""
         return (
             f"Rows are too short to read alone, so gaps are read too: {other}let hosts exchange"

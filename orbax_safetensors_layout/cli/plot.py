@@ -25,7 +25,7 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     Not of a tree or of pieces, whose hosts are planned one by one. The picture at `path` has the
     format of its ending; `files` is a pattern of the names of the files to draw.
     """
-    if estimate.fleet is None:
+    if estimate.cluster is None:
         raise UsageError("--plot draws loads of plain tensors that are stored whole")
     try:
         from matplotlib import rcParams
@@ -38,7 +38,7 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
         ) from error
     count = min(estimate.grid.processes, _MOST_ROWS)
     hosts = [number * estimate.grid.processes // count for number in range(count)]
-    seen = coverage(estimate.fleet, hosts, _COLUMNS, files=files)
+    seen = coverage(estimate.cluster, hosts, _COLUMNS, files=files)
     if not seen.edges:
         raise UsageError(f"no file is called {files!r}")
     rcParams["font.size"] = 9

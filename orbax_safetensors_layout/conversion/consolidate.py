@@ -112,7 +112,7 @@ def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:
         if group.is_leader and isinstance(catalog.storage, LocalStorage):
             finished = str(finish_interrupted(os.path.realpath(catalog.path)))
     looking = "looking at what an interrupted call has done"
-    return group.barrier(looking, tell=finished or "?") == "True"
+    return group.barrier(looking, broadcast=finished or "?") == "True"
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, DType]:

@@ -49,8 +49,8 @@ def make_groups(
     """
     groups: list[LeafGroup] = []
     parts = _parts(source, arrays, leaves, regions)
-    for _, alike in itertools.groupby(parts, lambda part: (bool(part.staged), part.is_assembled)):
-        for batch in batches(alike, lambda part: part.held_bytes, most_bytes):
+    for _, run in itertools.groupby(parts, lambda part: (bool(part.staged), part.is_assembled)):
+        for batch in batches(run, lambda part: part.held_bytes, most_bytes):
             together = tuple(region for part in batch for region in part.regions)
             staged = tuple(array for part in batch for array in part.staged)
             groups.append(LeafGroup(together, staged, batch[0].is_assembled, len(groups)))

@@ -161,7 +161,7 @@ class Conversion:
                     else:
                         self._prepare(claim, check)
             looking = "looking at what an earlier call has done"
-            if processes.barrier(looking, tell=state) == _PUBLISHED:
+            if processes.barrier(looking, broadcast=state) == _PUBLISHED:
                 return self.nbytes
             done = self._journal.read()
             processes.barrier("reading the journal")  # before anyone adds to it

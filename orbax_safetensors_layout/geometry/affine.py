@@ -76,10 +76,10 @@ class Gather:
 
 def filled_boxes(gathers: Iterable[tuple[Box, Gather]]) -> Iterator[Box]:
     """Yields the boxes that gathers fill, each given with a box that holds all of its slabs."""
-    alike: dict[tuple[int, Box], list[npt.NDArray[np.int64]]] = {}
+    by_slab: dict[tuple[int, Box], list[npt.NDArray[np.int64]]] = {}
     for box, gather in gathers:
-        alike.setdefault((gather.axis, box.along(gather.axis, 0, 1)), []).append(gather.places)
-    for (axis, slab), parts in alike.items():
+        by_slab.setdefault((gather.axis, box.along(gather.axis, 0, 1)), []).append(gather.places)
+    for (axis, slab), parts in by_slab.items():
         places = np.sort(np.concatenate(parts))
         for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
             yield slab.along(axis, int(run[0]), int(run[-1]) + 1)

@@ -87,9 +87,9 @@ def mapping_error(
         line = f"  - {problem.text}."
         if problem.seek is not None and sought < _MAX_NEAREST:
             sought += 1
-            nearest = suggest_names(problem.seek, names.get(problem.among, ()))
-            if nearest:
-                line += f" {_NEAREST[problem.among]} {', '.join(map(repr, nearest))}."
+            suggestions = suggest_names(problem.seek, names.get(problem.among, ()))
+            if suggestions:
+                line += f" {_NEAREST[problem.among]} {', '.join(map(repr, suggestions))}."
         lines.append(f"{line} {problem.hint}" if problem.hint else line)
     if left:
         lines.append(f"  - and {left:,} more.")

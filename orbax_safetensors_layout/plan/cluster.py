@@ -91,17 +91,17 @@ def plan_cluster(
 ) -> ClusterPlan:
     """Plan the reads of all processes, for devices with memory of their own."""
     numbers: dict[tuple[object, ...], int] = {}
-    firsts: list[ClusterTensor] = []
+    representatives: list[ClusterTensor] = []
     kind_of = []
     for leaf in leaves:
         key = (leaf.entry.shape, leaf.entry.dtype.code, leaf.spec)
         kind_of.append(numbers.setdefault(key, len(numbers)))
-        if len(numbers) > len(firsts):
-            firsts.append(leaf)
-    counts = collections.Counter(kind_of)  # in the order of `firsts`
+        if len(numbers) > len(representatives):
+            representatives.append(leaf)
+    counts = collections.Counter(kind_of)  # in the order of `representatives`
     partitions = [
         Partition.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
-        for leaf in firsts
+        for leaf in representatives
     ]
     chosen, distinct = _distinct(partitions, grid.processes)
     slabs = slab_bytes(profile, memory_budget_bytes)
@@ -113,7 +113,7 @@ def plan_cluster(
             tuple(_shapes(leaf, partition, chosen, planner, memory_budget_bytes)),
             partition.shard_elements,
         )
-        for count, leaf, partition in zip(counts.values(), firsts, partitions, strict=True)
+        for count, leaf, partition in zip(counts.values(), representatives, partitions, strict=True)
     )
     by_file: dict[str, list[tuple[TensorEntry, TensorClass]]] = {}
     for leaf, number in zip(leaves, kind_of, strict=True):
@@ -129,7 +129,7 @@ def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, In
     """Return processes that differ in some partition, and for each process its number in them."""
     columns = [np.zeros((processes, 1), np.int64)]
     for partition in partitions:
-        columns += [partition.alike[:, None], partition.origin]
+        columns += [partition.likeness[:, None], partition.origin]
     _, chosen, inverse = np.unique(
         np.concatenate(columns, 1), axis=0, return_index=True, return_inverse=True
     )
@@ -142,8 +142,8 @@ def _shapes(
     entry = leaf.entry
     if 0 in entry.shape:
         return
-    classes = partition.alike[chosen]
-    parts = np.array(partition.cells.parts, np.int64)
+    classes = partition.likeness[chosen]
+    parts = np.array(partition.shards.parts, np.int64)
     strides = np.array(row_major_strides(entry.shape), np.int64)
     for number in np.unique(classes):
         processes = np.flatnonzero(classes == number)

@@ -202,8 +202,8 @@ def _whole(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Rou
     if rounds >= _MANY_ROUNDS:  # the rest is one more round, in which some lanes are idle
         rounds += len(leaves) % lanes > 0
     for i in range(rounds):
-        firsts = range(i, lanes * rounds, rounds)
-        yield _round([leaves[n : n + 1] for n in firsts], limits)
+        numbers = range(i, lanes * rounds, rounds)
+        yield _round([leaves[n : n + 1] for n in numbers], limits)
     for leaf in leaves[rounds * lanes :]:
         yield _round([[leaf]], limits)
 

@@ -70,8 +70,8 @@ class RegionPlanner:
             leaf.check()
             make = self._packed if leaf.stored.packed else self._several
             # From the tensor's first byte, for every tensor alike.
-            alike = [r._replace(start=r.start - entry.start) for r in make(number, leaf)]
-            self._single[key] = (leaf.local, alike)
+            reads = [r._replace(start=r.start - entry.start) for r in make(number, leaf)]
+            self._single[key] = (leaf.local, reads)
         shift = entry.start
         return [
             ByteRegion(number, 0, start + shift, at, read, layout, parts)
@@ -128,8 +128,8 @@ class RegionPlanner:
     def _overlap(self, source: TensorPiece, layout: TileLayout) -> _Place:
         """The region of a piece and a tile that meet: its first byte, its place, its geometry."""
         start, at, extents, strides, phases = self._meet(source, layout)
-        alike = (layout.member_shape, layout.tile.grid, layout.itemsize)
-        key = (*alike, *extents, *strides, *phases)
+        of_layout = (layout.member_shape, layout.tile.grid, layout.itemsize)
+        key = (*of_layout, *extents, *strides, *phases)
         if key not in self._reads:
             read = RegionPlan.plan(layout, extents, strides, phases, self._profile)
             self._reads[key] = read

@@ -62,7 +62,7 @@ class RegionReads:
     Attributes:
         regions: The regions.
         plans: For each region how it is read.
-        alike: Numbers of regions with the same values, as of tied leaves, by the first of them.
+        equal: Numbers of regions with the same values, as of tied leaves, by the first of them.
             That one is read.
         reads: All reads.
         purposes: For each read its purpose.
@@ -71,13 +71,13 @@ class RegionReads:
     def __init__(self, regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> None:
         self.regions = regions
         self.plans = _plan_regions(regions, memory_budget_bytes)
-        alike: dict[object, list[int]] = {}
+        by_likeness: dict[object, list[int]] = {}
         for number, (region, plan) in enumerate(zip(regions, self.plans, strict=True)):
-            alike.setdefault(_likeness(region, plan) or number, []).append(number)
-        self.alike = {numbers[0]: numbers for numbers in alike.values()}
+            by_likeness.setdefault(_likeness(region, plan) or number, []).append(number)
+        self.equal = {numbers[0]: numbers for numbers in by_likeness.values()}
         self.reads: list[LeafRead] = []
         self.purposes: list[ReadPurpose] = []
-        for number in self.alike:
+        for number in self.equal:
             plan = self.plans[number]
             if plan.read is not None:
                 self.reads.append(plan.read)
@@ -118,9 +118,9 @@ def _plan_regions(regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> l
         boxes: dict[str, dict[Box, None]] = {}
         for read in reads.values():
             boxes.setdefault(read.name, {}).update(dict.fromkeys(read.local.boxes))
-        located = catalog.locate({name: tuple(of_name) for name, of_name in boxes.items()})
+        pieces_of = catalog.locate({name: tuple(of_name) for name, of_name in boxes.items()})
         for number, read in reads.items():
-            pieces: Iterable[tuple[Box, TensorEntry]] = located[read.name]
+            pieces: Iterable[tuple[Box, TensorEntry]] = pieces_of[read.name]
             if len(boxes[read.name]) > len(read.local.boxes):
                 pieces = (p for p in pieces if any(map(p[0].intersect, read.local.boxes)))
             sources = (TensorPiece(entry, b, AffineView.row_major(b.shape)) for b, entry in pieces)

@@ -73,7 +73,7 @@ class AbstractTree(NamedTuple):
     """
 
     leaves: list[Any]
-    wants: list[AbstractLeaf | None]  # the parsed leaves; None for one that is left out
+    parsed: list[AbstractLeaf | None]  # the parsed leaves; None for one that is left out
     skipped: set[str]
     build: Callable[[Sequence[Any]], Any]  # makes the tree of values
 
@@ -87,12 +87,12 @@ class AbstractTree(NamedTuple):
         arguments, and `...`.
         """
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        wants = [None if leaf is ... else _parse_leaf(path, leaf) for path, leaf in paths]
+        parsed = [None if leaf is ... else _parse_leaf(path, leaf) for path, leaf in paths]
         left_out = [path for path, leaf in paths if leaf is ...]
         names = {name for path in left_out for name in (dotted_name(path), unboxed_name(path))}
         skipped = {name for name in names if name is not None}
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)
-        return cls([leaf for _, leaf in paths], wants, skipped, build)
+        return cls([leaf for _, leaf in paths], parsed, skipped, build)
 
     @classmethod
     def of_tensors(cls, names: Sequence[str]) -> AbstractTree:

@@ -116,7 +116,7 @@ class _Materializer:
 
     def begin(self) -> None:
         """Completes what nothing has to be read for."""
-        for number in self._reads.alike:
+        for number in self._reads.equal:
             plan = self._reads.plans[number]
             if plan.read is not None:
                 continue
@@ -187,7 +187,7 @@ class _Materializer:
     def _finish(
         self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
-        return self._take(self._reads.alike[number], boxes, parts)
+        return self._take(self._reads.equal[number], boxes, parts)
 
 
 def _check(region: ArrayRegion, values: np.ndarray) -> None:

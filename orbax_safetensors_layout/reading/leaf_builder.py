@@ -52,9 +52,9 @@ class LeafBuilder:
         returned waits until the values are on their devices.
         """
         waits: list[Wait] = []
-        on_devices_first = sorted(leaves, key=lambda leaf: leaf.want.placement is None)
+        on_devices_first = sorted(leaves, key=lambda leaf: leaf.abstract.placement is None)
         for number, leaf in enumerate(on_devices_first):
-            if number and leaf.want.placement is None:
+            if number and leaf.abstract.placement is None:
                 parts = [part.copy() for part in parts]
             wait = self._take(leaf, boxes, parts)
             if wait is not None:
@@ -64,7 +64,7 @@ class LeafBuilder:
     def _take(
         self, leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
-        region, placement = leaf.region, leaf.want.placement
+        region, placement = leaf.region, leaf.abstract.placement
         check_booleans(parts, file=region.source.file, name=region.name)
         if placement is None:
             self._values[leaf.number] = _host_value(leaf, parts[0])
@@ -80,7 +80,7 @@ class LeafBuilder:
 
     def put(self, leaf: ResolvedLeaf, shards: Mapping[Any, jax.Array]) -> None:
         """Takes some of a leaf's shards, single-device arrays by device."""
-        placement = leaf.want.placement
+        placement = leaf.abstract.placement
         assert placement is not None
         here = self._shards.setdefault(leaf.number, {})
         here.update(shards)
@@ -91,7 +91,7 @@ class LeafBuilder:
     def values(self) -> Iterator[Any]:
         """The values of the leaves, once all are complete."""
         for leaf, value in zip(self._leaves, self._values, strict=True):
-            key_impl = leaf.want.key_impl
+            key_impl = leaf.abstract.key_impl
             yield value if key_impl is None else prng.wrap(value, key_impl)
 
     def _array(
@@ -144,8 +144,8 @@ def _joined(leaf: ResolvedLeaf, placement: Placement, shards: Mapping[Any, jax.A
 
 
 def _host_value(leaf: ResolvedLeaf, value: np.ndarray) -> Any:
-    if leaf.want.scalar is None:
+    if leaf.abstract.scalar is None:
         return value
-    if leaf.want.scalar is np.generic:
+    if leaf.abstract.scalar is np.generic:
         return value[()]
-    return python_scalar(value, leaf.want.scalar, leaf.region.subject)
+    return python_scalar(value, leaf.abstract.scalar, leaf.region.subject)

@@ -114,12 +114,12 @@ def _stages(
     tied: dict[object, list[ResolvedLeaf]] = {}  # the same values in the same places
     for leaf in leaves:
         values = leaf.region.values_key or leaf.number
-        tied.setdefault((values, leaf.want.placement), []).append(leaf)
+        tied.setdefault((values, leaf.abstract.placement), []).append(leaf)
     # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
     bands: dict[tuple[object, ...], _Bands] = {}
     shared = []
     for leaf, *others in tied.values():
-        placement, source, dtype = leaf.want.placement, leaf.region.source, leaf.region.dtype
+        placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
         if placement is None or 0 in source.shape:
             continue
         replicas = shards.replicas(sharding_of(placement), source.shape)

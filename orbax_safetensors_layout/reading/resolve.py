@@ -36,15 +36,15 @@ _MAX_RANK = 64  # numpy's, which is asked itself about larger ones
 class ResolvedLeaf(NamedTuple):
     """A leaf of an abstract tree, and the array of the checkpoint that it is."""
 
-    number: int  # its number among the wanted leaves of the tree
-    want: AbstractLeaf  # what the caller wants
+    number: int  # its number among the abstract leaves of the tree
+    abstract: AbstractLeaf  # what the caller asks for
     region: ArrayRegion  # what is read: the boxes of this process. A cast that JAX imposes is exact
 
 
-def adopts(wants: Iterable[AbstractLeaf | None]) -> bool:
+def adopts(parsed: Iterable[AbstractLeaf | None]) -> bool:
     """Whether all arrays keep the buffers they are made of, as on the CPU backend."""
-    placements = {want.placement for want in wants if want is not None}
-    return all(_on_cpu(placement) for placement in placements if placement is not None)
+    memories = {abstract.placement for abstract in parsed if abstract is not None}
+    return all(_on_cpu(placement) for placement in memories if placement is not None)
 
 
 def _on_cpu(placement: Placement) -> bool:
@@ -69,36 +69,36 @@ def resolve_leaves(
     Without a mapping each is the tensor of its name; `strict` refuses tensors that the tree does
     not name. `devices` refuses shardings without devices.
     """
-    wants = [want for want in tree.wants if want is not None]
+    parsed = [abstract for abstract in tree.parsed if abstract is not None]
     catalog.prefer(shards.process_index)
-    names, sources = _sources(catalog, tree, wants, mapping, strict)
+    names, sources = _sources(catalog, tree, parsed, mapping, strict)
     problems: list[MismatchError] = []
     leaves: list[ResolvedLeaf] = []
     # For leaves of one shape, dtype and placement the last three fields of `ArrayRegion`.
     fits: dict[tuple[object, ...], tuple[AddressableShards, np.dtype, bool]] = {}
-    for want, name in zip(wants, names, strict=True):
+    for abstract, name in zip(parsed, names, strict=True):
         source = sources[name]
         shape, stored = source.shape, source.dtype
-        asked = want.dtype or stored
-        key = (shape, stored, want.shape, asked, want.placement)
+        asked = abstract.dtype or stored
+        key = (shape, stored, abstract.shape, asked, abstract.placement)
         fit = fits.get(key)
         if fit is None:
             try:
-                _check_shape(want, source)
-                check_placeable(want, devices)
-                if want.placement is None:
+                _check_shape(abstract, source)
+                check_placeable(abstract, devices)
+                if abstract.placement is None:
                     dtype, local = asked, shards.whole(shape)
                     check_castable(stored, dtype)
                 else:
-                    dtype = jax_dtype(asked, want.placement)
+                    dtype = jax_dtype(asked, abstract.placement)
                     check_castable(stored, dtype)
-                    local = shards.boxes(sharding_of(want.placement), shape)
+                    local = shards.boxes(sharding_of(abstract.placement), shape)
                 fit = fits[key] = local, dtype, dtype != asked
             except MismatchError as problem:
-                problem.file, problem.tensor = source.file, want.name
+                problem.file, problem.tensor = source.file, abstract.name
                 problems.append(problem)
                 continue
-        leaves.append(ResolvedLeaf(len(leaves), want, ArrayRegion(name, source, *fit)))
+        leaves.append(ResolvedLeaf(len(leaves), abstract, ArrayRegion(name, source, *fit)))
     if problems:
         raise MismatchError.collect(problems)
     return leaves
@@ -107,15 +107,17 @@ def resolve_leaves(
 def _sources(
     catalog: Catalog,
     tree: AbstractTree,
-    wants: Sequence[AbstractLeaf],
+    parsed: Sequence[AbstractLeaf],
     mapping: Mapping | None,
     strict: bool,
 ) -> tuple[list[str], dict[str, ArraySource]]:
     """The name of the array of each leaf, and the arrays by name."""
     if mapping is None:
         names = [
-            want.name if want.unboxed is None or want.name in catalog else want.unboxed
-            for want in wants
+            abstract.name
+            if abstract.unboxed is None or abstract.name in catalog
+            else abstract.unboxed
+            for abstract in parsed
         ]
         try:
             sources = array_sources(catalog, None, dict.fromkeys(names))
@@ -129,24 +131,24 @@ def _sources(
             _refuse_unexpected(catalog, names, tree)
     else:
         check_mapping(mapping)
-        names = [want.unboxed or want.name for want in wants]
+        names = [abstract.unboxed or abstract.name for abstract in parsed]
         below = tuple(f"{name}." for name in tree.skipped)
         shapes: dict[str, tuple[int, ...] | None] = {
             leaf: None
             for leaf in (mapping.leaf_names(catalog.names) if below else ())
             if leaf in tree.skipped or leaf.startswith(below)
         }
-        shapes.update((name, want.shape) for name, want in zip(names, wants, strict=True))
+        shapes.update((name, abstract.shape) for name, abstract in zip(names, parsed, strict=True))
         sources = array_sources(catalog, mapping, shapes)
     return names, sources
 
 
-def _check_shape(want: AbstractLeaf, source: ArraySource) -> None:
+def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:
     shape = source.shape
-    if want.shape is not None and want.shape != shape:
+    if abstract.shape is not None and abstract.shape != shape:
         raise ShapeMismatchError(
             "Shape mismatch",
-            expected=f"{want.shape} (the abstract tree)",
+            expected=f"{abstract.shape} (the abstract tree)",
             found=f"{shape} (the file)",
         )
     _check_holdable(shape, source.dtype)
@@ -179,9 +181,9 @@ def _jax_holds(dtype: np.dtype, device: Any) -> bool:
     return True
 
 
-def check_placeable(want: AbstractLeaf, devices: bool) -> None:
+def check_placeable(abstract: AbstractLeaf, devices: bool) -> None:
     """Refuses what JAX cannot place, and shardings without devices where there have to be some."""
-    placement = want.placement
+    placement = abstract.placement
     if placement is None:
         return
     sharding = sharding_of(placement)

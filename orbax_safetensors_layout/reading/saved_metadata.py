@@ -62,73 +62,82 @@ class SavedMetadata:
             return None
         node = self.manifest.tree
         saved = [*leaves(node)]
-        wants = [self._want(leaf) if isinstance(leaf, TensorLeaf) else None for leaf in saved]
+        parsed = [
+            self._abstract_leaf(leaf) if isinstance(leaf, TensorLeaf) else None for leaf in saved
+        ]
         values = [leaf.value if isinstance(leaf, ValueLeaf) else None for leaf in saved]
 
         def build(values: Sequence[Any]) -> Any:
             filled = iter(values)
             return decode_treedef(node, lambda _: next(filled))
 
-        return AbstractTree(values, wants, set(), build)
+        return AbstractTree(values, parsed, set(), build)
 
     def apply_defaults(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
-        """A tree that the caller wants, with what the checkpoint recorded in place of defaults.
+        """Return an abstract tree with what the checkpoint recorded in place of defaults.
 
         Leaves whose value is in the manifest become that value; arrays that the tree does not
         place go where they were saved from, if there are such devices. `devices` refuses shardings
         without devices.
 
         Raises:
-            MismatchError: Recorded values are not what is wanted; names all.
+            MismatchError: Recorded values do not fit the abstract tree; names all.
         """
-        given, wants = list(tree.leaves), list(tree.wants)
+        given, parsed = list(tree.leaves), list(tree.parsed)
         problems: list[MismatchError] = []
-        for number, want in enumerate(tree.wants):
-            if want is None:
+        for number, abstract in enumerate(tree.parsed):
+            if abstract is None:
                 continue
-            name = self._name(want)
+            name = self._name(abstract)
             if name is None:
-                leaf = self._leaves.get(want.name) or self._leaves.get(want.unboxed or want.name)
+                leaf = self._leaves.get(abstract.name) or self._leaves.get(
+                    abstract.unboxed or abstract.name
+                )
                 if isinstance(leaf, ValueLeaf):
                     try:
-                        check_placeable(want, devices)
-                        given[number], wants[number] = _as_wanted(leaf.value, want), None
+                        check_placeable(abstract, devices)
+                        given[number] = _as_abstract(leaf.value, abstract)
+                        parsed[number] = None
                     except MismatchError as problem:
-                        problem.file, problem.tensor = self._catalog.path, want.name
+                        problem.file, problem.tensor = self._catalog.path, abstract.name
                         problems.append(problem)
                 continue
             leaf = self._leaves.get(name)
             if isinstance(leaf, TensorLeaf):
-                wants[number] = self._settled(want, leaf)
+                parsed[number] = self._completed(abstract, leaf)
         if problems:
             raise MismatchError.collect(problems)
-        return tree._replace(leaves=given, wants=wants)
+        return tree._replace(leaves=given, parsed=parsed)
 
-    def _settled(self, want: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:
-        """A wanted array as it was saved, where the caller leaves that open."""
-        if want.as_saved and leaf.kind in _HOST_KINDS:
-            want = want._replace(placement=None)
-        elif not want.is_placed:
-            want = want._replace(placement=self._placement(leaf) or want.placement)
+    def _completed(self, abstract: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:
+        """Return an abstract array as it was saved, where the caller leaves that open."""
+        if abstract.as_saved and leaf.kind in _HOST_KINDS:
+            abstract = abstract._replace(placement=None)
+        elif not abstract.is_placed:
+            abstract = abstract._replace(placement=self._placement(leaf) or abstract.placement)
         if leaf.key_impl is None:
-            return want
-        if want.key_impl not in (None, leaf.key_impl):
+            return abstract
+        if abstract.key_impl not in (None, leaf.key_impl):
             raise DtypeMismatchError(
                 "typed PRNG keys of another implementation",
                 file=self._catalog.path,
-                tensor=want.name,
-                expected=f"{want.key_impl} (the abstract tree)",
+                tensor=abstract.name,
+                expected=f"{abstract.key_impl} (the abstract tree)",
                 found=leaf.key_impl,
             )
-        return want._replace(key_impl=leaf.key_impl, dtype=None) if want.takes_keys else want
+        return (
+            abstract._replace(key_impl=leaf.key_impl, dtype=None)
+            if abstract.takes_keys
+            else abstract
+        )
 
-    def _name(self, want: AbstractLeaf) -> str | None:
-        for name in (want.name, want.unboxed):
+    def _name(self, abstract: AbstractLeaf) -> str | None:
+        for name in (abstract.name, abstract.unboxed):
             if name is not None and name in self._catalog:
                 return name
         return None
 
-    def _want(self, leaf: TensorLeaf) -> AbstractLeaf:
+    def _abstract_leaf(self, leaf: TensorLeaf) -> AbstractLeaf:
         placement = None if leaf.kind in _HOST_KINDS else self._placement(leaf)
         scalar = np.generic if leaf.kind == "numpy_scalar" else None
         return AbstractLeaf(leaf.tensor, None, None, None, placement, scalar, True, leaf.key_impl)
@@ -148,35 +157,35 @@ class SavedMetadata:
         return self._placements[leaf.sharding]
 
 
-def _as_wanted(value: SavedValue, want: AbstractLeaf) -> Any:
+def _as_abstract(value: SavedValue, abstract: AbstractLeaf) -> Any:
     """A recorded number or string in place of the leaf that is wanted."""
-    if want.scalar is not None and want.scalar is not np.generic:
-        return _as_python(value, want.scalar)
-    if want.as_saved:
-        want = want._replace(placement=None)
-        if want.shape is None and want.dtype is None:
+    if abstract.scalar is not None and abstract.scalar is not np.generic:
+        return _as_python(value, abstract.scalar)
+    if abstract.as_saved:
+        abstract = abstract._replace(placement=None)
+        if abstract.shape is None and abstract.dtype is None:
             return value
-    if want.shape not in (None, ()):
+    if abstract.shape not in (None, ()):
         raise ShapeMismatchError(
             "Shape mismatch",
-            expected=f"{want.shape} (the abstract tree)",
+            expected=f"{abstract.shape} (the abstract tree)",
             found=f"{value!r}, a single value",
         )
-    array = _as_array(value, want.dtype)
-    asked = want.dtype or array.dtype
-    dtype = asked if want.placement is None else jax_dtype(asked, want.placement)
+    array = _as_array(value, abstract.dtype)
+    asked = abstract.dtype or array.dtype
+    dtype = asked if abstract.placement is None else jax_dtype(asked, abstract.placement)
     check_castable(array.dtype, dtype)
     # As of arrays: 64 bits that were asked for and that JAX cannot hold must survive. Where
     # nothing was asked for, a float is rounded, but stays finite.
-    is_rounded = want.dtype is None and dtype.kind == "f"
+    is_rounded = abstract.dtype is None and dtype.kind == "f"
     is_kept = is_rounded and bool(np.isfinite(array) == np.isfinite(rounded(array, dtype)))
     exact = dtype != asked and not is_kept
-    result = cast(array, dtype, exact=exact, subject=Subject(want.name, None, array.dtype))
-    if want.placement is None:
-        return result if want.scalar is None else result[()]
-    if is_abstract(sharding_of(want.placement)):
+    result = cast(array, dtype, exact=exact, subject=Subject(abstract.name, None, array.dtype))
+    if abstract.placement is None:
+        return result if abstract.scalar is None else result[()]
+    if is_abstract(sharding_of(abstract.placement)):
         return value  # of a plan, which makes no arrays
-    return jax.make_array_from_callback((), sharding_of(want.placement), lambda _: result)
+    return jax.make_array_from_callback((), sharding_of(abstract.placement), lambda _: result)
 
 
 def _as_python(value: SavedValue, kind: type) -> SavedValue:

@@ -216,7 +216,7 @@ def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[B
         [_step(read, number, low, high) for low, high in cut] for number, cut in enumerate(ranges)
     ]
     for block, step in zip(itertools.product(*ranges), itertools.product(*steps), strict=True):
-        kind = tuple(alike for alike, _, _ in step)
+        kind = tuple(same for same, _, _ in step)
         if kind not in cuts:
             cuts[kind] = Cut.of(read, block, fetch.spread_bytes)
         start = fetch.start + sum(source for _, source, _ in step)

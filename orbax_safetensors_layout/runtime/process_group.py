@@ -158,11 +158,11 @@ class ProcessGroup:
         error: BaseException | None = None,
         *,
         agree: Fingerprint | None = None,
-        tell: str = "",
+        broadcast: str = "",
     ) -> str:
         """Waits until all processes have reached the step `doing`.
 
-        Returns what the first process has to `tell`; others pass any text, if it passes one.
+        Returns what the first process has to `broadcast`; others pass any text, if it passes one.
         `agree` must be the same on all.
 
         Raises:
@@ -173,13 +173,13 @@ class ProcessGroup:
         if self._store is None or self._failed:
             if error is not None:
                 raise error
-            return tell
+            return broadcast
         step, key = self._step, f"{self._key}/{self._step}"
         self._step += 1
         try:
             with self._reaching_others(doing):
-                if tell and self.is_leader:
-                    self._store.set(f"{key}/told", tell)
+                if broadcast and self.is_leader:
+                    self._store.set(f"{key}/broadcast", broadcast)
                 self._say(self._store, step, _Statement.of(self.process_index, error, agree or ()))
                 if self.is_leader:
                     verdict = self._collect(self._store, step, doing)
@@ -204,9 +204,9 @@ class ProcessGroup:
             raise self._peer_error(verdict, doing) from error
         if error is not None:
             raise error
-        if not tell or self.is_leader:
-            return tell
-        return self._store.get(f"{key}/told", self._timeout_seconds)
+        if not broadcast or self.is_leader:
+            return broadcast
+        return self._store.get(f"{key}/broadcast", self._timeout_seconds)
 
     def check(self, doing: str) -> None:
         """Raises, at most once a second, if another process has failed before the next step.

@@ -25,7 +25,7 @@ _MOST_DEVICES = 1 << 20  # there are tables of them for each array shape
 class ShardIndices(NamedTuple):
     """The part of an array that each device holds."""
 
-    cells: npt.NDArray[np.int64]  # [devices, dimensions] number of the part along each dimension
+    numbers: npt.NDArray[np.int64]  # [devices, dimensions] number of the part along each dimension
     parts: tuple[int, ...]  # extent of a part along each dimension
 
     def box(self, cell: Sequence[int]) -> Box:
@@ -69,16 +69,16 @@ class MeshShape:
         """Return into how many parts some axes split a dimension."""
         return math.prod(self.axes[name] for name in names)
 
-    def cells(self, spec: Spec, shape: Sequence[int]) -> ShardIndices:
+    def shard_indices(self, spec: Spec, shape: Sequence[int]) -> ShardIndices:
         """Return the part of an array that each device holds; raises where the spec does not fit.
 
         Dimensions that the spec leaves out are not split.
         """
         if len(spec) > len(shape):
             raise ValueError(f"{spec} has more dimensions than the shape")
-        numbers = np.unravel_index(np.arange(self.devices), [*self.axes.values()])
-        coordinate = dict(zip(self.axes, numbers, strict=True))
-        cells = np.zeros((self.devices, len(shape)), np.int64)
+        positions = np.unravel_index(np.arange(self.devices), [*self.axes.values()])
+        coordinate = dict(zip(self.axes, positions, strict=True))
+        numbers = np.zeros((self.devices, len(shape)), np.int64)
         parts = list(shape)
         for axis, names in enumerate(spec):
             ways = self.ways(names)
@@ -86,5 +86,5 @@ class MeshShape:
                 raise ValueError(f"dimension {axis} of {shape[axis]} is not divisible by {ways}")
             parts[axis] //= ways
             for name in names:
-                cells[:, axis] = cells[:, axis] * self.axes[name] + coordinate[name]
-        return ShardIndices(cells, tuple(parts))
+                numbers[:, axis] = numbers[:, axis] * self.axes[name] + coordinate[name]
+        return ShardIndices(numbers, tuple(parts))

@@ -19,18 +19,18 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 class Partition(NamedTuple):
     """The parts of an array that each process holds."""
 
-    cells: ShardIndices
+    shards: ShardIndices
     # [processes, devices of a process] numbers of the parts that its devices hold, sorted.
     rows: Ints
     origin: Ints  # [processes, dimensions] the lowest part along each dimension
-    alike: Ints  # [processes] equal where the parts are the same relative to the origin
+    likeness: Ints  # [processes] equal where the parts are the same relative to the origin
     holders: Ints  # [parts] number of processes that hold each part
     grid: tuple[int, ...]  # number of parts along each dimension
 
     @property
     def shard_elements(self) -> int:
         """Elements of one device's shard."""
-        return self.cells.box([0] * len(self.cells.parts)).size
+        return self.shards.box([0] * len(self.shards.parts)).size
 
     @classmethod
     def of(
@@ -40,20 +40,20 @@ class Partition(NamedTuple):
 
         Where elements share bytes (`packed`), parts are alike at the same place only.
         """
-        cells = grid.cells(spec, shape)
+        shards = grid.shard_indices(spec, shape)
         counts = tuple(grid.ways(names) for names in spec)
         counts += (1,) * (len(shape) - len(counts))
         strides = np.array(row_major_strides(counts), np.int64)
         each = (grid.processes, grid.devices_per_process)
-        rows = np.sort((cells.cells @ strides).reshape(each), axis=1)
+        rows = np.sort((shards.numbers @ strides).reshape(each), axis=1)
         is_new = np.ones(rows.shape, bool)
         is_new[:, 1:] = rows[:, 1:] != rows[:, :-1]
         holders = np.bincount(rows[is_new])
-        origin = cells.cells.reshape(*each, len(shape)).min(1)
+        origin = shards.numbers.reshape(*each, len(shape)).min(1)
         moved = 0 if packed else (origin @ strides)[:, None]
         relative = np.concatenate([rows - moved, holders[rows] > 1], 1)
-        alike = np.unique(relative, axis=0, return_inverse=True)[1].reshape(-1)
-        return cls(cells, rows, origin, alike, holders, counts)
+        likeness = np.unique(relative, axis=0, return_inverse=True)[1].reshape(-1)
+        return cls(shards, rows, origin, likeness, holders, counts)
 
     def local(self, process: int) -> AddressableShards:
         """Return the boxes of one process."""
@@ -65,8 +65,8 @@ class Partition(NamedTuple):
 
     def held(self) -> GlobalShards:
         """Return all boxes with their holders; an array without elements is one box, of all."""
-        if 0 in self.cells.parts:
-            shape = [n * count for n, count in zip(self.cells.parts, self.grid, strict=True)]
+        if 0 in self.shards.parts:
+            shape = [n * count for n, count in zip(self.shards.parts, self.grid, strict=True)]
             return GlobalShards((Box.whole(shape),), (tuple(range(len(self.rows))),))
         of_part: dict[int, list[int]] = {}
         for process, row in enumerate(self.rows.tolist()):
@@ -78,4 +78,4 @@ class Partition(NamedTuple):
 
     def _boxes(self, numbers: Ints | Sequence[int]) -> list[Box]:
         cells = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]
-        return [self.cells.box(cell) for cell in cells.tolist()]
+        return [self.shards.box(cell) for cell in cells.tolist()]

@@ -159,10 +159,10 @@ class ProcessShards:
         """Return the devices that hold each box, as (process, order, device)."""
         holders: dict[Box, list[tuple[int, int, Any]]] = {}
         if isinstance(sharding, NamedSharding) and is_abstract(sharding):
-            cells, rows = self._partition(sharding, shape)[:2]
-            for number, cell in enumerate(cells.cells.tolist()):
+            parts, rows = self._partition(sharding, shape)[:2]
+            for number, cell in enumerate(parts.numbers.tolist()):
                 place = (number // rows.shape[1], number, number)
-                holders.setdefault(cells.box(cell), []).append(place)
+                holders.setdefault(parts.box(cell), []).append(place)
             return holders
         known: dict[int, Box] = {}  # JAX gives devices with equal indices the same tuple
         index_map: dict[Any, Any] = {**sharding.devices_indices_map(shape)}

@@ -91,7 +91,7 @@ class CheckpointFolder:
             error = problem
             self.storage.interrupt()
         return self.group.barrier(
-            "agreeing on what is saved", error, agree=fingerprint, tell=save_id
+            "agreeing on what is saved", error, agree=fingerprint, broadcast=save_id
         )
 
     def make_pieces_folder(self) -> None:

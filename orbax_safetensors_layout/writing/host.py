@@ -194,14 +194,14 @@ def _on_host(array: jax.Array) -> bool:
     return is_cpu and array.dtype not in SUB_BYTE
 
 
-def _region(shard: jax.Array, box: Box, wanted: Box) -> jax.Array:
-    """Return the wanted part of a shard, copied on its device."""
-    common = box.intersect(wanted)
+def _region(shard: jax.Array, box: Box, region: Box) -> jax.Array:
+    """Return a region of a shard, copied on its device."""
+    common = box.intersect(region)
     assert common is not None
     start = np.subtract(common.start, box.start).astype(np.int32)
     # Put there explicitly, which a transfer guard allows; one compilation for all equal regions.
-    region: jax.Array = _slice(shard, jax.device_put(start, shard.sharding), common.shape)
-    return region
+    copied: jax.Array = _slice(shard, jax.device_put(start, shard.sharding), common.shape)
+    return copied
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -321,7 +321,7 @@ def test_the_picture_shows_every_byte_that_is_read(path):
     grid = MeshShape({"x": 4, "y": 2}, 4)
     rules = [ShardingRule.parse(rule) for rule in ("'.*up_proj.*' = -,x", "'.*' = auto")]
     found = estimate(path, grid, rules, options=ReadOptions(latency_seconds={"local": 0.0}))
-    seen = coverage(found.fleet, [3, 0], 97)
+    seen = coverage(found.cluster, [3, 0], 97)
     width = seen.total_bytes / 97
     for row, process in enumerate((3, 0)):
         assert math.isclose(seen.read[row].sum() * width, found.costs[process].read_bytes)
@@ -369,7 +369,7 @@ def test_rules_are_read_as_they_are_written(pattern, parts):
 def test_auto_splits_over_the_most_devices(shape):
     grid = MeshShape(AXES, 1)
     spec = auto_spec(shape, grid)
-    grid.cells(spec, shape)  # fits
+    grid.shard_indices(spec, shape)  # fits
     spans = [("a", "b", "c"), ("a", "b"), ("b", "c"), ("a",), ("b",), ("c",)]
     best = max(
         (grid.ways(names) for names in spans for n in shape if n % grid.ways(names) == 0),

@@ -93,8 +93,8 @@ def each_by_itself(grid, leaves, profile, budget):
 @given(cases(), profiles())
 def test_every_process_costs_what_its_own_plan_says(case, costs):
     (grid, leaves), (profile, budget) = case, costs
-    fleet = plan_cluster(leaves, grid, profile=profile, memory_budget_bytes=budget)
-    found = [fleet.cost(process) for process in range(grid.processes)]
+    cluster = plan_cluster(leaves, grid, profile=profile, memory_budget_bytes=budget)
+    found = [cluster.cost(process) for process in range(grid.processes)]
     expected = [*each_by_itself(grid, leaves, profile, budget)]
     # A process that holds only empty boxes is told of no tensors.
     assert found == expected
@@ -103,15 +103,15 @@ def test_every_process_costs_what_its_own_plan_says(case, costs):
 def test_replicas_are_worked_out_once():
     grid = MeshShape({"data": 16, "fsdp": 8}, 32)
     entry = TensorEntry("w", DTYPES["F32"], (64, 64), "a", 8, 8 + 64 * 64 * 4)
-    fleet = plan_cluster(
+    cluster = plan_cluster(
         [ClusterTensor(entry, (("fsdp",),))],
         grid,
         profile=PROFILES["local"],
         memory_budget_bytes=2**31,
     )
-    assert len(fleet.costs) == 2  # a process has one half of a replica, or the other
-    assert fleet.cost(0) == fleet.cost(30)
-    assert sum(fleet.cost(p).needed_bytes for p in range(32)) == 16 * entry.nbytes
+    assert len(cluster.costs) == 2  # a process has one half of a replica, or the other
+    assert cluster.cost(0) == cluster.cost(30)
+    assert sum(cluster.cost(p).needed_bytes for p in range(32)) == 16 * entry.nbytes
 
 
 @pytest.mark.parametrize("process", [0, 17, 1023])
@@ -132,7 +132,7 @@ def test_a_large_mesh(process):
         leaves.append(ClusterTensor(entry, specs[number % 4]))
         at = stop
     profile = PROFILES["local"]
-    fleet = plan_cluster(leaves, grid, profile=profile, memory_budget_bytes=2**31)
+    cluster = plan_cluster(leaves, grid, profile=profile, memory_budget_bytes=2**31)
     mesh = AbstractMesh((1024, 4), ("fsdp", "tensor"))
     shards = ProcessShards(process, 1024)
     reads = []
@@ -141,7 +141,7 @@ def test_a_large_mesh(process):
         local = shards.boxes(sharding, entry.shape)
         reads.append(LeafRead.plain(entry.name, entry, local, np.dtype(jax.numpy.bfloat16)))
     expected = plan_reads(reads, profile=profile, memory_budget_bytes=2**31, adopt=False).cost()
-    assert fleet.cost(process) == expected
+    assert cluster.cost(process) == expected
 
 
 @settings(max_examples=60, deadline=None)

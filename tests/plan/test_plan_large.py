@@ -66,7 +66,7 @@ def test_the_share_of_one_process_is_what_it_reads(model, name, process):
     with Catalog.open(model(name), storage=storage) as catalog, storage:
         leaves = []
         local = {}
-        for leaf in found.fleet.leaves:
+        for leaf in found.cluster.leaves:
             entry, spec = leaf
             if (entry.shape, spec) not in local:
                 local[entry.shape, spec] = boxes_of(grid, spec, entry.shape, process)
@@ -95,8 +95,8 @@ def test_the_share_of_one_process_is_what_it_reads(model, name, process):
 
 def boxes_of(grid, spec, shape, process):
     """The boxes of a process, device by device."""
-    cells = grid.cells(spec, shape)
-    by_device = list(map(tuple, cells.cells.tolist()))
+    cells = grid.shard_indices(spec, shape)
+    by_device = list(map(tuple, cells.numbers.tolist()))
     mine = sorted(set(by_device[process * 4 : process * 4 + 4]))
     others = set(by_device[: process * 4]) | set(by_device[process * 4 + 4 :])
     return AddressableShards(

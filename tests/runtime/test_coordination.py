@@ -526,9 +526,9 @@ def test_what_the_first_process_tells_reaches_all(store):
     def tell(group):
         mine = f"said by {group.process_index}"
         return [
-            group.barrier("one", tell=mine),
+            group.barrier("one", broadcast=mine),
             group.barrier("two"),
-            group.barrier("three", tell=mine),
+            group.barrier("three", broadcast=mine),
         ]
 
     assert together(store, 3, tell, name="/a") == [["said by 0", "", "said by 0"]] * 3

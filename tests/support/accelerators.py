@@ -13,7 +13,7 @@ class Accelerator:
 
     def __init__(self, monkeypatch):
         module = sys.modules["orbax_safetensors_layout.load"]
-        monkeypatch.setattr(module, "adopts", lambda wants: False)
+        monkeypatch.setattr(module, "adopts", lambda parsed: False)
         monkeypatch.setattr(read_module, "buffer_slices", self.buffer_slices)
         self.sizes: list[int] = []
 

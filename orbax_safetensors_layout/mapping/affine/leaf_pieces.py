@@ -236,10 +236,10 @@ def shared(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     if len(set(sources)) == len(sources):
         return tuple(pieces)
     for axis in range(len(pieces[0].box.start)):
-        alike: dict[object, list[Piece]] = {}
+        by_slab: dict[object, list[Piece]] = {}
         for number, piece in enumerate(pieces):
-            alike.setdefault(_slab_key(piece, axis, number), []).append(piece)
-        pieces = [piece for group in alike.values() for piece in _shared_along(group, axis)]
+            by_slab.setdefault(_slab_key(piece, axis, number), []).append(piece)
+        pieces = [piece for group in by_slab.values() for piece in _shared_along(group, axis)]
     return tuple(pieces)
 
 

@@ -168,8 +168,8 @@ def _family_of(model_type: object) -> str:
     if isinstance(model_type, str) and model_type in _FAMILY_OF:
         return _FAMILY_OF[model_type]
     shown = short_repr(model_type)
-    nearest = suggest_names(shown, FAMILIES, 1)
-    call = "".join(f": osl.families.{name}(config, model_type={shown})" for name in nearest)
+    suggestions = suggest_names(shown, FAMILIES, 1)
+    call = "".join(f": osl.families.{name}(config, model_type={shown})" for name in suggestions)
     raise MappingError(
         f"there is no ready mapping for model_type {shown}",
         expected=f"one of {', '.join(sorted(_FAMILY_OF))}",

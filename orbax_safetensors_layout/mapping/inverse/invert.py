@@ -213,10 +213,10 @@ def _every(patch: Patch, number: int, n: int) -> Patch | None:
     """Return the first of each `n` indices of a factor."""
     extent, start, step, count = patch.factors[number]
     period = n // math.gcd(step, n)
-    firsts = [j for j in range(min(period, count)) if (start + j * step) % n == 0]
-    if not firsts:
+    starts = [j for j in range(min(period, count)) if (start + j * step) % n == 0]
+    if not starts:
         return None
-    (low,) = firsts
+    (low,) = starts
     kept = -(-(count - low) // period)
     values = sliced(patch.values, number, low, kept, period)
     factor = Factor(extent // n, (start + low * step) // n, step * period // n, kept)
