@@ -97,6 +97,11 @@ PROFILES: Mapping[str, StorageProfile] = {
 }
 
 
+def storage_profile(kind: str) -> StorageProfile:
+    """Return the cost model of a storage class; without a row of its own, that of a local disk."""
+    return PROFILES.get(kind, _LOCAL)
+
+
 class Progress(NamedTuple):
     """The argument of progress callbacks, after each tensor; bytes are of this process's share."""
 
@@ -195,7 +200,7 @@ class ReadOptions(_CheckedOptions):
 
     def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
         """Return the cost model of a storage class, for a read of so many bytes."""
-        base = PROFILES[kind]
+        base = storage_profile(kind)
         profile = dataclasses.replace(
             base,
             latency_seconds=self.latency_seconds.get(kind, base.latency_seconds),

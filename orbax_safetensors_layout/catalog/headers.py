@@ -16,7 +16,7 @@ from orbax_safetensors_layout.format import (
     parse_header,
     raise_error,
 )
-from orbax_safetensors_layout.options import MIB, PROFILES
+from orbax_safetensors_layout.options import MIB, storage_profile
 from orbax_safetensors_layout.runtime import Workers
 from orbax_safetensors_layout.storage import FIRST_READ_BYTES, Storage, read_range
 
@@ -32,7 +32,7 @@ class HeaderCache:
 
     def __init__(self, storage: Storage, concurrency: int | None = None) -> None:
         self._storage = storage
-        self._concurrency = concurrency or PROFILES[storage.kind].concurrency
+        self._concurrency = concurrency or storage_profile(storage.kind).concurrency
         self._headers: dict[str, Header] = {}
         self._lock = threading.Lock()
         self._large_lock = threading.Lock()

@@ -23,7 +23,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import PROFILES, ReadOptions
+from orbax_safetensors_layout.options import ReadOptions, storage_profile
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ArraySource,
@@ -130,7 +130,7 @@ class ReadableArrays(NamedTuple):
     def _reader(self, memory_budget_bytes: int) -> ArrayReader:
         return ArrayReader(
             storage=self.storage,
-            profile=PROFILES[self.storage.kind],
+            profile=storage_profile(self.storage.kind),
             memory_budget_bytes=memory_budget_bytes,
         )
 

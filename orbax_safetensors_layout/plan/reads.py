@@ -1,7 +1,7 @@
 """The read plan: for each leaf the boxes one process needs, and the requests that fetch them.
 
 Everything here is arithmetic on compressed runs, cached by shape: a plan costs
-O(pieces x shards x dimensions) and never a Python object per row. See ARCHITECTURE.md, Reading.
+O(pieces x shards x dimensions) and never a Python object per row. See docs/architecture.md, Load.
 """
 
 from __future__ import annotations

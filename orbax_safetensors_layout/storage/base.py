@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, Self, TypeAlias
+from typing import NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.options import KIB
 
 Buffer: TypeAlias = memoryview
@@ -75,7 +75,7 @@ class RangeReader(Protocol):
     """Exact ranged reads of files by name, from many threads.
 
     Attributes:
-        kind: The storage class, a key of `profiles.PROFILES`.
+        kind: The storage class, a key of `options.PROFILES`.
     """
 
     kind: str
@@ -112,14 +112,18 @@ class Storage(RangeReader, Protocol):
     A storage pins what it has seen: a file that is replaced, or changes its size, between two
     reads through one storage object is an error, never a mixture of two versions.
 
+    Methods that write refuse: a storage for reading alone leaves them as they are.
+
     Attributes:
         lists: Whether `list` gives all files of a folder; otherwise only well-known ones.
         appends: Whether a new file grows from its first byte to its last, so that bytes which come
             before their turn have to wait somewhere.
+        save_hint: How to save to a storage for reading alone.
     """
 
     lists: bool
-    appends: bool
+    appends: bool = False
+    save_hint: str = "Save to a local folder, and upload that."
 
     def size(self, file: str) -> int:
         """Return the size of `file` in bytes; `CheckpointNotFoundError` if it does not exist."""
@@ -146,15 +150,19 @@ class Storage(RangeReader, Protocol):
         An existing file is replaced when the new one is finished. A `durable` one survives a crash
         of the machine once it is finished.
         """
+        self._refuse(file)
 
     def make_folder(self, folder: str) -> None:
         """Makes a folder and its missing parents."""
+        self._refuse(folder)
 
     def flush_folder(self, folder: str) -> None:
         """Makes the names in a folder durable."""
+        self._refuse(folder)
 
     def check_written(self, folder: str) -> None:
         """Raises if files below a folder are not those written through this storage."""
+        self._refuse(folder)
 
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
@@ -167,9 +175,15 @@ class Storage(RangeReader, Protocol):
             rank: Which names in it belong to a checkpoint, and when they appear.
             scratch: Folders in it that only a save uses.
         """
+        self._refuse(target)
 
     def remove(self, path: str) -> None:
         """Removes a file, or a folder with all that is in it, if it exists."""
+        self._refuse(path)
+
+    def _refuse(self, path: str) -> NoReturn:
+        problem = f"{self.kind}:// paths cannot be written to"
+        raise StorageError(problem, file=path, hint=self.save_hint)
 
     def close(self) -> None:
         """Releases what is open; the object may not be used afterwards."""

@@ -29,7 +29,7 @@ class HubStorage(RemoteStorage):
         self._repository = hub_api.Repository(self._path)
         self._snapshot: hub_api.Snapshot | None = None
         self._snapshot_lock = threading.Lock()
-        self._upload_hint = (
+        self.save_hint = (
             f"Save to a local folder and upload that: `hf upload {self._path.repo_id} FOLDER"
             f" --repo-type {self._path.repo_type}`."
         )

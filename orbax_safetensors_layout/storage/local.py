@@ -27,7 +27,6 @@ class LocalStorage(Storage):
 
     kind = "local"
     lists = True
-    appends = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

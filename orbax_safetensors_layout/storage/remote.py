@@ -10,7 +10,7 @@ import abc
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
@@ -26,9 +26,6 @@ T = TypeVar("T")
 
 class RemoteStorage(Storage):
     """Ranged access to files of a server, for reading alone; see `Storage`."""
-
-    appends = False
-    _upload_hint = "Save to a local folder, and upload that."
 
     def __init__(self, retries: RetryPolicy | None) -> None:
         retries = retries or RetryPolicy()
@@ -74,13 +71,6 @@ class RemoteStorage(Storage):
         if self._size(remote):
             first = memoryview(bytearray(1))
             self._tried(lambda: remote.fetch(0, [first]), "looking at it again", file)
-
-    def _refuse(self, *arguments: Any, **_: Any) -> NoReturn:
-        raise StorageError(
-            f"{self.kind}:// paths cannot be written to", file=arguments[0], hint=self._upload_hint
-        )
-
-    create = make_folder = flush_folder = check_written = publication = remove = _refuse
 
     def interrupt(self) -> None:
         self._retrier.interrupt()

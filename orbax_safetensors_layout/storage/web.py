@@ -32,7 +32,7 @@ class WebStorage(RemoteStorage):
 
     kind = "https"
     lists = False
-    _upload_hint = "Save to a local folder, and upload that by the server's own means."
+    save_hint = "Save to a local folder, and upload that by the server's own means."
 
     def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
         super().__init__(retries)
