@@ -7,7 +7,7 @@ python3 .ci/do.py test-oldest [...]      the same with the oldest supported depe
 python3 .ci/do.py lint                   install, run ruff and mypy
 python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
 
-The environments stand in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
+The environments are in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
 `path` and `path-oldest`) and are used again until pyproject.toml or the pins change.
 
 `test` installs torch and transformers, too, where pip finds a CPU build of torch; elsewhere the
@@ -137,7 +137,7 @@ def resolve_beside(environment: Path) -> None:
 
 
 def requirements(wheel: Path, extra: str) -> list[str]:
-    """What a wheel requires for an extra, without markers and what is no constraint."""
+    """What a wheel requires for an extra, without markers and what is not a constraint."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
     if len(task.commands) > 1 and arguments[1:]:
         give_up(f"{arguments[0]} takes no arguments")
     python = prepare(task)
-    # Commands run in the repository; a path is meant from where the caller stands.
+    # Commands run in the repository; a path is meant from where the caller is.
     given = [str(Path(a).absolute()) if Path(a).exists() else a for a in arguments[1:]]
     codes = [run(python, *command, *given) for command in task.commands]
     return max(codes, key=abs)

@@ -6,7 +6,7 @@
 
 The checkpoint is of the size of Llama-3.1-405B: an index, real headers and holes, which take no
 disk; one of the same form and 132 MB is converted. Of stderr the messages are shown, not the
-progress, whose times differ. A screen stands in a page between `<!-- screen: ID -->` and the
+progress, whose times differ. A screen is in a page between `<!-- screen: ID -->` and the
 next `<!-- end -->`.
 """
 
@@ -99,7 +99,7 @@ def shown(command: str) -> str:
 
 @functools.cache
 def screen(name: str) -> str:
-    """A screen as it stands in a page."""
+    """A screen as it is in a page."""
     command = SCREENS[name]
     return f"```text\n$ {shown(command)}\n{printed(command)}\n```"
 

@@ -88,7 +88,7 @@ def rotary_settings(config):
 
 
 def rotate(x, cos, sin):
-    """Turns pairs whose members stand in the two halves of a head."""
+    """Turns pairs whose members are in the two halves of a head."""
     cos, sin = cos[:, None], sin[:, None]
     first, second = jnp.split(x, 2, -1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)

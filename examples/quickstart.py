@@ -96,7 +96,7 @@ def abstract_state(folder: Path, mesh: Mesh) -> Tree:
     """
     return {
         name: abstract_leaf(tensor, mesh)
-        # A leaf that JAX can not hold is given as it is: without a sharding it means a numpy array.
+        # A leaf that JAX cannot hold is given as it is: without a sharding it means a numpy array.
         if jax_holds(tensor.dtype)
         else tensor
         for name, tensor in osl.metadata(folder).items()

@@ -91,7 +91,7 @@ def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
     if length > MAX_HEADER_BYTES:
         is_pointer = prefix.startswith(_GIT_LFS_PREFIX)
         raise InvalidHeaderError(
-            "the header's length is out of range, so this is no safetensors file",
+            "the header's length is out of range, so this is not a safetensors file",
             file=file,
             expected=f"at most {MAX_HEADER_BYTES} bytes",
             found=f"{length} bytes",

@@ -241,7 +241,7 @@ class CloudStorage(Storage):
                 raise CheckpointNotFoundError("no such object", file=file) from None
 
         if not key:
-            raise CheckpointNotFoundError("a bucket is no file", file=file)
+            raise CheckpointNotFoundError("a bucket is not a file", file=file)
         return self._run(head, "looking", file)
 
     def _remember(self, file: str, seen: Seen) -> Seen:

@@ -59,7 +59,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> Origin:
-        """Return the origin of a URL, or raise `ValueError` for what is no http or https URL."""
+        """Return the origin of a URL; `ValueError` if it is not an http or https URL."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("not an http or https URL")

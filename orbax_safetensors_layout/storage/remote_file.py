@@ -55,7 +55,7 @@ def classify(error: Exception) -> Failure | None:
     if isinstance(error, http.client.BadStatusLine | http.client.UnknownProtocol) and (
         not isinstance(error, ConnectionError)
     ):
-        return Failure("the answer is no HTTP", transient=True)  # what it is, is the server's text
+        return Failure("the answer is not HTTP", transient=True)  # what it is, is the server's text
     if isinstance(error, OSError | http.client.HTTPException):
         lasting = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL) or (
             isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN

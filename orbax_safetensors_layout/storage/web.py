@@ -43,7 +43,7 @@ class WebStorage(RemoteStorage):
         if parts is None or origin is None:
             scheme, _, rest = path.partition("://")
             raise StorageError(
-                "cannot open the path: it is no URL of a host",
+                "cannot open the path: it is not a URL of a host",
                 file=f"{scheme}://{rest.rpartition('@')[2]}",
                 hint="Quote what is special in a user's name or a password: %2F for a slash.",
             )

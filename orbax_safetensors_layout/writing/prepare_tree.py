@@ -124,7 +124,7 @@ class PreparedTree(NamedTuple):
         values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
         if values:
             raise MappingError(
-                f"a save through a mapping holds arrays only; these leaves are none: {values[:10]}",
+                f"a save through a mapping takes arrays alone, and these are not: {values[:10]}",
                 hint="Save the parameters alone.",
             )
         return plan_mapped_writes(

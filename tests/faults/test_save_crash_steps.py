@@ -1,4 +1,4 @@
-"""Training that is killed while it saves a step: the last committed step stands, bit by bit."""
+"""Training that is killed while it saves a step: the last committed step is there, bit by bit."""
 
 from __future__ import annotations
 

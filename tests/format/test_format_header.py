@@ -205,7 +205,7 @@ def test_header_length_out_of_range() -> None:
     size = 1 << 40
     limit = 100_000_000
     assert header_length(limit.to_bytes(8, "little"), file=FILE, file_size=size) == limit
-    with pytest.raises(InvalidHeaderError, match="no safetensors file") as caught:
+    with pytest.raises(InvalidHeaderError, match="not a safetensors file") as caught:
         header_length((limit + 1).to_bytes(8, "little"), file=FILE, file_size=size)
     assert_says(caught.value, tensor=None, expected="at most 100000000", found="100000001 bytes")
     assert caught.value.hint is None

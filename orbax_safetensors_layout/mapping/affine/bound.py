@@ -60,7 +60,7 @@ class BoundExpr(abc.ABC):
         """
         whole = Box.whole(self.shape)
         if len(box.start) != len(self.shape) or not whole.contains(box):
-            raise ValueError(f"{box} is no region of an expression of shape {self.shape}.")
+            raise ValueError(f"{box} is not a region of an expression of shape {self.shape}.")
         if 0 in box.shape:
             return ()
         sink = Sink([], refined, gathers)
