@@ -30,6 +30,7 @@ from .casting import (
     rounded,
     to_whole,
 )
+from .expr.choices import check_left_out
 from .expr.concat_stack import concat, stack
 from .expr.expression import Expr, fill, tensor
 from .expr.opaque_ops import Whole, opaque

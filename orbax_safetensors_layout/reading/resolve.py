@@ -19,8 +19,8 @@ from orbax_safetensors_layout.errors import (
     ShapeMismatchError,
     UnexpectedTensorError,
 )
-from orbax_safetensors_layout.mapping import Mapping, check_castable, check_mapping
-from orbax_safetensors_layout.plan import ArrayRegion, ArraySource, array_sources
+from orbax_safetensors_layout.mapping import Mapping, check_castable, check_left_out, check_mapping
+from orbax_safetensors_layout.plan import ArrayRegion, ArraySource, MappedSource, array_sources
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
@@ -140,6 +140,10 @@ def _sources(
         }
         shapes.update((name, abstract.shape) for name, abstract in zip(names, parsed, strict=True))
         sources = array_sources(catalog, mapping, shapes)
+        asked = set(names)
+        for leaf, source in sources.items():
+            if leaf not in asked and isinstance(source, MappedSource):
+                check_left_out(leaf, source.bound)
     return names, sources
 
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple
 
 import numpy as np
@@ -119,7 +120,12 @@ class PinnedFile:
             raise CheckpointNotFoundError("no such file", file=name) from error
         except OSError as error:
             raise StorageError("cannot open the file", file=name, found=error.strerror) from error
-        self.identity = Identity.of(os.fstat(self.fd))
+        status = os.fstat(self.fd)
+        if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
+            os.close(self.fd)
+            kind = "a pipe, a socket or a device"
+            raise StorageError("cannot open the file", file=name, expected="a file", found=kind)
+        self.identity = Identity.of(status)
         self.users = 0
         self._lock = lock
         # Opened when first needed; -1 where the system has no such thing.
@@ -240,7 +246,9 @@ class PinnedFile:
         return True
 
     def _open(self, flags: int) -> int:
-        return os.open(self._place, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=self._folder_fd)
+        # Without waiting for a writer of a pipe, which is then refused.
+        flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(self._place, flags, dir_fd=self._folder_fd)
 
     def _reopen(self, flags: int) -> int:
         """Return another descriptor of the same file; -1 where the flags are not supported."""

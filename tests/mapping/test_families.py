@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,12 @@ from family_models import copy, make
 from family_references import REFERENCES, maxtext
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    MappingError,
+    StorageError,
+)
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping import families
 
@@ -187,8 +193,11 @@ def test_vocabulary_without_its_last_rows(saved, target):
     for name, array in fewer.items():
         same(evaluate(back[name], expected).astype(array.dtype), array)
     mapping.bind(facts_of(fewer))  # what was saved loads again
-    with pytest.raises(MappingError, match="vocab_size=0 must be 1 or more"):
+    with pytest.raises(MappingError, match=r"vocab_size=0 must be in 1\.\.2,147,483,647"):
         families.llama(config, vocab_size=0)
+    for size, message in ((1 << 31, "must be in 1"), (1.5, "takes integers")):
+        with pytest.raises(MappingError, match=message):
+            families.llama(config, vocab_size=size)
 
 
 def test_root_and_prefix(saved):
@@ -403,6 +412,23 @@ def check_kept(config, stored, kept, decoded):
         same(evaluate(bound, leaves), stored[name])
 
 
+@pytest.mark.parametrize("ending", ["weight", "weight_scale_inv"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bfloat16", "int32"])
+def test_fp8_of_other_dtypes_is_refused(saved, ending, dtype):
+    _, config, tensors, _ = saved["qwen3"]
+    projections = [name for name in tensors if "_proj.weight" in name]
+    facts = facts_of(fp8(tensors, projections, 16)[0])
+    quantization = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    mapping = families.mapping(config | {"quantization_config": quantization})
+    name = f"model.layers.0.mlp.up_proj.{ending}"
+    facts[name] = (facts[name][0], np.dtype(dtype))
+    if (ending, dtype) == ("weight_scale_inv", "bfloat16"):
+        mapping.abstract(facts)
+        return
+    with pytest.raises(MappingError, match=rf"must be floats.*, not {dtype}"):
+        mapping.abstract(facts)
+
+
 def test_fp8_that_is_kept(saved):
     _, config, tensors, _ = saved["deepseek_v3"]
     projections = [t for t in tensors if t.endswith(("_proj.weight", "_mqa.weight"))]
@@ -473,6 +499,11 @@ def test_int4_of_experts(saved, quantized):
     if quantized == "decode":
         expected = REFERENCES["plain"]("deepseek_v3", config, decoded, True)
         check(families.mapping(config), facts_of(stored), stored, expected)
+        for part in ("packed", "scale", "shape"):
+            lacking = next(name for name in stored if name.endswith(f"weight_{part}"))
+            facts = {name: fact for name, fact in facts_of(stored).items() if name != lacking}
+            with pytest.raises(MappingError, match=f"there is no tensor '{lacking}'"):
+                families.mapping(config).abstract(facts)
         return
     for name in ("gate_proj", "up_proj", "down_proj"):
         for part in ("packed", "scale", "shape"):
@@ -567,6 +598,11 @@ def test_options_that_are_not_there(saved):
 def test_configurations_that_can_not_be_read(saved, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"config.json"):
         families.mapping(tmp_path)
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(StorageError, match=r"config.json.*found: a pipe"):
+            families.mapping(path)
+    (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(FormatError, match="not a JSON object"):
         families.mapping(tmp_path)

@@ -300,6 +300,31 @@ def test_one_bit_that_differs_is_found_in_its_shard(qwen2, tmp_path, target, row
     osl.load(folder, sharded(own.abstract(folder)), mapping=own)
 
 
+@pytest.mark.parametrize("target", ["plain", "maxtext", "tunix"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_head_is_not_dropped_with_the_embedding(qwen2, tmp_path, target, whole):
+    """Nothing compares them where the embedding is left out, by its name or with all beside it."""
+    folder = with_head(qwen2, tmp_path / "files", "model.", "other")
+    mapping = families.mapping(folder, target=target)
+    tree = leave_out(mapping.abstract(folder), whole)
+    for call in (osl.load, osl.plan_load):
+        with pytest.raises(MappingError, match=r"is left out.*lm_head.weight.*untie=True"):
+            call(folder, tree, mapping=mapping)
+        call(qwen2, tree, mapping=mapping)  # has no head
+    untied = families.mapping(folder, target=target, untie=True)
+    osl.load(folder, leave_out(untied.abstract(folder), whole), mapping=untied)
+
+
+def leave_out(tree, whole):
+    """The tree without its embedding."""
+    for name, value in tree.items():
+        if name in ("embed_tokens.embedding", "embed_tokens", "embedder", "token_embedder"):
+            tree[name] = ... if whole else jax.tree.map(lambda _: ..., value)
+        elif isinstance(value, dict):
+            leave_out(value, whole)
+    return tree
+
+
 def test_heads_of_another_shape_or_dtype_than_the_embedding(qwen2):
     mapping, facts = families.mapping(qwen2), dict(facts_of(osl.load(qwen2)))
     shape, dtype = facts["model.embed_tokens.weight"]

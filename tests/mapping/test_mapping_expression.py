@@ -12,7 +12,7 @@ from mapping_expressions import evaluate, same
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import natural_key
-from orbax_safetensors_layout.mapping import rule
+from orbax_safetensors_layout.mapping import Mapping, rule
 from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
 from orbax_safetensors_layout.mapping.expr.einops import parse
 from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
@@ -168,6 +168,29 @@ def test_malformed_rearrange(pattern, problem):
 def test_what_does_not_fit(expr, problem):
     with pytest.raises(MappingError, match=problem):
         bind(expr, x=(6, 4), y=(3, 4))
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        X.repeat(0, 1 << 62),
+        X.pad(0, 0, 1 << 61),
+        X.pad(0, 0, 1 << 61).slice(0, 0, 6),
+        X.slice(0, 0, 0).repeat(1, 1 << 62),
+        X.pad(0, 0, 1 << 39).cast("float64"),
+        fill((1 << 48,), 0, "int8"),
+        stack(X.pad(0, 0, 1 << 39), "i", indices=range(8)),
+        concat([X.pad(0, 0, 1 << 39)] * 2, 0),
+        opaque(np.abs, X, shape=(1 << 24, 1 << 24), dtype="int8"),
+    ],
+    ids=repr,
+)
+def test_no_array_is_larger_than_any_model(expr):
+    mapping = Mapping([rule("leaf", expr)])
+    for call in (mapping.abstract, mapping.explain):
+        with pytest.raises(MappingError, match=r"leaf 'leaf'.*is more than 16 TiB"):
+            call({"x": ((6, 4), F32)})
+    assert X.pad(0, 0, (1 << 40) - 6).bind({}, {"x": ((6, 4), F32)}).shape == (1 << 40, 4)
 
 
 def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():

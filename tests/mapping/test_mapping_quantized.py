@@ -209,7 +209,7 @@ def test_quantised_tensors_as_they_are():
         (
             dequantize_mxfp4(W, S),
             {"w": ((2, 16), np.uint8), "s": ((2,), F32)},
-            "must be of one byte",
+            "the scales must be uint8 or float8_e8m0fnu, not float32",
         ),
         (
             dequantize_int4(W, S),
@@ -219,7 +219,7 @@ def test_quantised_tensors_as_they_are():
         (
             dequantize_int4(W, S),
             {"w": ((4, 8), F32), "s": ((4, 2), F32)},
-            "must be int32",
+            "the packed values must be int32, eight in each, not float32",
         ),
     ],
 )
@@ -229,3 +229,40 @@ def test_what_does_not_fit(expr, shapes, problem):
     assert "of 'w' and shape" in str(caught.value)
     with pytest.raises(MappingError, match=r"is not a block|is not a group"):
         dequantize_block(W, S, (0, 4)) if "block" in repr(expr) else dequantize_int4(W, S, 0)
+
+
+BLOCKS, MXFP4, INT4 = dequantize_block(W, S, (4, 4)), dequantize_mxfp4(W, S), dequantize_int4(W, S)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+SHAPES = {BLOCKS: ((4, 4), (1, 1)), MXFP4: ((1, 16), (1,)), INT4: ((1, 4), (1, 1))}
+
+
+def specs(expr, weight, scale):
+    return {name: (s, d) for name, s, d in zip("ws", SHAPES[expr], (weight, scale), strict=True)}
+
+
+@pytest.mark.parametrize("expr", SHAPES, ids=repr)
+def test_dtypes_that_decoders_take(expr):
+    small = {FP8, E8M0, np.dtype(ml_dtypes.float8_e5m2)}
+    floats = {F32, BF16, np.dtype(np.float16), np.dtype(np.float64), *small}
+    weights, scales = {
+        BLOCKS: ({*small, np.dtype(np.int8)}, floats),
+        MXFP4: ({np.dtype(np.uint8)}, {np.dtype(np.uint8), E8M0}),
+        INT4: ({np.dtype(np.int32), np.dtype(np.uint32)}, floats),
+    }[expr]
+    other = map(np.dtype, (np.bool_, np.uint8, np.int8, np.int64, np.complex64, ml_dtypes.int4))
+    dtypes = {*floats, *weights, *other}
+    for weight in dtypes:
+        for scale in dtypes:
+            if weight in weights and scale in scales:
+                expr.bind({}, specs(expr, weight, scale))
+                continue
+            with pytest.raises(MappingError, match=r"must be .* not ") as caught:
+                expr.bind({}, specs(expr, weight, scale))
+            wrong = weight if weight not in weights else scale
+            assert f"not {wrong.name}" in str(caught.value)
+
+
+def test_eight_bit_integers_in_blocks():
+    values = {"w": np.arange(-8, 8, dtype=np.int8).reshape(4, 4), "s": np.full((1, 1), 0.5, F32)}
+    decoded = evaluate(BLOCKS.bind({}, facts_of(values)), values)
+    same(decoded, (values["w"] * np.float32(0.5)).astype(BF16))

@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
 
 from ..expr.values import Cast, ValueOp, apply_ops
 from .leaf_pieces import AffinePiece, FillPiece, Piece, merged, shared
 from .window import Window
+
+_MOST_BYTES = 1 << 44  # several times all weights of the largest published models
 
 _strides = functools.lru_cache(4096)(row_major_strides)
 
@@ -40,6 +43,14 @@ class BoundExpr(abc.ABC):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        """Refuses a size that no machine can hold; as numpy does, zeros of the shape left out."""
+        if math.prod(n or 1 for n in self.shape) * self.dtype.itemsize > _MOST_BYTES:
+            raise MappingError(
+                f"shape {[*self.shape]} of {self.dtype.name} is more than {_MOST_BYTES >> 40} TiB,"
+                " the most that an array may have"
+            )
 
     def pull_back(
         self, box: Box, *, refined: bool = False, gathers: bool = False

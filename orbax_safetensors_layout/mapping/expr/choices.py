@@ -14,6 +14,7 @@ from ..affine.bound import BoundExpr
 from ..affine.decoded import Computed
 from ..inverse.inference import Inference
 from ..names import Captures, substitute
+from ..problems import gather
 from ..shapes import TensorSpecs
 from . import ops
 from .expression import Expr, given
@@ -46,6 +47,14 @@ class Either(_Choice):
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         chosen = self.first if _has_all(specs, self.first, captures) else self.other
         return chosen.bind_to(captures, specs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Beside(_Choice):
+    """An expression, and another that the checkpoint must have, too; it is not read."""
+
+    def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
+        return gather(lambda expr: expr.bind_to(captures, specs), self.below())[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -95,6 +104,20 @@ class _Compared:
             if not np.array_equal(first[chunk], other[chunk]):
                 raise _differ(self.rule, expected="the same bits", found=f"others within {region}")
         return inputs[0]
+
+
+def check_left_out(leaf: str, bound: BoundExpr) -> None:
+    """Refuses to leave out a leaf whose load compares tensors."""
+    for node in bound.nodes():
+        if isinstance(node, Computed) and isinstance(node.decoder, _Compared):
+            same = node.decoder.rule
+            raise MappingError(
+                f"leaf {leaf!r} is left out, but its load has to show whether {same.other!r} is a"
+                f" copy of {same.first!r}",
+                expected="an abstract leaf",
+                found="...",
+                hint=f"Ask for the leaf. {same.hint}",
+            )
 
 
 def _differ(same: Same, *, expected: str, found: str) -> MappingError:

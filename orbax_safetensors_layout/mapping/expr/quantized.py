@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
@@ -19,7 +20,7 @@ from orbax_safetensors_layout.geometry import Box, unpack_bits
 from ..affine.bound import BoundExpr
 from ..affine.decoded import Computed
 from ..argument_checks import integer, integers
-from ..casting import is_integer, is_whole
+from ..casting import is_number, is_whole
 from .expression import Expr, as_expr
 from .opaque_ops import Compute
 from .values import as_dtype
@@ -38,6 +39,7 @@ class BlockScale:
 
     block: tuple[int, ...]
     dtype: np.dtype[Any]
+    integers: bool = True  # whether values may be int8
     free: int = 0  # as in `Decoder`; known when bound
 
     def describe(self, operands: Sequence[str]) -> str:
@@ -46,6 +48,10 @@ class BlockScale:
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         weight, scale = operands
+        is_int8 = self.integers and weight.dtype == np.int8
+        kinds = "floats of 8 bits or fewer" + (", or int8" if self.integers else "")
+        _check(weight, "the values", kinds, is_int8 or _is_small_float(weight.dtype))
+        _check_scale(scale)
         free = len(weight.shape) - len(self.block)
         if free < 0:
             raise MappingError(f"the weight has fewer axes than the block {self.block}")
@@ -102,8 +108,9 @@ class Mxfp4:
                 f"the blocks have shape {list(blocks.shape)}; with scales of shape"
                 f" {list(scales.shape)} they need {[*scales.shape, MXFP4_GROUP // 2]}"
             )
-        if any(operand.dtype.itemsize != 1 for operand in operands):
-            raise MappingError("blocks and scales must be of one byte, as uint8")
+        _check(blocks, "the blocks", "uint8", blocks.dtype == np.uint8)
+        exponents = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
+        _check(scales, "the scales", "uint8 or float8_e8m0fnu", scales.dtype in exponents)
         shape = (*scales.shape[:-1], scales.shape[-1] * MXFP4_GROUP)
         return Computed(shape, self.dtype, operands, dataclasses.replace(self, free=len(shape) - 1))
 
@@ -151,8 +158,9 @@ class Int4:
                 f" {list(scale.shape)} of {self.group} each they need"
                 f" {[*scale.shape[:-1], -(-n // 8)]}"
             )
-        if packed.dtype.itemsize != 4 or not is_integer(packed.dtype):
-            raise MappingError("the packed values must be int32, eight in each")
+        is_word = packed.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
+        _check(packed, "the packed values", "int32, eight in each", is_word)
+        _check_scale(scale)
         decoder = dataclasses.replace(self, free=len(scale.shape) - 1, extent=n)
         return Computed((*scale.shape[:-1], n), self.dtype, operands, decoder)
 
@@ -185,7 +193,7 @@ def dequantize_block(
     """Values times the scale of their block: FP8 checkpoints such as DeepSeek-V3's.
 
     Args:
-        weight: The stored values, `[..., rows, columns]`.
+        weight: The stored values, `[..., rows, columns]`: floats of 8 bits or fewer, or int8.
         scale: One scale for each block, `[..., ceil(rows / 128), ceil(columns / 128)]`: the
             `weight_scale_inv` of those checkpoints, by which values are multiplied.
         block: Extents of a block, of the last axes. Blocks at the edges may be smaller.
@@ -201,6 +209,13 @@ def dequantize_block(
     if not sizes or min(sizes) < 1:
         raise MappingError(f"dequantize_block: {block} is not a block")
     return _decoded("dequantize_block", (weight, scale), BlockScale(sizes, as_dtype(dtype)))
+
+
+def dequantize_fp8(weight: Expr, scale: Expr, block: tuple[int, int], dtype: str) -> Expr:
+    """`dequantize_block` for floats alone: integers are other values than FP8's bytes stand for."""
+    return _decoded(
+        "dequantize_block", (weight, scale), BlockScale(block, as_dtype(dtype), integers=False)
+    )
 
 
 def dequantize_mxfp4(blocks: Expr, scales: Expr, dtype: Any = "bfloat16") -> Expr:
@@ -235,6 +250,24 @@ def _decoded(name: str, operands: tuple[Expr, ...], kernel: BlockScale | Mxfp4 |
     if is_whole(dtype) or dtype.kind == "c":
         raise MappingError(f"{name} gives floating-point numbers", found=dtype.name)
     return Compute(tuple(as_expr(operand, name) for operand in operands), kernel)
+
+
+def _check(operand: BoundExpr, subject: str, expected: str, fits: bool) -> None:
+    """Refuses the dtype of an operand."""
+    if not fits:
+        raise MappingError(f"{subject} must be {expected}, not {operand.dtype.name}")
+
+
+def _check_scale(scale: BoundExpr) -> None:
+    _check(scale, "the scale", "floats", _is_float(scale.dtype))
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return is_number(dtype) and not is_whole(dtype) and dtype.kind != "c"
+
+
+def _is_small_float(dtype: np.dtype[Any]) -> bool:
+    return _is_float(dtype) and dtype.itemsize == 1
 
 
 def _by_rows(

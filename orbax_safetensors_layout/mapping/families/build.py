@@ -40,7 +40,6 @@ def build(dims: Dims, settings: FamilySettings, tree: Tree) -> Mapping:
         last = dims.layers + dims.extra - 1
         extra = [f"{settings.prefix}layers.{{{dims.layers}..{last}}}.*"]
     int4 = dims.quantized is not None and dims.quantized.method == "int4"
-    # Rows and columns of packed weights follow from their scales.
     unread = ["*.weight_shape"] if int4 and not settings.keep else []
     return Mapping(
         _Builder(dims, settings).rules(tree),
@@ -53,8 +52,8 @@ def build(dims: Dims, settings: FamilySettings, tree: Tree) -> Mapping:
 _BUFFERS = ("*.rotary_emb.inv_freq",)  # that transformers saved until 4.31
 _VISION = ("*vision_tower.*", "*multi_modal_projector.*")
 _UNTIE = (
-    "The configuration ties the output kernel to the embedding, but the checkpoint has another one,"
-    " which is what transformers uses: load it with untie=True."
+    "The configuration ties the output kernel to the embedding; where the checkpoint has another"
+    " one, that is what transformers uses: load it with untie=True."
 )
 
 

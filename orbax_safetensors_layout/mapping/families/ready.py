@@ -10,11 +10,12 @@ from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
+from ..argument_checks import integer
 from ..expr.values import as_dtype
 from ..rules import Mapping
 from . import maxtext, plain, tunix
 from .build import FamilySettings, build
-from .config import Config, count_stored, find_prefix, read_config, stored_names
+from .config import SIZES, Config, count_stored, find_prefix, read_config, stored_names
 from .dims import FAMILIES, Dims, dims_of
 from .steps import Tree
 from .tensors import EMBEDDING_TENSOR, head_name
@@ -220,8 +221,8 @@ def _settings(
     if axis is not None and axis < 0:
         raise MappingError(f"scan_axis={axis} must be 0 or more")
     vocab = options.get("vocab_size")
-    if vocab is not None and vocab < 1:
-        raise MappingError(f"vocab_size={vocab} must be 1 or more")
+    if vocab is not None and not SIZES[0] <= integer(vocab, "vocab_size=") <= SIZES[1]:
+        raise MappingError(f"vocab_size={vocab} must be in {SIZES[0]:,}..{SIZES[1]:,}")
     dtype, root = options.get("dtype"), options.get("root")
     root = side.root if root is None else root
     prefixes = (options.get("prefix"), find_prefix(names), _PREFIXES[dims.multimodal])

@@ -9,8 +9,9 @@ from typing import Literal
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
+from ..expr.choices import Beside
 from ..expr.expression import Expr, tensor
-from ..expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
+from ..expr.quantized import dequantize_fp8, dequantize_int4, dequantize_mxfp4
 from .config import SIZES, Section
 from .steps import TensorStep
 
@@ -61,13 +62,15 @@ class WeightFormat:
         first, second = map(tensor, self.parts(name)[:2])
         match self.method:
             case "fp8":
-                return dequantize_block(first, second, block=self.block, dtype=dtype)
+                return dequantize_fp8(first, second, self.block, dtype)
             case "mxfp4":
                 # `convert_moe_packed_tensors` of transformers 5.23.0, `integrations/mxfp4.py`:
                 # decoded rows are outputs, but checkpoints without MXFP4 have [.., in, out].
                 return dequantize_mxfp4(first, second, dtype=dtype).rearrange("x o i -> x i o")
             case "int4":
-                return dequantize_int4(first, second, group=self.group, dtype=dtype)
+                values = dequantize_int4(first, second, group=self.group, dtype=dtype)
+                # Rows and columns follow from the scales: what says them has to be there, unread.
+                return Beside(values, tensor(self.parts(name)[2]))
 
 
 def weight_format(family: str, config: Section | None) -> WeightFormat | None:
