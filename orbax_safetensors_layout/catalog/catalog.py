@@ -91,8 +91,9 @@ class Catalog:
 
         In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
         only other `*.safetensors.index.json`: files that it does not name are ignored. Without an
-        index all `.safetensors` files directly in the folder count, and all headers are read. Of a
-        step that Orbax made, the only item of safetensors files is opened, or `default` or `state`.
+        index all `.safetensors` files directly in the folder count, beside `model.safetensors` or its
+        numbered set no others, and all headers are read. Of a step that Orbax made, the only item
+        of safetensors files is opened, or `default` or `state`.
 
         Without a `storage` the one that `path` names is opened, with `retries`, and closed by
         `close`. `concurrency` is of headers; by default the storage class's.

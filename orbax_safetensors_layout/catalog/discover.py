@@ -39,8 +39,7 @@ USUAL_ITEMS = ("default", "state")
 """The items that are opened where a step has several: those of Orbax v0 and v1."""
 
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
-_BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
-"""Prefixes of files that PEFT, Diffusers and Mistral put beside the model's own."""
+_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # the names that transformers reads
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
@@ -229,10 +228,9 @@ def _visible(storage: Storage, folder: str) -> list[str]:
 
 
 def _model_alone(names: list[str], path: str) -> list[str]:
-    """Leaves out an adapter or a second copy beside a model, as transformers does."""
-    models = [n for n in names if n.endswith(SUFFIX) and not n.startswith(_BESIDE_A_MODEL)]
-    kept = [n for n in names if not (n.endswith(SUFFIX) and n.startswith(_BESIDE_A_MODEL))]
-    if not models or len(kept) == len(names):
+    """Leaves out other weights beside `model.safetensors`, as transformers does."""
+    kept = [n for n in names if not n.endswith(SUFFIX) or _MODEL.fullmatch(n)]
+    if len(kept) == len(names) or not any(map(_MODEL.fullmatch, kept)):
         return names
     logging.warning(
         "%s holds a model and other weights beside it: '%s' is left out. Load it by its own path.",

@@ -283,18 +283,22 @@ def test_the_index_is_the_one_of_huggingface_hub(tmp_path):
 
 @pytest.mark.parametrize(
     "adapter",
-    ["adapter_model", "adapter_model-00001-of-00001", "pytorch_lora_weights", "consolidated"],
+    [
+        *("adapter_model", "adapter_model-00001-of-00001", "pytorch_lora_weights", "consolidated"),
+        *("adapters", "optimizer", "model.fp16", "other_model-00001-of-00001"),
+    ],
 )
-def test_an_adapter_beside_a_model_is_left_out_and_named(tmp_path, caplog, adapter):
+@pytest.mark.parametrize("name", ["model", "model-00001-of-00001"])
+def test_other_weights_beside_a_model_are_left_out_and_named(tmp_path, caplog, adapter, name):
     """As transformers does, which takes the model's files alone."""
     model, lora = {"w": np.ones(3, np.float32)}, {"base.lora_A": np.zeros(2, np.float32)}
-    safetensors.numpy.save_file(model, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(model, tmp_path / f"{name}.safetensors")
     safetensors.numpy.save_file(lora, tmp_path / f"{adapter}.safetensors")
     with caplog.at_level("WARNING"):
         assert set(osl.load(tmp_path)) == {"w"}
     assert f"'{adapter}.safetensors' is left out" in caplog.text
     assert set(osl.load(tmp_path / f"{adapter}.safetensors")) == {"base.lora_A"}
-    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / f"{name}.safetensors").unlink()
     caplog.clear()
     assert set(osl.load(tmp_path)) == {"base.lora_A"}
     assert not caplog.text
