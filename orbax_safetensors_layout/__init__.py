@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         CheckpointNotFoundError as CheckpointNotFoundError,
         DtypeMismatchError as DtypeMismatchError,
         FormatError as FormatError,
+        InvalidArgumentError as InvalidArgumentError,
         InvalidHeaderError as InvalidHeaderError,
         InvalidIndexError as InvalidIndexError,
         InvalidManifestError as InvalidManifestError,
@@ -94,9 +95,10 @@ _NAMES = {
     "convert": "Converted convert",
     "errors": (
         "CheckpointExistsError CheckpointNotFoundError DtypeMismatchError FormatError "
-        "InvalidHeaderError InvalidIndexError InvalidManifestError MappingError MismatchError "
-        "MissingTensorError PeerError SafetensorsLayoutError ShapeMismatchError StorageError "
-        "TruncatedFileError UnexpectedTensorError UnsupportedDtypeError"
+        "InvalidArgumentError InvalidHeaderError InvalidIndexError InvalidManifestError "
+        "MappingError MismatchError MissingTensorError PeerError SafetensorsLayoutError "
+        "ShapeMismatchError StorageError TruncatedFileError UnexpectedTensorError "
+        "UnsupportedDtypeError"
     ),
     "load": "TensorMetadata load metadata plan_load",
     "mapping": (

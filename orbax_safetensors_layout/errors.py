@@ -13,6 +13,7 @@
     │   ├── MissingTensorError(KeyError)   the checkpoint lacks a tensor of the tree
     │   └── UnexpectedTensorError          the tree lacks a tensor of the checkpoint
     ├── MappingError(ValueError)           a mapping is malformed, or does not fit
+    ├── InvalidArgumentError(ValueError)   a pattern is malformed, a tree to save is empty
     ├── StorageError(OSError)              a read or write failed
     ├── PeerError(RuntimeError)            another process of the same save or load failed
     ├── CheckpointExistsError(FileExistsError)
@@ -171,6 +172,10 @@ class UnexpectedTensorError(MismatchError):
 
 class MappingError(SafetensorsLayoutError, ValueError):
     """A mapping is malformed, or does not fit the names and shapes on either side of it."""
+
+
+class InvalidArgumentError(SafetensorsLayoutError, ValueError):
+    """An argument says nothing that can be done: a malformed pattern, an empty tree to save."""
 
 
 class StorageError(SafetensorsLayoutError, OSError):

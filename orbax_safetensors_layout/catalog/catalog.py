@@ -91,9 +91,9 @@ class Catalog:
 
         In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
         only other `*.safetensors.index.json`: files that it does not name are ignored. Without an
-        index all `.safetensors` files directly in the folder count, beside `model.safetensors` or its
-        numbered set no others, and all headers are read. Of a step that Orbax made, the only item
-        of safetensors files is opened, or `default` or `state`.
+        index all `.safetensors` files directly in the folder count, but none beside
+        `model.safetensors` or its numbered set, and all headers are read. Of a step that Orbax
+        made, the only item of safetensors files is opened, or `default` or `state`.
 
         Without a `storage` the one that `path` names is opened, with `retries`, and closed by
         `close`. `concurrency` is of headers; by default the storage class's.
@@ -258,7 +258,7 @@ class Catalog:
         name that it spells.
 
         Raises:
-            ValueError: A pattern is malformed.
+            InvalidArgumentError: A pattern is malformed.
             MissingTensorError: Some patterns match nothing; names them all.
         """
         return select_names(self.names, patterns, path=self.path)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from orbax_safetensors_layout.errors import InvalidArgumentError
+
 _MAX_RANGE = 10_000
 _MAX_DEPTH = 20
 _MAX_LOOSE = 3
@@ -23,14 +25,14 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     a set: `[*]`.
 
     Raises:
-        ValueError: It is not a string, a bracket or brace is not closed or not opened, a range is
-            empty or has more than 10,000 numbers, or the pattern would take long to match.
+        InvalidArgumentError: It is not a string, a bracket or brace is not closed or not opened, a
+            range is empty or has more than 10,000 numbers, or the pattern would take long to match.
 
     >>> bool(compile_pattern("layers.{0..3}.*.{weight,bias}").fullmatch("layers.3.mlp.up.bias"))
     True
     """
     if not isinstance(pattern, str):
-        raise ValueError(f"A pattern of names is a string, not {pattern!r}.")
+        raise InvalidArgumentError(f"A pattern of names is a string, not {pattern!r}.")
     return re.compile(_Translator(pattern).translate(), re.DOTALL)
 
 
@@ -117,8 +119,7 @@ class _Translator:
             if character == "}":
                 break
             if character == "[":
-                text, self._at = _translate_set(self._pattern, self._at)
-                alternatives[-1].add(_Part(text, 1))
+                alternatives[-1].add(_Part(self._set(), 1))
                 continue
             if character == "{":
                 alternatives[-1].add(self._braces())
@@ -151,6 +152,22 @@ class _Translator:
         self._at += 1
         return part
 
+    def _set(self) -> str:
+        position = self._at
+        start = position + 1
+        negated = self._pattern.startswith("!", start)
+        start += negated
+        stop = self._pattern.find("]", start + 1)  # a ']' that comes first belongs to the set
+        if stop < 0:
+            raise self._error(f"the '[' at {position} is not closed")
+        body = ""
+        for low, high, single in _SET_ITEM.findall(self._pattern, start, stop):
+            if high < low:
+                raise self._error(f"the set range {low}-{high} is empty")
+            body += re.escape(single) or f"{re.escape(low)}-{re.escape(high)}"
+        self._at = stop + 1
+        return f"[{'^' if negated else ''}{body}]"
+
     def _numbers(self, low: str, high: str) -> list[str]:
         if not 0 <= int(high) - int(low) < _MAX_RANGE:
             raise self._error(f"the range {{{low}..{high}}} must have 1 to {_MAX_RANGE} numbers")
@@ -158,8 +175,8 @@ class _Translator:
         width = max(len(low), len(high)) if padded else 0
         return [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
 
-    def _error(self, problem: str) -> ValueError:
-        return ValueError(f"Pattern {self._pattern[:200]!r}: {problem}.")
+    def _error(self, problem: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"Pattern {self._pattern[:200]!r}: {problem}.")
 
 
 def _any_of(parts: Sequence[_Part]) -> _Part:
@@ -167,18 +184,3 @@ def _any_of(parts: Sequence[_Part]) -> _Part:
     width = widths.pop() if len(widths) == 1 else None
     text = "|".join(part.text for part in parts)
     return _Part(f"(?:{text})", width, max(part.loose for part in parts))
-
-
-def _translate_set(pattern: str, position: int) -> tuple[str, int]:
-    start = position + 1
-    negated = pattern.startswith("!", start)
-    start += negated
-    stop = pattern.find("]", start + 1)  # a ']' that comes first belongs to the set
-    if stop < 0:
-        raise ValueError(f"Pattern {pattern!r}: the '[' at {position} is not closed.")
-    body = ""
-    for low, high, single in _SET_ITEM.findall(pattern, start, stop):
-        if high < low:
-            raise ValueError(f"Pattern {pattern!r}: the set range {low}-{high} is empty.")
-        body += re.escape(single) or f"{re.escape(low)}-{re.escape(high)}"
-    return f"[{'^' if negated else ''}{body}]", stop + 1

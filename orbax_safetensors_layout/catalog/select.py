@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from orbax_safetensors_layout.errors import MissingTensorError, pattern_of
+from orbax_safetensors_layout.errors import InvalidArgumentError, MissingTensorError, pattern_of
 
 from .patterns import compile_pattern, is_plain
 
@@ -24,7 +24,8 @@ def select_names(names: Collection[str], patterns: str | Sequence[str], *, path:
     is_single = isinstance(patterns, str) or not hasattr(patterns, "__iter__")
     given: list[Any] = [patterns] if is_single else list(patterns)
     if not all(isinstance(pattern, str) for pattern in given):
-        raise ValueError(f"Tensors are chosen by patterns, which are strings, not {patterns!r}.")
+        text = f"Tensors are chosen by patterns, which are strings, not {patterns!r}"
+        raise InvalidArgumentError(text, file=path)
     for pattern in given:
         if is_plain(pattern):
             matching = [pattern] if pattern in known else []
@@ -43,7 +44,7 @@ def select_names(names: Collection[str], patterns: str | Sequence[str], *, path:
 def _matching(names: Collection[str], known: Collection[str], pattern: str) -> list[str]:
     try:
         matches = compile_pattern(pattern).fullmatch
-    except ValueError:
+    except InvalidArgumentError:
         if pattern in known:  # it is a name, and no pattern
             return [pattern]
         raise

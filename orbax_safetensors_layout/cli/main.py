@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 
 from . import consolidate, convert, families, inspect, plan, verify
 from .command import Command, UsageError
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (text and isinstance(error, _EXPECTED)):
             text = f"{type(error).__name__}: {text} (--debug tells where)"
         output.error(text)
-        if isinstance(error, SafetensorsLayoutError):
+        is_misuse = isinstance(error, InvalidArgumentError)
+        if isinstance(error, SafetensorsLayoutError) and not is_misuse:
             return FINDING
         return MISUSE if isinstance(error, UsageError | ValueError | ImportError) else FINDING
 

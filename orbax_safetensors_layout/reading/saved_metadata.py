@@ -21,6 +21,7 @@ from orbax_safetensors_layout.format import (
     ValueLeaf,
     leaf_names,
     leaves,
+    short_repr,
 )
 from orbax_safetensors_layout.mapping import Subject, cast, check_castable, is_whole, rounded
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, decode_treedef
@@ -169,7 +170,7 @@ def _as_abstract(value: SavedValue, abstract: AbstractLeaf) -> Any:
         raise ShapeMismatchError(
             "Shape mismatch",
             expected=f"{abstract.shape} (the abstract tree)",
-            found=f"{value!r}, a single value",
+            found=f"{short_repr(value)}, a single value",
         )
     array = _as_array(value, abstract.dtype)
     asked = abstract.dtype or array.dtype
@@ -218,5 +219,5 @@ def _not_a(value: SavedValue, expected: str) -> DtypeMismatchError:
     return DtypeMismatchError(
         "the recorded value is not what is wanted",
         expected=expected,
-        found=f"{value!r} ({type(value).__name__})",
+        found=f"{short_repr(value)} ({type(value).__name__})",
     )

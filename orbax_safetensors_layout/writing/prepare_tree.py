@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from orbax_safetensors_layout.errors import (
+    InvalidArgumentError,
     MappingError,
     MismatchError,
     SafetensorsLayoutError,
@@ -83,7 +84,7 @@ class PreparedTree(NamedTuple):
                 options then, not the leaves.
 
         Raises:
-            ValueError: The tree is an empty container.
+            InvalidArgumentError: The tree is an empty container.
             SafetensorsLayoutError: Leaves that cannot be saved, or two of one name; names all.
         """
         if mapping is not None:
@@ -99,7 +100,7 @@ class PreparedTree(NamedTuple):
         if parser.problems:
             raise SafetensorsLayoutError.collect(parser.problems, "leaves cannot be saved")
         if isinstance(node, Container) and not node.children:
-            raise ValueError("Found an empty tree; there is nothing to save.")
+            raise InvalidArgumentError("Found an empty tree; there is nothing to save.")
         return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
 
     def plan(

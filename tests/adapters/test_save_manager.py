@@ -136,7 +136,7 @@ def test_the_sharded_layout(tmp_path, is_async):
 
 def test_empty_trees_are_an_error_and_the_next_save_works(tmp_path, is_async):
     with manager_of(tmp_path, enable_async_checkpointing=is_async) as manager:
-        with pytest.raises(ValueError, match="empty tree"):
+        with pytest.raises(osl.InvalidArgumentError, match="empty tree"):
             manager.save(0, args=ocp.args.StandardSave({}))
         manager.save(1, args=ocp.args.StandardSave(state()))
         manager.wait_until_finished()

@@ -6,6 +6,7 @@ import fnmatch
 import pytest
 from hypothesis import given, strategies as st
 
+import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
 from orbax_safetensors_layout.catalog.select import select_names, suggest_names
 
@@ -62,8 +63,9 @@ def test_pattern(pattern: str, matching: list[str], others: list[str]) -> None:
     ],
 )
 def test_malformed_pattern(pattern: str, problem: str) -> None:
-    with pytest.raises(ValueError, match="Pattern") as caught:
+    with pytest.raises(osl.InvalidArgumentError, match="Pattern") as caught:
         compile_pattern(pattern)
+    assert isinstance(caught.value, ValueError)
     assert problem in str(caught.value)
     assert repr(pattern) in str(caught.value)
 
@@ -129,7 +131,7 @@ def test_names_that_are_patterns_are_spelled() -> None:
     with pytest.raises(ValueError, match="not closed"):
         select_names(names, "a[1", path="x")
     for wrong in (7, b"a", ["a0", 7], None):
-        with pytest.raises(ValueError, match="patterns, which are strings"):
+        with pytest.raises(osl.InvalidArgumentError, match="patterns, which are strings"):
             select_names(names, wrong, path="x")  # type: ignore[arg-type]
 
 

@@ -443,3 +443,10 @@ def test_metadata_is_an_abstract_tree_of_host_arrays(path, tensors):
     for name, value in osl.load(path, osl.metadata(path)).items():
         assert isinstance(value, np.ndarray)
         assert_same_bits(value, tensors[name])
+
+
+@pytest.mark.parametrize("abstract", [0.0, np.zeros(2)])
+def test_an_integer_of_more_digits_than_python_prints_is_refused_by_name(tmp_path, abstract):
+    osl.save(tmp_path, {"v": 10**5000})
+    with pytest.raises(osl.MismatchError, match=r"'v'.*an integer of 16610 bits"):
+        osl.load(tmp_path, {"v": abstract})
