@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
@@ -23,6 +22,7 @@ from orbax_safetensors_layout.format import (
     TensorLeaf,
     ValueLeaf,
     leaf_names,
+    leaves as tree_leaves,
 )
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
 from orbax_safetensors_layout.plan import array_sources
@@ -82,9 +82,13 @@ class CheckpointMetadata:
             if mapping is not None:
                 sources = array_sources(catalog, mapping).items()
                 leaves = {name: TensorSpec(source.shape, source.dtype) for name, source in sources}
+            manifest = catalog.manifest() if mapping is None else None
+            tree = None if manifest is None else manifest.tree
+            recorded = [] if tree is None else [*tree_leaves(tree)]
+            names = [leaf.tensor for leaf in recorded if isinstance(leaf, TensorLeaf)]
             times = [int(1e9 * catalog.storage.modified_seconds(file)) for file in catalog.files]
             return cls(
-                catalog.all_entries(),
+                catalog.entries([*catalog.names, *names]),
                 catalog.metadata(),
                 max(times, default=None),
                 catalog.manifest(),
@@ -134,8 +138,7 @@ class CheckpointMetadata:
         shape: tuple[int, ...] = entry.shape
         dtype: Any = entry.dtype.numpy
         if leaf.key_impl is not None:
-            wrap = functools.partial(prng.wrap, name=leaf.key_impl)
-            keys = jax.eval_shape(wrap, _struct(shape, dtype))
+            keys = prng.keys_of(shape, dtype, leaf.key_impl, file=entry.file, tensor=leaf.tensor)
             shape, dtype = keys.shape, keys.dtype
         record = chunk = None
         if manifest is not None and leaf.sharding is not None:

@@ -13,16 +13,19 @@ from orbax_safetensors_layout.catalog import (
 )
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
+    DTYPES,
     MANIFEST,
     SUFFIX,
     Header,
     Manifest,
+    Node,
     StoredPieces,
     TensorLeaf,
     WeightIndex,
     leaves,
     piece_name,
 )
+from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.storage import Storage, join
 
 from .report import Finding
@@ -69,6 +72,8 @@ class StructureCheck:
             self._check_pieces(pieces)
         else:
             self._check_whole(manifest)
+        if manifest is not None and manifest.tree is not None:
+            self._check_keys(manifest.tree, pieces)
         self._check_stray(discovery)
         for kind, count in self._counts.items():
             if count > _MOST_FINDINGS:
@@ -139,6 +144,26 @@ class StructureCheck:
             self._error("manifest", f"the manifest names '{name}', which no file holds")
         for name in sorted(first.keys() - named):
             self._error("manifest", f"a file holds '{name}', which the manifest does not name")
+
+    def _check_keys(self, tree: Node, pieces: StoredPieces | None) -> None:
+        """Checks that tensors that are recorded as PRNG keys can be data of such."""
+        keys = [leaf for leaf in leaves(tree) if isinstance(leaf, TensorLeaf) and leaf.key_impl]
+        entries = {e.name: e for header in self.headers.values() for e in header.tensors.values()}
+        for leaf in keys:
+            stored = entries.get(leaf.tensor) if pieces is None else pieces.tensors[leaf.tensor]
+            if stored is None or leaf.key_impl is None:
+                continue
+            dtype = DTYPES[stored.dtype] if isinstance(stored.dtype, str) else stored.dtype
+            try:
+                prng.keys_of(
+                    stored.shape,
+                    dtype.numpy,
+                    leaf.key_impl,
+                    file=join(self.path, MANIFEST),
+                    tensor=leaf.tensor,
+                )
+            except SafetensorsLayoutError as error:
+                self._error("manifest", str(error))
 
     def _check_pieces(self, pieces: StoredPieces) -> None:
         files = [join(self.path, name) for name in pieces.files]

@@ -6,8 +6,9 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 
-from orbax_safetensors_layout.errors import UnsupportedDtypeError
+from orbax_safetensors_layout.errors import InvalidManifestError, UnsupportedDtypeError
 
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -44,6 +45,26 @@ def wrap(values: jax.Array, name: str) -> jax.Array:
     """Return keys of an implementation from their data, on the same devices."""
     keys: jax.Array = jax.random.wrap_key_data(values, impl=name)
     return keys
+
+
+def keys_of(shape: tuple[int, ...], dtype: Any, name: str, *, file: str | None, tensor: str) -> Any:
+    """Return the abstract keys of an implementation whose data has a shape and a dtype.
+
+    Raises:
+        InvalidManifestError: JAX has no such implementation, or its keys have other data.
+    """
+    struct: Any = jax.ShapeDtypeStruct
+    try:
+        return jax.eval_shape(functools.partial(wrap, name=name), struct(shape, dtype))
+    except (TypeError, ValueError) as error:
+        raise InvalidManifestError(
+            "the tensor is recorded as the data of PRNG keys, which it cannot be",
+            file=file,
+            tensor=tensor,
+            expected=f"data of keys of an implementation {name!r} that JAX has",
+            found=f"{np.dtype(dtype)} {list(shape)}: {error}",
+            hint="Register the implementation before, or save the checkpoint again.",
+        ) from error
 
 
 @functools.cache

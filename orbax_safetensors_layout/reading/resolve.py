@@ -21,7 +21,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.mapping import Mapping, check_castable, check_left_out, check_mapping
 from orbax_safetensors_layout.plan import ArrayRegion, ArraySource, MappedSource, array_sources
-from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory
+from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory, prng
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
     Placement,
@@ -80,11 +80,15 @@ def resolve_leaves(
         source = sources[name]
         shape, stored = source.shape, source.dtype
         asked = abstract.dtype or stored
-        key = (shape, stored, abstract.shape, asked, abstract.placement)
+        key = (shape, stored, abstract.shape, asked, abstract.placement, abstract.key_impl)
         fit = fits.get(key)
         if fit is None:
             try:
                 _check_shape(abstract, source)
+                if abstract.key_impl is not None:
+                    prng.keys_of(
+                        shape, asked, abstract.key_impl, file=source.file, tensor=abstract.name
+                    )
                 check_placeable(abstract, devices)
                 if abstract.placement is None:
                     dtype, local = asked, shards.whole(shape)

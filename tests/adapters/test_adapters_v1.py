@@ -284,6 +284,7 @@ def test_errors_keep_the_words_of_the_builtin_layout(safetensors_layout, folder,
         ocp.load(folder, {"absent": NORM_LEAF})
     double = save(tmp_path / "double", TENSORS)
     (double / "copy.safetensors").write_bytes((double / "model.safetensors").read_bytes())
+    (double / "model.safetensors").rename(double / "first.safetensors")
     with pytest.raises(ValueError, match="Duplicate tensor model"):
         ocp.load(double)
     cut = save(tmp_path / "cut", TENSORS) / "model.safetensors"
