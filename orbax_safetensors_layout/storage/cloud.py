@@ -23,7 +23,7 @@ from orbax_safetensors_layout.options import RetryPolicy
 from .base import Buffer, FileWriter, Publication, Rank, Storage, join, new_file
 from .buffers import fill, truncated
 from .cloud_client import NOT_FOUND, Client, classify, open_client
-from .cloud_commit import InPlace, StagedCopy
+from .cloud_commit import LONGEST_REQUEST_SECONDS, Check, InPlace, StagedCopy, allow
 from .cloud_object import Seen, call_for_all, not_alone, replaced
 from .cloud_write import CloudFileWriter, part_bytes
 from .retry import Retrier
@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 _LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
 _LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
-_REQUESTS, _UPLOADS, _COPIES = "requests", "uploads", "copies"  # what clients are for
+_LARGEST_QUICK_COPY_BYTES = 256 << 20  # 5 s at that speed
+_REQUESTS, _UPLOADS, _COPIES, _CLAIMED = "requests", "uploads", "copies", "claimed"  # of clients
 
 
 class CloudStorage(Storage):
@@ -135,14 +136,19 @@ class CloudStorage(Storage):
             return CloudFileWriter(file, size, put_whole=put_whole, done=done)
         return CloudFileWriter(file, size, put_parts=put_parts, done=done)
 
-    def copy(self, source: str, target: str) -> None:
+    def copy(self, source: str, target: str, *, check: Check = allow) -> None:
         """Copies an object within the bucket; through this process if it is too large."""
         seen = self._look(source)
         self._forget(target)
         if seen.size <= _LARGEST_COPY_BYTES.get(self.kind, seen.size):
             keys = self._key(source), self._key(target)
-            client = self._client(_COPIES)
-            self._run(lambda: obstore.copy(client, *keys, overwrite=True), "copying", source)
+            client = self._client(_COPIES if seen.size > _LARGEST_QUICK_COPY_BYTES else _CLAIMED)
+
+            def copy() -> None:
+                check()
+                obstore.copy(client, *keys, overwrite=True)
+
+            self._run(copy, "copying", source)
             self._wrote(target)
             return
         step = part_bytes(seen.size)
@@ -151,7 +157,9 @@ class CloudStorage(Storage):
             for start in range(0, seen.size, step):
                 data = buffer[: seen.size - start]
                 self.read_into(source, start, [data])
+                check()
                 writer.write_at(start, [data])
+            check()
 
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
@@ -177,7 +185,29 @@ class CloudStorage(Storage):
     def flush_folder(self, folder: str) -> None:
         pass  # what is written is durable
 
-    def remove(self, path: str) -> None:
+    def look_again(self, file: str) -> None:
+        """Pins an object as it is now, with the time that a head tells; listings' may differ."""
+        self._forget(file)
+        self._look(file)
+
+    def remove_pinned(self, file: str, *, check: Check) -> None:
+        """Removes an object if it is still the one that `look_again` saw.
+
+        The client has no conditional deletion, so the object is looked at right before.
+        """
+        seen = self._look(file)
+
+        def remove() -> None:
+            with contextlib.suppress(CheckpointNotFoundError, *NOT_FOUND):
+                if not seen.is_unwritten_since(self._head(file)):
+                    raise not_alone(file, "the object that was there when the save was complete")
+                check()
+                obstore.delete(self._client(_CLAIMED), [self._key(file)])
+
+        self._run(remove, "removing", file)
+        self._forget(file)
+
+    def remove(self, path: str, *, check: Check = allow) -> None:
         key = self._key(path)
         if not key:
             raise StorageError("a whole bucket is not removed", file=path)
@@ -186,6 +216,7 @@ class CloudStorage(Storage):
             client = self._client()
             inside = ([meta["path"] for meta in part] for part in obstore.list(client, key))
             for keys in ([key], *inside):
+                check()
                 with contextlib.suppress(*NOT_FOUND):
                     obstore.delete(client, keys)
 
@@ -209,9 +240,11 @@ class CloudStorage(Storage):
                 raise StorageError("the storage is closed", file=self._root)
             if use not in self._clients:
                 policy = self._retrier.policy
-                if use == _COPIES:
-                    seconds = max(policy.attempt_seconds, _LONGEST_COPY_SECONDS)
-                    policy = dataclasses.replace(policy, attempt_seconds=seconds)
+                seconds = {
+                    _COPIES: max(policy.attempt_seconds, _LONGEST_COPY_SECONDS),
+                    _CLAIMED: LONGEST_REQUEST_SECONDS,
+                }.get(use, policy.attempt_seconds)
+                policy = dataclasses.replace(policy, attempt_seconds=seconds)
                 self._clients[use] = open_client(
                     self.kind, self._bucket, policy, retrying=use == _UPLOADS
                 )

@@ -12,8 +12,8 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 
@@ -24,10 +24,28 @@ from .publish_note import partial_folder
 _RENEWAL_SECONDS = 10.0
 _DEAD_SECONDS = 60.0  # a claim that was not renewed for so long is of a process that died
 
+LONGEST_REQUEST_SECONDS = _DEAD_SECONDS / 2
+"""A request that is sent while a claim passes its check, and ends so soon, ends with the claim."""
+
+Check: TypeAlias = "Callable[[], None]"
+"""Called right before every request that changes the store; raises to prevent it."""
+
+
+def allow() -> None:
+    """The check of what needs none."""
+
 
 class _CopyingStorage(Storage, Protocol):
-    def copy(self, source: str, target: str) -> None:
+    def copy(self, source: str, target: str, *, check: Check) -> None:
         """Copies a file; one that is at `target` is replaced at once."""
+
+    def look_again(self, file: str) -> None:
+        """Pins a file as it is now."""
+
+    def remove_pinned(self, file: str, *, check: Check) -> None:
+        """Removes a file if it is still the one that was pinned."""
+
+    def remove(self, path: str, *, check: Check = allow) -> None: ...
 
 
 class InPlace:
@@ -70,6 +88,7 @@ class _Claim:
 
     Each save puts an object of its own into `folder` and looks for others: of two, one or both see
     the other, whatever the order. The object is renewed, so that a dead process's shows its age.
+    One that was once too old stays so, as another save may have taken its place.
     """
 
     def __init__(self, folder: str, target: str, storage: Storage) -> None:
@@ -82,6 +101,7 @@ class _Claim:
         self._renewed = 0.0
 
     def take(self) -> None:
+        self._renewed = time.monotonic()
         self._renew()
         names = [join(self._folder, name) for name in self._storage.list(self._folder)]
         now = self._storage.modified_seconds(self._file)
@@ -100,9 +120,21 @@ class _Claim:
         threading.Thread(target=self._keep, name="safetensors-claim", daemon=True).start()
 
     def check(self) -> None:
-        """Raises if another program may have taken this save for one of a dead process."""
-        if time.monotonic() - self._renewed > _DEAD_SECONDS / 2:
-            raise not_alone(self._file)
+        """Raises if another program may take this save for one of a dead process soon."""
+        if self._age() > _DEAD_SECONDS / 2:
+            raise StorageError(
+                "this save was stopped or cut off, and another one may have taken its place",
+                file=self._target,
+                expected=f"a claim renewed in the last {_DEAD_SECONDS / 2:.0f} s",
+                found=f"one renewed {self._age():.0f} s ago",
+                hint="See what the folder has now, and save again.",
+            )
+
+    def check_in_store(self) -> None:
+        """Raises if another program has removed the claim, or may do so soon."""
+        with self._lock:
+            self.check()
+            self._storage.check_written(self._folder)
 
     def release(self) -> None:
         """Gives the claim up, as far as possible."""
@@ -111,7 +143,7 @@ class _Claim:
             self._storage.remove(self._file)
 
     def _keep(self) -> None:
-        while not self._released.wait(_RENEWAL_SECONDS):
+        while not self._released.wait(_RENEWAL_SECONDS) and self._age() < _DEAD_SECONDS:
             with self._lock, contextlib.suppress(SafetensorsLayoutError):  # `check` sees a failure
                 if not self._released.is_set():
                     self._renew()
@@ -119,7 +151,11 @@ class _Claim:
     def _renew(self) -> None:
         begun = time.monotonic()
         write_file(self._storage, self._file, b"1", durable=False)
-        self._renewed = begun
+        if self._age() < _DEAD_SECONDS:  # else it may have been removed before it was written
+            self._renewed = begun
+
+    def _age(self) -> float:
+        return time.monotonic() - self._renewed
 
 
 class StagedCopy:
@@ -138,29 +174,31 @@ class StagedCopy:
 
     def prepare(self) -> None:
         self._keeps = False
-        self._storage.remove(self.folder)
+        self._storage.remove(self.folder, check=self._claim.check)
 
     def publish(self) -> None:
         new = _ranked(self._storage, self.folder, self._rank)
         old = _ranked(self._storage, self.target, self._rank)
         self._check_alone(new)
-        self._claim.check()  # last before what is there goes
+        call_for_all(self._storage.look_again, [join(self.target, name) for name in old])
+        self._claim.check()
         self._keeps = True
         try:
             # The index goes before the tensors that it names, and comes after them.
             for _, names in itertools.groupby(reversed(old), self._rank):
-                call_for_all(self._storage.remove, [join(self.target, name) for name in names])
+                call_for_all(self._remove, [*names])
             for _, names in itertools.groupby(new, self._rank):
                 call_for_all(self._copy, [*names])
             self._check_alone(new)  # what was copied is what this save wrote
             self._storage.check_written(self.target)
             if _ranked(self._storage, self.target, self._rank) != new:
                 raise not_alone(self.target)
+            self._claim.check_in_store()
         except SafetensorsLayoutError as error:
             raise StorageError(
                 f"putting the finished checkpoint in its place failed: {error}",
                 file=self.target,
-                hint=f"It is complete in {self.folder}: copy it from there.",
+                hint=self._describe_copy(new),
             ) from error
         self._keeps = False
 
@@ -168,7 +206,7 @@ class StagedCopy:
         try:
             if not self._keeps:
                 with contextlib.suppress(SafetensorsLayoutError):  # what failed before counts
-                    self._storage.remove(self.folder)
+                    self._storage.remove(self.folder, check=self._claim.check)
         finally:  # also when interrupted: a claim that is renewed keeps other saves out
             self._claim.release()
 
@@ -178,8 +216,23 @@ class StagedCopy:
         if not names or _ranked(self._storage, self.folder, self._rank) != names:
             raise not_alone(self.folder)
 
+    def _describe_copy(self, names: Sequence[str]) -> str:
+        """Tells where the finished checkpoint is, from what is there."""
+        try:
+            self._check_alone(names)
+        except SafetensorsLayoutError:
+            return (
+                f"{self.folder}, where it was complete, does not have all of it any more, or cannot"
+                " be read. See what the folder has now, and save again."
+            )
+        return f"It is complete in {self.folder}: copy it from there."
+
     def _copy(self, name: str) -> None:
-        self._storage.copy(join(self.folder, name), join(self.target, name))
+        files = join(self.folder, name), join(self.target, name)
+        self._storage.copy(*files, check=self._claim.check)
+
+    def _remove(self, name: str) -> None:
+        self._storage.remove_pinned(join(self.target, name), check=self._claim.check)
 
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:

@@ -42,6 +42,10 @@ class Seen(NamedTuple):
             return self.version == other.version
         return bool(self.tag and other.tag) or self.modified == other.modified
 
+    def is_unwritten_since(self, other: Seen) -> bool:
+        """Whether no object was written between two heads, not even an equal one."""
+        return self.is_same(other) and self.modified == other.modified
+
 
 def replaced(file: str, offset: int, total: int) -> StorageError:
     """Return the error for a read of `total` bytes of an object that is no longer the same."""
@@ -49,12 +53,12 @@ def replaced(file: str, offset: int, total: int) -> StorageError:
     return changed(file, "the object as it was first seen", "another, or none", during)
 
 
-def not_alone(file: str) -> StorageError:
+def not_alone(file: str, expected: str = "the object that this one has written") -> StorageError:
     """Return the error for an object that another program has written or removed."""
     return StorageError(
         "another program has written to the folder at the same time",
         file=file,
-        expected="the object that this one has written",
+        expected=expected,
         found="another, or none",
         hint="Save again, each program to a folder of its own.",
     )
