@@ -40,6 +40,8 @@ USUAL_ITEMS = ("default", "state")
 
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 _MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # the names that transformers reads
+_BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
+"""Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
 _MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
@@ -228,10 +230,13 @@ def _visible(storage: Storage, folder: str) -> list[str]:
 
 
 def _model_alone(names: list[str], path: str) -> list[str]:
-    """Leaves out other weights beside `model.safetensors`, as transformers does."""
-    kept = [n for n in names if not n.endswith(SUFFIX) or _MODEL.fullmatch(n)]
-    if len(kept) == len(names) or not any(map(_MODEL.fullmatch, kept)):
+    """Leaves out weights beside `model.safetensors`, as transformers does, or beside a model."""
+    weights = [name for name in names if name.endswith(SUFFIX)]
+    model = {name for name in weights if _MODEL.fullmatch(name)}
+    model = model or {name for name in weights if not name.startswith(_BESIDE_A_MODEL)}
+    if not model or len(model) == len(weights):
         return names
+    kept = [name for name in names if name in model or not name.endswith(SUFFIX)]
     logging.warning(
         "%s holds a model and other weights beside it: '%s' is left out. Load it by its own path.",
         redact_urls(path),

@@ -281,14 +281,19 @@ def test_the_index_is_the_one_of_huggingface_hub(tmp_path):
     assert parsed.weight_map == theirs.tensor_to_filename
 
 
+ADAPTERS = [
+    "adapter_model", "adapter_model-00001-of-00001", "pytorch_lora_weights", "consolidated",
+]  # fmt: skip
+OTHERS = ["adapters", "optimizer", "model.fp16", "other_model-00001-of-00001"]
+
+
 @pytest.mark.parametrize(
-    "adapter",
+    ("name", "adapter"),
     [
-        *("adapter_model", "adapter_model-00001-of-00001", "pytorch_lora_weights", "consolidated"),
-        *("adapters", "optimizer", "model.fp16", "other_model-00001-of-00001"),
+        *itertools.product(["model", "model-00001-of-00001"], ADAPTERS + OTHERS),
+        *itertools.product(["weights"], ADAPTERS),
     ],
 )
-@pytest.mark.parametrize("name", ["model", "model-00001-of-00001"])
 def test_other_weights_beside_a_model_are_left_out_and_named(tmp_path, caplog, adapter, name):
     """As transformers does, which takes the model's files alone."""
     model, lora = {"w": np.ones(3, np.float32)}, {"base.lora_A": np.zeros(2, np.float32)}
