@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import backends
 import pytest
 
 if "jax" in sys.modules:
@@ -29,6 +30,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if not faulthandler.is_enabled():
     faulthandler.enable()
+
+
+@pytest.fixture(scope="module", params=backends.REMOTE)
+def server(request):
+    """A server of each kind of object store, for the tests of a module."""
+    with backends.running(request.param) as running:
+        yield running
+
+
+@pytest.fixture
+def place(server, tmp_path):
+    """A folder of its own on the server."""
+    with backends.place(server, tmp_path / "unused") as bucket_folder:
+        yield bucket_folder
 
 
 @pytest.fixture(autouse=True)

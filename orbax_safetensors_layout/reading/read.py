@@ -50,7 +50,6 @@ class ReadStats:
     bytes_read: int = 0  # bytes requested from storage for tensors
     num_reads: int = 0  # planned ranges: groups of neighbouring regions
     storage_reads: int = 0  # ranged reads issued
-    mapped_bytes: int = 0  # bytes that arrays adopted from mapped pages instead of reading them
 
     def __add__(self, other: ReadStats) -> ReadStats:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -132,7 +131,7 @@ class _Reader:
         self._units = collections.Counter(leaf.unit for leaf in plan.leaves)  # reads to come
         self._unit_bytes: collections.Counter[int | None] = collections.Counter()
         self._total_bytes = self._done_bytes = 0
-        self._bytes_read = self._num_reads = self._storage_reads = self._mapped_bytes = 0
+        self._bytes_read = self._num_reads = self._storage_reads = 0
 
     def run(self) -> ReadStats:
         needing: dict[int, set[int]] = {}
@@ -162,7 +161,7 @@ class _Reader:
         self._budget.release_all()
         for file in self._mapped_files:
             self._storage.check_unchanged(file)
-        return ReadStats(self._bytes_read, self._num_reads, self._storage_reads, self._mapped_bytes)
+        return ReadStats(self._bytes_read, self._num_reads, self._storage_reads)
 
     def _deliver_unread(self, number: int, read: Collection[int]) -> None:
         """Delivers the boxes that are empty, or filled, so that no byte is read for them."""
@@ -272,7 +271,6 @@ class _Reader:
         mapped = np.frombuffer(self._map(group.file), np.uint8)
         self._mapped_files.add(group.file)
         for region in group.regions:
-            self._mapped_bytes += region.stop - region.start
             self._region_done(BufferSlice(region, TileBuffer(mapped, region.start)))
         return True
 

@@ -155,7 +155,7 @@ class Pages:
         """Choose the size of pages by touching a huge one, if the memory has any."""
         page = -memory.ctypes.data % HUGE_PAGE_BYTES
         if page + HUGE_PAGE_BYTES > memory.size:
-            self._advice, self._left_bytes = mmap.MADV_HUGEPAGE, memory.size
+            self._left_bytes = memory.size
             return
         before, began = self._advice, self._clock()
         memory[page] = 0

@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-import backends
-import pytest
 from programs import run_processes
-
-for library in ("gcsfs", "s3fs"):
-    pytest.importorskip(library, reason="epath needs it for buckets")
-
-
-@pytest.fixture(scope="module", params=backends.REMOTE)
-def server(request):
-    with backends.running(request.param) as running:
-        yield running
-
-
-@pytest.fixture
-def place(server, tmp_path):
-    with backends.place(server, tmp_path / "unused") as found:
-        yield found
 
 
 def atomicity(place):

@@ -71,8 +71,6 @@ def folder(tmp_path, monkeypatch):
 def test_examples_run(folder, verb, capsys):
     for number, example in enumerate(verb.examples):
         command, _, piped = example.partition(" | ")
-        if "--plot" in command:
-            pytest.importorskip("matplotlib")
         arguments = shlex.split(command)
         if verb.name in ("convert", "consolidate") and "exported" in arguments:
             arguments[arguments.index("exported")] = f"exported-{number}"

@@ -308,7 +308,6 @@ def test_what_a_mapping_reads_too_much_is_told(tmp_path, capsys):
 
 
 def test_the_picture(path, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     target = tmp_path / "reads.png"
     arguments = ["plan", str(path), "--mesh", "x=8", "--hosts", "4", "--plot", str(target)]
     assert main([*arguments, "--plot-files", "model-00001*"]) == 0

@@ -28,8 +28,9 @@ def test_the_screens_are_what_is_printed(screens):
 
 
 def test_the_picture_is_what_is_drawn(screens, tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
-    image = pytest.importorskip("matplotlib.image")
+    import matplotlib
+    from matplotlib import image
+
     target = tmp_path / "reads.png"
     screens.draw(target)
     made, committed = (image.imread(path) for path in (target, screens.PICTURE))

@@ -542,8 +542,15 @@ def test_targets_and_meshes_that_make_no_sense(tmp_path, hf):
     assert os.listdir(tmp_path) == ["hf"]
 
 
+def test_a_name_that_begins_another_is_refused_by_name(tmp_path, hf):
+    first, second = list(osl.metadata(hf))[:2]
+    rules = [osl.rule("a", osl.tensor(first)), osl.rule("a.b", osl.tensor(second))]
+    with pytest.raises(osl.MappingError, match=r"prefix of another's.*'a\.b'"):
+        osl.convert(hf, tmp_path / "to", mapping=osl.Mapping(rules, strict=False))
+    assert os.listdir(tmp_path) == ["hf"]
+
+
 def test_from_the_hub(tmp_path, hf, weights, monkeypatch):
-    pytest.importorskip("huggingface_hub.constants")  # which is patched
     from remote_checks import hub_in_use
 
     with hub_in_use(monkeypatch, tmp_path / "home") as hub:

@@ -9,7 +9,6 @@ import os
 import random
 import threading
 
-import backends
 import jax
 import numpy as np
 import pytest
@@ -143,18 +142,6 @@ def test_saves_through_a_bad_network(tmp_path, seeds):
         return save_through(tmp_path / f"parent-{seed}", seed)
 
     run_seeds(run, seeds)
-
-
-@pytest.fixture(scope="module", params=backends.REMOTE)
-def server(request):
-    with backends.running(request.param) as running:
-        yield running
-
-
-@pytest.fixture
-def place(server, tmp_path):
-    with backends.place(server, tmp_path / "unused") as found:
-        yield found
 
 
 def random_faults(seed, methods):

@@ -7,6 +7,7 @@ import json
 import math
 import re
 
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -259,9 +260,8 @@ def test_the_index_lists_every_tensor(tensors, limit):
 
 def test_the_index_is_the_one_of_huggingface_hub(tmp_path):
     """Of which `transformers` writes the same, with `total_parameters` besides."""
-    hub = pytest.importorskip("huggingface_hub")
     torch_free = {f"model.layers.{n}.weight": np.zeros(n + 1, np.float32) for n in range(12)}
-    theirs = hub.split_state_dict_into_shards_factory(
+    theirs = huggingface_hub.split_state_dict_into_shards_factory(
         torch_free,
         get_storage_size=lambda value: value.nbytes,
         filename_pattern="model{suffix}.safetensors",

@@ -627,10 +627,22 @@ def test_index_only(saved):
     assert counts["plain", False] == counts["tunix", False] == 0
 
 
+@pytest.mark.parametrize("target", ["plain", "maxtext", "tunix"])
+def test_a_mixture_whose_layers_are_all_dense_has_no_experts(target):
+    config = {
+        "model_type": "qwen3_moe", "num_hidden_layers": 2, "mlp_only_layers": [0, 1],
+        "hidden_size": 8, "intermediate_size": 12, "vocab_size": 16, "head_dim": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+    }  # fmt: skip
+    leaves = [str(rule.target) for rule in families.mapping(config, target=target).rules]
+    assert any("mlp" in leaf for leaf in leaves)
+    assert not [leaf for leaf in leaves if "expert" in leaf or "moe" in leaf or "router" in leaf]
+
+
 @pytest.mark.parametrize("name", ["llama", "llama3", "llama_biased", "mistral", "qwen2", "qwen3"])
 def test_logits_of_the_plain_tree(saved, name, tmp_path):
     """A JAX model of the plain tree and torch's give equal logits."""
-    pytest.importorskip("jax")
     import torch
     from llama_jax import logits
 

@@ -439,6 +439,24 @@ def test_keys_are_cleaned_up(store):
     assert not [key for key in store.values if "operation 0" in key]
 
 
+def test_a_first_process_that_cannot_send_is_named_at_once():
+    class Refusing(MemoryStore):
+        def set(self, key: str, value: str) -> None:
+            if value == "refused":
+                raise RuntimeError("the store refuses it")
+            super().set(key, value)
+
+    started = time.monotonic()
+    first, *others = together(
+        Refusing(), 3, lambda group: group.barrier("a step", broadcast="refused"), name="/refused"
+    )
+    assert isinstance(first, RuntimeError)
+    for error in others:
+        assert isinstance(error, osl.PeerError)
+        assert "the store refuses it" in str(error)
+    assert time.monotonic() - started < PROMPT_SECONDS
+
+
 def test_the_same_name_again(store):
     """A second save to the same path does not see what the first left."""
     for number in range(5):

@@ -7,7 +7,6 @@ import re
 import time
 import types
 
-import backends
 import numpy as np
 import obstore
 import pytest
@@ -21,18 +20,6 @@ OLD = {"a": np.arange(10.0), "b": np.ones(7), "c": np.zeros(3), "step": 1}
 NEW = {"a": np.arange(10.0) + 1, "b": np.ones(7) + 1, "c": np.zeros(3) + 1, "step": 2}
 OTHER = {**OLD, "a": np.arange(10.0) + 5}
 OPTIONS = osl.WriteOptions(max_file_bytes=1, concurrency=1)
-
-
-@pytest.fixture(scope="module", params=backends.REMOTE)
-def server(request):
-    with backends.running(request.param) as running:
-        yield running
-
-
-@pytest.fixture
-def place(server, tmp_path):
-    with backends.place(server, tmp_path / "unused") as bucket_folder:
-        yield bucket_folder
 
 
 def trees_equal(tree, other):

@@ -12,7 +12,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-import backends
 import jax
 import numpy as np
 import obstore
@@ -29,18 +28,6 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", params=backends.REMOTE)
-def server(request):
-    with backends.running(request.param) as running:
-        yield running
-
-
-@pytest.fixture
-def place(server, tmp_path):
-    with backends.place(server, tmp_path / "unused") as found:
-        yield found
 
 
 def upload(place, folder):

@@ -414,9 +414,9 @@ def test_unencrypted_http_to_other_machines_is_asked_for(files, monkeypatch):
 
 def certificate(folder: Path) -> Path:
     """A certificate for 127.0.0.1 that signs itself, with its key."""
-    x509 = pytest.importorskip("cryptography.x509")
     import ipaddress
 
+    from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
