@@ -123,8 +123,9 @@ class Pages:
     """Maps memory in huge pages while they are cheap, else in small ones.
 
     A huge page is touched, and by how long that takes the next stretch is mapped. Each time in
-    succession that it takes long, the stretch of small pages doubles. `clock` returns processor
-    seconds of the calling thread.
+    succession that it takes long, the stretch of small pages doubles. Once the process has freed
+    what it mapped first, the machine keeps pages for it, and all of them are huge. `clock` returns
+    processor seconds of the calling thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
@@ -133,6 +134,7 @@ class Pages:
         self._advice = 0
         self._stretch_bytes = 0
         self._left_bytes = 0  # of the stretch
+        self._first: weakref.ref[mmap.mmap] | None = None
 
     def map(self, nbytes: int) -> Bytes:
         """Return fresh private memory, of whole pages."""
@@ -141,6 +143,10 @@ class Pages:
         view = np.frombuffer(memory, np.uint8)
         start = 0
         with self._lock, contextlib.suppress(OSError):  # a kernel without huge pages
+            self._first = self._first or weakref.ref(memory)
+            if self._first() is None:
+                memory.madvise(mmap.MADV_HUGEPAGE)
+                return view
             while start < nbytes:
                 if not self._left_bytes:
                     memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes - start)
