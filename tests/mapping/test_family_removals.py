@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
+import published_configs
 import pytest
 from mapping_expressions import facts_of
 
@@ -61,6 +62,19 @@ def test_each_tensor_is_needed(saved, name):
     for removed in facts:
         lacking = {n: fact for n, fact in facts.items() if n != removed}
         refused(functools.partial(mapping.abstract, lacking), [removed])
+
+
+@pytest.mark.parametrize("quantized", ["decode", "keep"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi", "gpt_oss"])
+def test_each_tensor_of_quantised_weights_is_needed(tmp_path, name, quantized):
+    published_configs.make(name, tmp_path)
+    mapping = families.mapping(tmp_path, quantized=quantized)
+    facts = {n: (t.shape, t.dtype) for n, t in osl.metadata(tmp_path).items()}
+    mapping.abstract(facts)
+    for names in kinds(facts).values():
+        for removed in (names, *([name] for name in names)):
+            lacking = {n: fact for n, fact in facts.items() if n not in removed}
+            refused(functools.partial(mapping.abstract, lacking), removed)
 
 
 @pytest.mark.parametrize(
