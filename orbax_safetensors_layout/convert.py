@@ -211,7 +211,7 @@ def convert(
             )
         for rule in () if topology is None or not spec else topology.unused_rules:
             logging.warning("The sharding rule %s is used by no array.", rule)
-        with frozen_heap(len(planned.leaves)):
+        with frozen_heap():
             conversion = Conversion(
                 reader,
                 arrays,

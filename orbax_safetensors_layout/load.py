@@ -132,7 +132,7 @@ def load_catalog(
     with (
         load_group(path, options) as group,
         opening() as catalog,
-        frozen_heap(len(catalog.names)),
+        frozen_heap(),
         _explicit_transfer(),
     ):
         tree = _abstract_tree(catalog, abstract, only, mapping, devices=True)
@@ -198,7 +198,7 @@ def plan_load(
         ValueError: There is no process of that index.
     """
     options = given_or_default(options, ReadOptions)
-    with Catalog.open(path, retries=options.retries) as catalog, frozen_heap(len(catalog.names)):
+    with Catalog.open(path, retries=options.retries) as catalog, frozen_heap():
         tree = _abstract_tree(catalog, abstract, only, mapping, devices=False)
         shards = ProcessShards(process_index, process_count)
         strict = options.strict and only is None

@@ -87,7 +87,7 @@ def save(
         {'layer.weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     options = given_or_default(options, WriteOptions)
-    with frozen_heap(len(jax.tree.leaves(tree))), save_group(path, options) as group:
+    with frozen_heap(), save_group(path, options) as group:
         sidecar_files: dict[str, bytes] = {}
         if config is not None and group.is_leader:
             sidecar_files = read_sidecar_files(config, required=True)
