@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares loads through a mapping with plain loads of the same bytes, and with numpy.
+"""Compares loads and saves through a mapping with plain ones of the same bytes, and with numpy.
 
     python benchmarks/mapping.py --json mapping.json > mapping.md    everything; 5 GB of disk
     python benchmarks/mapping.py --quick                  the same with small sizes, once each
@@ -11,6 +11,7 @@ stacked. The contenders:
     mapped    `osl.load` with a mapping, and a memory budget of 64 MB
     plain     `osl.load` of the tensors as they stand; every device gets the same elements of them
     numpy     as Tunix loads: mapped files, transposed and stacked whole by numpy, `device_put`
+    mapped-save, plain-save   `osl.save` of what the first two load, not flushed
 
 Every timed run is a process of its own; contenders take turns, files are in the page cache, and
 more memory than any of them needs is touched and freed just before the clock starts. What is timed
@@ -32,7 +33,9 @@ from mapping_child import Job
 from results import Cell, Cells, MappingRow, Report, ratio
 from tables import heading, promises, ratio_text, seconds_text, share_text, table
 
-ORDER = ("mapped", "plain", "numpy")
+LOADS = ("mapped", "plain", "numpy")
+SAVES = ("mapped-save", "plain-save")
+ORDER = LOADS + SAVES
 _MOST_OF_PLAIN = 1.5
 _LEAST_OF_NUMPY = 3.0
 _SLACK_BYTES = 64e6
@@ -80,6 +83,7 @@ class Bench:
                 split=row.split,
                 folder=str(source),
                 warmup=str(warmup),
+                target=str(self.folder / "saved"),
                 touch_bytes=harness.touch_bytes(needs.values()),
                 verify=self.verify,
             )
@@ -116,11 +120,11 @@ def render(report: Report) -> str:
 def _table(rows: dict[MappingRow, Cells]) -> Iterator[str]:
     head = ["sharding"]
     for title in ("s", "CPU s", "memory / tensors"):
-        head += [f"{who} {title}" for who in ORDER]
+        head += [f"{who} {title}" for who in LOADS]
     head += ["mapped / plain", "the same of CPU", "numpy / mapped"]
     body = []
     for row, cells in rows.items():
-        some = [cells.get(who, Cell()) for who in ORDER]
+        some = [cells.get(who, Cell()) for who in LOADS]
         line = [row.split, *map(seconds_text, some)]
         line += ["" if (s := cell.median("cpu_seconds")) is None else f"{s:.3g}" for cell in some]
         line += [
@@ -133,7 +137,18 @@ def _table(rows: dict[MappingRow, Cells]) -> Iterator[str]:
             ratio_text(ratio(cells, "numpy", "mapped")),
         ]
         body.append(line)
-    return table(head, body)
+    yield from table(head, body)
+    head = ["sharding", *(f"{who} s" for who in SAVES), "mapped / plain", "the same of CPU"]
+    body = [
+        [
+            row.split,
+            *(seconds_text(cells.get(who, Cell())) for who in SAVES),
+            ratio_text(ratio(cells, *SAVES)),
+            ratio_text(ratio(cells, *SAVES, "cpu_seconds")),
+        ]
+        for row, cells in rows.items()
+    ]
+    yield from ("", *table(head, body))
 
 
 def _verdicts(report: Report) -> Iterator[Verdict]:

@@ -1,5 +1,5 @@
-"""Ways to load a checkpoint into a model of other names and shapes: layers stacked, kernels
-transposed, heads split out, experts stacked.
+"""Ways to load a checkpoint into a model of other names and shapes, and to save it from there:
+layers stacked, kernels transposed, heads split out, experts stacked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Abstract = dict[str, jax.ShapeDtypeStruct]
 HEAD_DIM = 64
 _BF16 = jax.numpy.bfloat16.dtype
 _OPTIONS = osl.ReadOptions(memory_budget_bytes=64 << 20)
+_NOT_FLUSHED = osl.WriteOptions(memory_budget_bytes=64 << 20, fsync=False)
 
 # Which dimensions are divided among the devices: e(mbed), h(eads), f (MLP), v(ocabulary).
 SPLITS: Mapping[str, tuple[tuple[int, ...], Mapping[str, str]]] = MappingProxyType(
@@ -213,4 +214,15 @@ def load_numpy(folder: Path, model: Mapping[str, Kind], abstract: Abstract) -> T
     return tree
 
 
+def save_plain(target: Path, model: Mapping[str, Kind], tree: Tree) -> None:
+    """The tensors as they were loaded."""
+    osl.save(target, tree, options=_NOT_FLUSHED)
+
+
+def save_mapped(target: Path, model: Mapping[str, Kind], tree: Tree) -> None:
+    """The model's leaves, as the tensors that the mapping makes them of."""
+    osl.save(target, tree, mapping=mapping_of(model), options=_NOT_FLUSHED)
+
+
 CONTENDERS = MappingProxyType({"plain": load_plain, "mapped": load_mapped, "numpy": load_numpy})
+SAVES = MappingProxyType({"plain-save": save_plain, "mapped-save": save_mapped})
