@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -211,6 +212,7 @@ def convert(
             )
         for rule in () if topology is None or not spec else topology.unused_rules:
             logging.warning("The sharding rule %s is used by no array.", rule)
+        is_whole = is_orbax_checkpoint(folder)  # all of it is then replaced
         with frozen_heap():
             conversion = Conversion(
                 reader,
@@ -222,12 +224,10 @@ def convert(
                 restart=restart,
                 arguments=(mapping_digest, inverts, subtree),
                 reopen=lambda path: open_reader(locate(path), reading),
-                is_replaced=_is_replaced(folder),
+                is_replaced=lambda name: is_whole or appearance_rank(name) is not None,
             )
-            resumed = conversion.run(
-                group,
-                lambda: _check_target(folder, kind, sidecar_files, overwrite),
-            )
+            check = functools.partial(_check_target, folder, kind, sidecar_files, overwrite)
+            resumed = conversion.run(group, check)
         return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
 
 
@@ -282,9 +282,3 @@ def _check_target(
     if not overwrite:
         with LocalStorage() as storage:
             check_sidecar_files(storage, folder, sidecar_files)
-
-
-def _is_replaced(folder: str) -> Callable[[str], bool]:
-    """Whether a file at the target belongs to the checkpoint that is replaced, by name."""
-    is_whole = is_orbax_checkpoint(folder)
-    return lambda name: is_whole or appearance_rank(name) is not None

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 from orbax_safetensors_layout.catalog import Catalog, find_quantization
 from orbax_safetensors_layout.options import (
@@ -50,10 +50,10 @@ class HostRate(NamedTuple):
 
     @classmethod
     def of(cls, profile: StorageProfile, kind: str, bytes_per_second: float | None) -> Self:
-        """Return the rate of a storage class.
+        """Return the rate of a storage class; without `bytes_per_second` a guess.
 
-        Without `bytes_per_second` it is one stream's rate for local files, whose streams share a
-        disk, and else all streams' as far as a network of 25 Gbit/s carries them.
+        That is one stream's rate for local files, whose streams share a disk, and else all
+        streams' as far as a network of 25 Gbit/s carries them.
         """
         if bytes_per_second is None:
             stream = profile.bandwidth_bytes_per_second
@@ -68,16 +68,13 @@ class HostRate(NamedTuple):
 
 
 class LeafCost(NamedTuple):
-    """The cost of one leaf, read by itself, to the process that it costs most.
-
-    `needed_bytes` are those of its shards; `spec` is None for other shardings.
-    """
+    """The cost of one leaf, read by itself, to the process that it costs most."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     spec: Spec | None
-    needed_bytes: int
+    needed_bytes: int  # of its shards
     read_bytes: int
     requests: int
 
@@ -87,31 +84,24 @@ class LeafCost(NamedTuple):
         return rate.seconds(cost) - self.needed_bytes / rate.bytes_per_second
 
 
-class RuleUse(NamedTuple):
-    """Number of leaves that a rule places; the rule None is for those that none matches."""
-
-    rule: ShardingRule | None
-    leaves: int
+RuleUses: TypeAlias = tuple[tuple[ShardingRule | None, int], ...]
+"""Rules, None for leaves that none matches, and how many leaves each places."""
 
 
-def rule_uses(rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> tuple[RuleUse, ...]:
+def rule_uses(rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> RuleUses:
     """Return the use of all rules."""
     uses = collections.Counter(placing.rule for placing in placed)
-    numbers = [*range(len(rules)), *([None] if None in uses else [])]
-    return tuple(RuleUse(None if n is None else rules[n], uses[n]) for n in numbers)
+    used = tuple((rule, uses[number]) for number, rule in enumerate(rules))
+    return (*used, (None, uses[None])) if None in uses else used
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterEstimate:
     """The cost of a load, or with `saves`, the layout of its files, of a save.
 
-    Attributes:
-        rate: What times are estimated from.
-        processes: The processes that were planned; `costs` and `process_parameters` are theirs.
-        device_bytes: Bytes of all shards of one device, the most of any.
-        largest: The largest shard of one device: its leaf and its bytes.
-        misfits: Leaves that cannot be sharded as the rules say.
-        cluster: The plan, where all processes were planned at once.
+    `costs` and `process_parameters` are those of the `processes` that were planned, `device_bytes`
+    those of all shards of one device, the most of any; `largest` is the largest of these, its leaf
+    and its bytes; `cluster` is the plan, where all processes were planned at once.
     """
 
     path: str
@@ -129,7 +119,7 @@ class ClusterEstimate:
     device_bytes: int
     largest: tuple[str, int]
     leaf_costs: tuple[LeafCost, ...]
-    rules: tuple[RuleUse, ...] = ()
+    rules: RuleUses = ()
     misfits: tuple[Misfit, ...] = ()
     cluster: ClusterPlan | None = None
     saves: str | None = None
@@ -165,13 +155,7 @@ def estimate(
 ) -> ClusterEstimate:
     """Estimates the cost to every process of loading every tensor of a checkpoint.
 
-    The cost model of `options` is the estimate's; `host_bandwidth` is in bytes per second, see
-    `HostRate.of`.
-
-    Raises:
-        ValueError: A rule does not fit the mesh.
-        CheckpointNotFoundError: `path` has no checkpoint.
-        FormatError: A file is malformed.
+    `host_bandwidth` is in bytes per second, see `HostRate.of`.
     """
     options = given_or_default(options, ReadOptions)
     placer = ShardingRules(rules, grid)
@@ -213,11 +197,7 @@ def estimate(
 
 
 def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:
-    """Estimates the cost of saving the tensors of a load again, from where they then are.
-
-    Raises:
-        ValueError: The load is not of tensors as stored.
-    """
+    """Estimates the cost of saving the tensors of a load again, from where they then are."""
     if load.cluster is None:
         raise ValueError("saves are planned of tensors as stored, without a mapping or pieces")
     costs = plan_cluster_writes(load.cluster.leaves, load.grid, options)
@@ -245,15 +225,14 @@ def _process_parameters(cluster: ClusterPlan, parameters: dict[str, int]) -> tup
 def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
     worst = []
     for kind in cluster.kinds:
-        costs = [(0, 0, 0)]
+        (entry, spec), costs = kind.first, []
         for shape in kind.shapes:
             pairs = [request.cost(cluster.profile) for request in shape.fetches]
+            read, requests = (sum(pair[part] for pair in pairs) for part in (0, 1))
             needed = sum(r.read.runs.total_bytes for f in shape.fetches for r in f.regions)
-            costs.append((sum(n for n, _ in pairs), sum(n for _, n in pairs), needed))
-        worst.append(max(costs))
-    leaf_costs = []
-    for (entry, spec), number in zip(cluster.leaves, cluster.kind_of, strict=True):
-        read, requests, needed = worst[number]
+            costs.append((read, requests, needed))
+        read, requests, needed = max(costs, default=(0, 0, 0))
         code = entry.dtype.code
-        leaf_costs.append(LeafCost(entry.name, entry.shape, code, spec, needed, read, requests))
-    return tuple(leaf_costs)
+        worst.append(LeafCost("", entry.shape, code, spec, needed, read, requests))
+    members = zip(cluster.leaves, cluster.kind_of, strict=True)
+    return tuple(worst[number]._replace(name=leaf.entry.name) for leaf, number in members)

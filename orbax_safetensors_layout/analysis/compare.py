@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,16 +12,18 @@ import numpy as np
 from orbax_safetensors_layout.adapters import open_reader
 from orbax_safetensors_layout.catalog import CheckpointRef
 from orbax_safetensors_layout.conversion import (
+    CHUNKS_IN_BUDGET,
     CheckpointReader,
     SafetensorsReader,
     SourceArray,
     arrays_of,
     batches,
+    check_chunks,
     chunk_bytes,
     rerooted,
     values_of,
 )
-from orbax_safetensors_layout.errors import MappingError, SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.errors import MappingError, StorageError
 from orbax_safetensors_layout.geometry import Box, chunk_parts
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
@@ -28,18 +31,9 @@ from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
 from .report import Finding, Report
 
 _BLOCK_BYTES = 32 * MIB
-_BLOCKS_IN_BUDGET = 4  # one of either checkpoint, and as much to read it with
 _MOST_PLACES = 3
 
 OnProgress = Callable[[Progress], None] | None
-
-
-class Comparison(NamedTuple):
-    """The result of a comparison: a line for each difference, and how much was compared."""
-
-    differences: tuple[str, ...]
-    tensors: int
-    nbytes: int
 
 
 class _ArrayBox(NamedTuple):
@@ -52,9 +46,8 @@ class _ArrayBox(NamedTuple):
 class _Side:
     """A checkpoint that is compared, or the part of it at `subtree`.
 
-    Attributes:
-        values: Texts of what the tree holds besides arrays, by name; None where it is not known.
-        most_bytes: Largest block, chunks included.
+    `values` are texts of what the tree holds besides arrays, by name, None where it is not known;
+    `most_bytes` is the largest block, chunks included.
     """
 
     def __init__(
@@ -66,7 +59,7 @@ class _Side:
         self.values: Mapping[str, str] | None = None
         if reader.is_recorded:
             self.values = {name: repr(value) for name, value in values_of(tree).items()}
-        self.most_bytes = max(1, options.memory_budget_bytes // _BLOCKS_IN_BUDGET)
+        self.most_bytes = max(1, options.memory_budget_bytes // CHUNKS_IN_BUDGET)
 
     def block_bytes(self, block: _ArrayBox) -> int:
         return block.box.size * self.arrays[block.name].dtype.itemsize
@@ -83,7 +76,6 @@ class _Side:
         return [self._read_in_parts(array, box) for array, box in boxes]
 
     def _chunk_parts(self, array: SourceArray, box: Box) -> list[Box]:
-        """The part of a box in each chunk; none where any elements can be read."""
         chunk = self.reader.chunk(array)
         return [] if chunk is None else [*chunk_parts(box, chunk)]
 
@@ -98,6 +90,7 @@ class _Side:
 
 
 def compare(
+    report: Report,
     first: CheckpointRef,
     other: CheckpointRef,
     *,
@@ -105,18 +98,10 @@ def compare(
     subtree: str | None,
     options: ReadOptions,
     progress: OnProgress,
-) -> Comparison:
-    """Compares two checkpoints bit by bit: as files, or as trees where one is more than files.
+) -> Report:
+    """Compares two checkpoints bit by bit, as files, or as trees; adds to the report of the first.
 
-    `mapping` makes the arrays of `one` of those of `other`; `subtree` is the part of the tree of
-    `one` that counts.
-
-    Raises:
-        MappingError: The mapping does not fit, or `other` is what Orbax saved.
-        MissingTensorError: `one` has no such part.
-        FormatError: A file is malformed.
-        StorageError: A read failed.
-        SafetensorsLayoutError: A chunk is too large for the memory budget.
+    `mapping` makes its arrays of those of `other`; `subtree` is the part of its tree that counts.
     """
     if mapping is not None and other.is_orbax:
         raise MappingError(
@@ -126,26 +111,38 @@ def compare(
             hint="Exchange the two: PATH is the model, and --against what it is made of.",
         )
     are_trees = first.is_orbax or other.is_orbax or subtree is not None
-    with contextlib.ExitStack() as stack:
 
-        def opened(ref: CheckpointRef, mapping: LeafMapping | None, subtree: str | None) -> _Side:
-            reader: CheckpointReader
-            if are_trees and mapping is None:
-                reader = open_reader(ref, options)
-            else:
-                reader = SafetensorsReader(ref.path, options, mapping=mapping, is_flat=True)
-            stack.callback(reader.close)
-            return _Side(reader, options, subtree)
+    def opened(ref: CheckpointRef, mapping: LeafMapping | None) -> CheckpointReader:
+        if are_trees and mapping is None:
+            return open_reader(ref, options)
+        return SafetensorsReader(ref.path, options, mapping=mapping, is_flat=True)
 
-        return _compare(opened(first, None, subtree), opened(other, mapping, None), progress)
+    with (
+        contextlib.closing(opened(first, None)) as ours,
+        contextlib.closing(opened(other, mapping)) as theirs,
+    ):
+        here, there = _Side(ours, options, subtree), _Side(theirs, options)
+        names = [
+            name
+            for name, array in here.arrays.items()
+            if name in there.arrays and _kind(array) == _kind(there.arrays[name])
+        ]
+        total = sum(here.arrays[name].nbytes for name in names)
+        differences = [
+            *_structure(here, there),
+            *_values(_texts(here, there), _texts(there, here)),
+            *_contents(names, here, there, total, progress),
+        ]
+    return dataclasses.replace(
+        report,
+        findings=(*report.findings, *(Finding("value", text) for text in differences)),
+        compared_tensors=len(names),
+        compared_bytes=total,
+    )
 
 
 def check_readable(ref: CheckpointRef, options: ReadOptions, progress: OnProgress) -> Report:
-    """Reads every array of a checkpoint that Orbax saved; reports what cannot be read.
-
-    Raises:
-        SafetensorsLayoutError: A chunk is too large for the memory budget.
-    """
+    """Reads every array of a checkpoint that Orbax saved; reports what cannot be read."""
     broken: list[StorageError] = []
     with contextlib.closing(open_reader(ref, options, broken.append)) as reader:
         side = _Side(reader, options)
@@ -167,37 +164,26 @@ def _unreadable(blocks: Sequence[_ArrayBox], side: _Side) -> list[Finding]:
     return []
 
 
-def _compare(here: _Side, there: _Side, progress: OnProgress) -> Comparison:
-    differences = [*_names(here, there), *_values(_texts(here, there), _texts(there, here))]
-    names = []
-    for name, array in here.arrays.items():
-        if name in there.arrays:
-            ours, theirs = _kind(array), _kind(there.arrays[name])
-            if ours == theirs:
-                names.append(name)
-            else:
-                differences.append(f"'{name}' is {ours}, in the other {theirs}")
-    total = sum(here.arrays[name].nbytes for name in names)
+def _contents(
+    names: Sequence[str], here: _Side, there: _Side, total: int, progress: OnProgress
+) -> Iterator[str]:
     places: dict[str, list[str]] = {}
     for blocks in _batches(names, [here, there], total, progress):
         for name, place in _differing(blocks, here, there):
             places.setdefault(name, []).append(place)
     for name, all_places in places.items():
         more = len(all_places) - _MOST_PLACES
-        text = "; ".join(all_places[:_MOST_PLACES]) + (
-            f" and {more} more blocks" if more > 0 else ""
-        )
-        differences.append(f"'{name}' differs: {text}")
-    return Comparison(tuple(differences), len(names), total)
+        ending = f" and {more} more blocks" if more > 0 else ""
+        yield f"'{name}' differs: {'; '.join(all_places[:_MOST_PLACES])}{ending}"
 
 
 def _batches(
     names: Sequence[str], sides: Sequence[_Side], total: int, progress: OnProgress
 ) -> Iterator[list[_ArrayBox]]:
-    """Blocks of arrays that all sides have, as many at once as the memory budget allows.
-
-    The side with the larger chunks says how an array is cut.
-    """
+    """Blocks of arrays that all sides have, as many at once as the memory budget allows."""
+    for side in sides:
+        arrays = [side.arrays[name] for name in names]
+        check_chunks(side.reader, arrays, CHUNKS_IN_BUDGET * side.most_bytes)
     most = min(sides[0].most_bytes, 8 * _BLOCK_BYTES)
     done = 0
     for blocks in batches(_blocks(names, sides), sides[0].block_bytes, most):
@@ -208,22 +194,11 @@ def _batches(
 
 
 def _blocks(names: Sequence[str], sides: Sequence[_Side]) -> Iterator[_ArrayBox]:
-    most = sides[0].most_bytes
+    """The side with the larger chunks says how an array is cut."""
+    most = min(sides[0].most_bytes, _BLOCK_BYTES)
     for name in names:
-        sizes = [chunk_bytes(side.reader, side.arrays[name]) for side in sides]
-        size = max(sizes)
-        side = sides[sizes.index(size)]
-        if size > most:
-            raise SafetensorsLayoutError(
-                "a chunk is more than a quarter of the memory budget",
-                file=side.reader.path,
-                tensor=name,
-                expected=f"at most {most:,} bytes",
-                found=f"{size:,} bytes",
-                hint="Set memory_budget_bytes (--memory-budget-bytes) to "
-                f"{size * _BLOCKS_IN_BUDGET:,} or more.",
-            )
-        for box in side.reader.blocks(side.arrays[name], min(most, _BLOCK_BYTES)):
+        side = max(sides, key=lambda side: chunk_bytes(side.reader, side.arrays[name]))
+        for box in side.reader.blocks(side.arrays[name], most):
             yield _ArrayBox(name, box)
 
 
@@ -238,11 +213,15 @@ def _kind(array: SourceArray) -> str:
     return f"{array.dtype.name} {list(array.shape)}"
 
 
-def _names(here: _Side, there: _Side) -> Iterator[str]:
+def _structure(here: _Side, there: _Side) -> Iterator[str]:
     for name in sorted(there.arrays.keys() - here.arrays.keys() - _scalars(there, here)):
         yield f"'{name}' is in the other checkpoint alone"
     for name in sorted(here.arrays.keys() - there.arrays.keys() - _scalars(here, there)):
         yield f"'{name}' is not in the other checkpoint"
+    for name in (name for name in here.arrays if name in there.arrays):
+        ours, theirs = _kind(here.arrays[name]), _kind(there.arrays[name])
+        if ours != theirs:
+            yield f"'{name}' is {ours}, in the other {theirs}"
 
 
 def _scalars(side: _Side, other: _Side) -> set[str]:
@@ -288,9 +267,6 @@ def _place(box: Box, ours: np.ndarray, theirs: np.ndarray) -> str:
     shape = (ours.size, ours.dtype.itemsize)
     differs = (_bytes(ours).reshape(shape) != _bytes(theirs).reshape(shape)).any(1)
     first = int(differs.argmax())
-    index = [
-        int(place) + start
-        for place, start in zip(np.unravel_index(first, ours.shape), box.start, strict=True)
-    ]
+    index = (np.array(np.unravel_index(first, ours.shape), int) + box.start).tolist()
     values = ours.reshape(-1)[first], theirs.reshape(-1)[first]
     return f"{int(differs.sum()):,} elements, the first at {index}: {values[0]} and {values[1]}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -34,14 +35,10 @@ from orbax_safetensors_layout.mapping import read_config
 
 
 class TensorFacts(NamedTuple):
-    """One tensor.
+    """One tensor; `pieces` are also chunks of Orbax, and 1 where it is stored whole.
 
-    Attributes:
-        dtype: Its dtype's code.
-        parameters: Parameters of the model that it holds: none in the scales of a quantised weight,
-            two in a byte that packs two.
-        files: Names of its files, relative to the checkpoint; empty where Orbax saved it.
-        pieces: Number of pieces, or of chunks of Orbax; 1 where it is stored whole.
+    Of `parameters` the scales of a quantised weight hold none, a byte that packs two holds two.
+    `files` are relative to the checkpoint, and empty where Orbax saved it.
     """
 
     name: str
@@ -56,53 +53,44 @@ class TensorFacts(NamedTuple):
 class Total(NamedTuple):
     """Sums over tensors."""
 
-    tensors: int = 0
-    parameters: int = 0
-    nbytes: int = 0
+    tensors: int
+    parameters: int
+    nbytes: int
 
-    def plus(self, tensor: TensorFacts) -> Total:
-        """Return the total with one more tensor."""
-        return Total(
-            self.tensors + 1, self.parameters + tensor.parameters, self.nbytes + tensor.nbytes
-        )
+    @classmethod
+    def of(cls, tensors: Sequence[TensorFacts]) -> Self:
+        """Return the sums over some tensors."""
+        return cls(len(tensors), sum(t.parameters for t in tensors), sum(t.nbytes for t in tensors))
 
 
 class Inspection(NamedTuple):
-    """The result of `inspect`.
+    """The result of `inspect`; the layout is `hf`, `sharded` or `orbax`.
 
-    Attributes:
-        layout: `hf`, `sharded` or `orbax`.
-        tensors: The tensors that were asked for.
-        files: File name, relative to the checkpoint, to its size in bytes.
-        metadata: Its `__metadata__` strings.
-        values: Name to value of what was saved beside the tensors.
-        model: The model's architecture, as its configuration names it.
-        problem: What is wrong with that configuration, if anything is.
+    `files` has sizes in bytes, by names relative to the checkpoint; `values` is what was saved
+    beside the tensors; `problem` what is wrong with the model's configuration.
     """
 
     path: str
-    layout: str
-    tensors: tuple[TensorFacts, ...]
-    files: dict[str, int]
-    metadata: dict[str, str]
-    quantization: Quantization | None
-    values: dict[str, object]
     model: str | None
-    problem: str | None = None
+    problem: str | None
+    layout: str
+    quantization: Quantization | None
+    metadata: dict[str, str]
+    values: dict[str, object]
+    files: dict[str, int]
+    tensors: tuple[TensorFacts, ...]
 
     @property
     def total(self) -> Total:
         """The sums over all its tensors."""
-        total = Total()
-        for tensor in self.tensors:
-            total = total.plus(tensor)
-        return total
+        return Total.of(self.tensors)
 
     def by_dtype(self) -> dict[str, Total]:
         """Totals by dtype code, most bytes first."""
-        totals: dict[str, Total] = {}
+        tensors: dict[str, list[TensorFacts]] = defaultdict(list)
         for tensor in self.tensors:
-            totals[tensor.dtype] = totals.get(tensor.dtype, Total()).plus(tensor)
+            tensors[tensor.dtype].append(tensor)
+        totals = {dtype: Total.of(members) for dtype, members in tensors.items()}
         return dict(sorted(totals.items(), key=lambda item: -item[1].nbytes))
 
 
@@ -110,10 +98,6 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
     """Resolves a user's path to safetensors, or to what Orbax saved there, or in a step there.
 
     A path without a checkpoint is returned as it is. Orbax is imported where it is needed alone.
-
-    Raises:
-        CheckpointNotFoundError: It is not clear which item of a step is meant.
-        StorageError: The storage does not answer.
     """
     text = os.path.expanduser(os.fsdecode(path))
     if "://" not in text and not is_safetensors_checkpoint(text):
@@ -125,13 +109,7 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
 
 
 def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = None) -> Inspection:
-    """Lists a safetensors checkpoint, or tensors by patterns as for `load`; reads no tensor.
-
-    Raises:
-        CheckpointNotFoundError: `path` has no checkpoint.
-        FormatError: A file is malformed.
-        MissingTensorError: A pattern matches nothing.
-    """
+    """Lists a safetensors checkpoint, or tensors by patterns as for `load`; reads no tensor."""
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()
         names = catalog.names if only is None else catalog.select(only)
@@ -140,8 +118,8 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
         if quantization is not None and quantization.problem:
             problem = quantization.problem
         parameters = {} if quantization is None else quantization.parameters
-        folder = os.path.dirname(catalog.path) if catalog.storage.is_file(catalog.path) else None
-        root = (catalog.path if folder is None else folder).rstrip("/") + "/"
+        is_file = catalog.storage.is_file(catalog.path)
+        root = (os.path.dirname(catalog.path) if is_file else catalog.path).rstrip("/") + "/"
         values: dict[str, object] = {}
         manifest = catalog.manifest()
         if manifest is not None and manifest.tree is not None:
@@ -176,12 +154,7 @@ def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: s
 
 
 def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Inspection:
-    """Lists an item that Orbax saved. Only small arrays that may be PRNG keys are read.
-
-    Raises:
-        CheckpointNotFoundError: Orbax finds no tree in the folder `path`.
-        MissingTensorError: A pattern matches nothing.
-    """
+    """Lists an item that Orbax saved. Only small arrays that may be PRNG keys are read."""
     from orbax_safetensors_layout.adapters import OrbaxReader
     from orbax_safetensors_layout.conversion import arrays_of, rerooted, values_of
 
@@ -189,18 +162,13 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
         tree = rerooted(source.tree, None)
         arrays = arrays_of(tree)
         names = [*arrays] if only is None else select_names(arrays, only, path=path)
-        tensors = [
-            TensorFacts(
-                name,
-                _code(arrays[name].dtype),
-                arrays[name].shape,
-                arrays[name].nbytes,
-                math.prod(arrays[name].shape),
-                files=(),
-                pieces=source.chunk_count(arrays[name]),
+        tensors = []
+        for array in map(arrays.__getitem__, names):
+            code, size = _code(array.dtype), math.prod(array.shape)
+            chunks = source.chunk_count(array)
+            tensors.append(
+                TensorFacts(array.name, code, array.shape, array.nbytes, size, (), chunks)
             )
-            for name in names
-        ]
         files = {}
         for root, folders, own in os.walk(path):
             folders.sort()
@@ -215,6 +183,7 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
             quantization=None,
             values=values_of(tree),
             model=None,
+            problem=None,
         )
 
 

@@ -52,10 +52,7 @@ class Report:
         return not any(finding.is_error for finding in self.findings)
 
     def __str__(self) -> str:
-        texts = [
-            f"{finding.kind}{'' if finding.is_error else ' (note)'}: {finding.text}"
-            for finding in self.findings
-        ]
+        texts = [f"{f.kind}{'' if f.is_error else ' (note)'}: {f.text}" for f in self.findings]
         # Where tensors differ is not the same of any two.
         lines = group_lines((pattern_of(text.partition(" differs: ")[0]), text) for text in texts)
         counts = {"file": self.files, "tensor": self.tensors, "checksum": self.digested_files}

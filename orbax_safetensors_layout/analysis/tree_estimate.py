@@ -47,7 +47,6 @@ class _Leaf(NamedTuple):
     placed: Placed | None
 
     def shard_bytes(self, grid: MeshShape) -> int:
-        """Return the bytes of one device's shard."""
         elements = math.prod(self.struct.shape) // math.prod(map(grid.ways, self.spec))
         nbytes: int = elements * np.dtype(self.struct.dtype).itemsize
         return nbytes
@@ -67,11 +66,6 @@ def estimate_tree(
 
     Without `abstract` the tree is all that the mapping makes, or all tensors; `rules` shard leaves
     that have no sharding of their own.
-
-    Raises:
-        ValueError: A rule, or the mesh of a leaf, does not fit the mesh.
-        MismatchError: The tree does not fit the checkpoint.
-        MappingError: The mapping does not.
     """
     options = given_or_default(options, ReadOptions)
     if abstract is None:

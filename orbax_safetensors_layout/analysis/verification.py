@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
-from orbax_safetensors_layout.format import DIGESTS, join_crc32
+from orbax_safetensors_layout.catalog import (
+    Discovery,
+    check_save,
+    discover,
+    read_header,
+    read_manifest,
+)
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    SafetensorsLayoutError,
+)
+from orbax_safetensors_layout.format import (
+    DTYPES,
+    MANIFEST,
+    SUFFIX,
+    Header,
+    Node,
+    StoredPieces,
+    TensorLeaf,
+    WeightIndex,
+    join_crc32,
+    leaves,
+    piece_name,
+)
 from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
+from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.reading import file_ranges, read_digests
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
-from orbax_safetensors_layout.storage import join, open_storage
+from orbax_safetensors_layout.storage import Storage, join, open_storage
 
 from .inspection import resolve_checkpoint
 from .report import Finding, Report
-from .structure_check import StructureCheck
 
 PathLike = str | os.PathLike[str]
+OnProgress = Callable[[Progress], None] | None
+_MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 
 
 def verify(
@@ -79,7 +105,8 @@ def verify(
 
         if against is None:
             return compare.check_readable(location, options, progress)
-        compared = compare.compare(
+        return compare.compare(
+            report,
             location,
             resolve_checkpoint(against),
             mapping=mapping,
@@ -87,22 +114,14 @@ def verify(
             options=options,
             progress=progress,
         )
-    differences = (Finding("value", text) for text in compared.differences)
-    return dataclasses.replace(
-        report,
-        findings=(*report.findings, *differences),
-        compared_tensors=compared.tensors,
-        compared_bytes=compared.nbytes,
-    )
 
 
-def _check_files(path: str, digests: bool, progress: Callable[[Progress], None] | None) -> Report:
-    """Checks the structure of a safetensors checkpoint, and files against their checksums."""
+def _check_files(path: str, digests: bool, progress: OnProgress) -> Report:
     storage, place = open_storage(path)
     with storage:
         structure = StructureCheck(storage, place)
         structure.check()
-        digested = _check_digests(structure, progress) if digests else 0
+        digested = structure.check_digests(progress) if digests else 0
     return Report(
         place,
         tuple(structure.findings),
@@ -112,36 +131,185 @@ def _check_files(path: str, digests: bool, progress: Callable[[Progress], None] 
     )
 
 
-def _check_digests(structure: StructureCheck, progress: Callable[[Progress], None] | None) -> int:
-    """Compares files with their checksums; returns how many."""
-    storage, folder, findings = structure.storage, structure.path, structure.findings
-    if storage.is_file(folder) or DIGESTS not in storage.list(folder):
-        return 0
-    try:
-        digests = read_digests(storage, folder) or {}
-    except SafetensorsLayoutError as error:
-        findings.append(Finding("digest", str(error)))
-        return 0
-    present = set(storage.list(folder))
-    for name in sorted(digests.keys() - present):
-        findings.append(Finding("digest", f"{name} is missing; it has a checksum"))
-    for name in map(structure.name, structure.headers):
-        if name not in digests:
-            findings.append(Finding("digest", f"{name} has no checksum", is_error=False))
-    names = sorted(digests.keys() & present)
-    report = ProgressReport(progress, sum(storage.size(join(folder, name)) for name in names))
-    for name in names:
-        file, ranges = join(folder, name), []
+class StructureCheck:
+    """Compares names, headers and side files; keeps the well-formed `headers`, and `findings`."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self.storage = storage
+        self.path = path
+        self.findings: list[Finding] = []
+        self.headers: dict[str, Header] = {}
+        self._counts: Counter[str] = Counter()
+
+    def check(self) -> None:
+        """Adds to `findings` and `headers`."""
+        discovery = self._discover()
+        for file in sorted(discovery.files):
+            before = self._counts["header"]
+            with self._reporting("header") as on_error:
+                header = read_header(self.storage, file, on_error=on_error)
+                if self._counts["header"] == before:
+                    self.headers[file] = header
+        manifest = discovery.manifest
+        if manifest is None and discovery.manifest_file is not None:
+            with self._reporting("manifest"):
+                manifest = read_manifest(self.storage, discovery.manifest_file)
+        if discovery.weights is not None:
+            self._check_index(discovery.weights)
+        tree, pieces = (None, None) if manifest is None else (manifest.tree, manifest.pieces)
+        if pieces is not None:
+            self._check_pieces(pieces)
+        else:
+            self._check_whole(tree)
+        if tree is not None:
+            self._check_keys(tree, pieces)
+        self._check_stray(discovery)
+        for kind, count in self._counts.items():
+            if count > _MOST_FINDINGS:
+                more = f"{count - _MOST_FINDINGS:,} more are not listed"
+                self.findings.append(Finding(kind, more))
+
+    def check_digests(self, progress: OnProgress) -> int:
+        """Compares files with their checksums; returns how many."""
+        storage, folder, digests = self.storage, self.path, None
+        with self._reporting("digest"):
+            digests = None if storage.is_file(folder) else read_digests(storage, folder)
+        if digests is None:
+            return 0
+        present = set(storage.list(folder))
+        for name in sorted(digests.keys() - present):
+            self._error("digest", f"{name} is missing; it has a checksum")
+        for name in map(self._name, self.headers):
+            if name not in digests:
+                note = f"{name} has no checksum"
+                self.findings.append(Finding("digest", note, is_error=False))
+        names = sorted(digests.keys() & present)
+        report = ProgressReport(progress, sum(storage.size(join(folder, name)) for name in names))
+        for name in names:
+            with self._reporting("digest"):
+                file, ranges = join(folder, name), []
+                size = storage.size(file)
+                for block in file_ranges(storage, file, 0, size):
+                    ranges.append(block)
+                    report.add(block[1], name)
+                value = join_crc32(ranges, size)
+                if value != digests[name]:
+                    text = f"{name} has CRC-32 {value:08x}; it was written with {digests[name]:08x}"
+                    self._error("digest", text)
+        return len(names)
+
+    def _discover(self) -> Discovery:
+        """Return the files of the checkpoint; all that are there, where these are not known."""
+
+        def on_error(error: SafetensorsLayoutError) -> None:
+            self._error("manifest" if MANIFEST in (error.file or "") else "index", error)
+
         try:
-            size = storage.size(file)
-            for block in file_ranges(storage, file, 0, size):
-                ranges.append(block)
-                report.add(block[1], name)
-        except StorageError as error:
-            findings.append(Finding("digest", str(error)))
-            continue
-        value = join_crc32(ranges, size)
-        if value != digests[name]:
-            text = f"{name} has CRC-32 {value:08x}; it was written with {digests[name]:08x}"
-            findings.append(Finding("digest", text))
-    return len(names)
+            return discover(self.storage, self.path, on_error=on_error)
+        except CheckpointNotFoundError:
+            raise
+        except SafetensorsLayoutError as error:
+            on_error(error)
+        names = [] if self.storage.is_file(self.path) else self.storage.list(self.path)
+        files = [join(self.path, name) for name in names if name.endswith(SUFFIX)]
+        return Discovery(self.path, files)
+
+    def _error(self, kind: str, problem: object) -> None:
+        self._counts[kind] += 1
+        if self._counts[kind] <= _MOST_FINDINGS:
+            self.findings.append(Finding(kind, str(problem)))
+
+    @contextlib.contextmanager
+    def _reporting(self, kind: str) -> Iterator[Callable[[SafetensorsLayoutError], None]]:
+        """Makes a finding of the error that ends the block, and of those that are reported."""
+        try:
+            yield functools.partial(self._error, kind)
+        except SafetensorsLayoutError as error:
+            self._error(kind, error)
+
+    def _name(self, file: str) -> str:
+        return file.removeprefix(f"{self.path.rstrip('/')}/")
+
+    def _check_index(self, index: WeightIndex) -> None:
+        file_of = {name: join(self.path, file) for name, file in index.weight_map.items()}
+        for name, file in file_of.items():
+            header = self.headers.get(file)
+            if header is not None and name not in header.tensors:
+                text = f"the index says that '{name}' is in {self._name(file)}; it is not"
+                self._error("index", text)
+        total = 0
+        for file, header in self.headers.items():
+            for name, entry in header.tensors.items():
+                total += entry.nbytes
+                if file_of.get(name) != file:
+                    where = self._name(file_of[name]) if name in file_of else "no file"
+                    text = f"{self._name(file)} holds '{name}'; the index says {where}"
+                    self._error("index", text)
+        size = index.metadata.get("total_size")
+        is_known = isinstance(size, int | float) and len(self.headers) == len(index.files)
+        if is_known and size != total:
+            self._error("index", f"total_size of the index is {size}; the tensors have {total}")
+
+    def _check_whole(self, tree: Node | None) -> None:
+        """Checks tensors that are stored whole: each in one file, and those of the tree alone."""
+        first: dict[str, str] = {}
+        for file, header in self.headers.items():
+            for name in header.tensors:
+                other = first.setdefault(name, file)
+                if other != file:
+                    text = f"'{name}' is in both {self._name(other)} and {self._name(file)}"
+                    self._error("file", text)
+        if tree is None or not self.headers:
+            return
+        named = {leaf.tensor for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)}
+        for name in sorted(named - first.keys()):
+            self._error("manifest", f"the manifest names '{name}', which no file holds")
+        for name in sorted(first.keys() - named):
+            self._error("manifest", f"a file holds '{name}', which the manifest does not name")
+
+    def _check_keys(self, tree: Node, pieces: StoredPieces | None) -> None:
+        """Checks that tensors that are recorded as PRNG keys can be data of such."""
+        entries = {e.name: e for header in self.headers.values() for e in header.tensors.values()}
+        file = join(self.path, MANIFEST)
+        for leaf in leaves(tree):
+            if not isinstance(leaf, TensorLeaf) or leaf.key_impl is None:
+                continue
+            stored = entries.get(leaf.tensor) if pieces is None else pieces.tensors[leaf.tensor]
+            if stored is None:
+                continue
+            dtype = DTYPES[stored.dtype] if isinstance(stored.dtype, str) else stored.dtype
+            shape, name = stored.shape, leaf.tensor
+            with self._reporting("manifest"):
+                prng.keys_of(shape, dtype.numpy, leaf.key_impl, file=file, tensor=name)
+
+    def _check_pieces(self, pieces: StoredPieces) -> None:
+        files = [join(self.path, name) for name in pieces.files]
+        named: dict[str, set[str]] = {file: set() for file in files}
+        for name, tensor in pieces.tensors.items():
+            for box in pieces.boxes(name):
+                file = files[box.file]
+                piece = piece_name(name, tensor.shape, box)
+                named[file].add(piece)
+                if file not in self.headers:
+                    continue
+                expected = f"{tensor.dtype} {list(box.box.shape)}"
+                entry = self.headers[file].tensors.get(piece)
+                found = "nothing" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
+                if found != expected:
+                    text = f"{self._name(file)} has {found} as '{piece}'"
+                    self._error("pieces", f"{text}; the manifest says {expected}")
+        for file, header in self.headers.items():
+            for name in sorted(header.tensors.keys() - named.get(file, set())):
+                text = f"{self._name(file)} holds '{name}', which the manifest does not name"
+                self._error("pieces", text)
+            if pieces.save_id is not None:
+                with self._reporting("pieces"):
+                    check_save(pieces.save_id, file, header)
+
+    def _check_stray(self, discovery: Discovery) -> None:
+        if self.storage.is_file(self.path):
+            return
+        for name in self.storage.list(self.path):
+            if name.endswith(SUFFIX) and join(self.path, name) not in discovery.files:
+                note = f"{name} is not a file of this checkpoint and is ignored"
+                self.findings.append(Finding("file", note, is_error=False))

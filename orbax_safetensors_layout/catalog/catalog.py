@@ -6,42 +6,53 @@ tensors is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Self
 
 from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
     ONE_A_BYTE,
+    PREFIX_BYTES,
     Header,
     Layout,
     Manifest,
+    OnError,
     StoredPieces,
     TensorEntry,
+    header_length,
+    parse_header,
+    raise_error,
 )
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.options import RetryPolicy
-from orbax_safetensors_layout.storage import Storage, join, open_storage
+from orbax_safetensors_layout.options import MIB, RetryPolicy, storage_profile
+from orbax_safetensors_layout.runtime import Workers
+from orbax_safetensors_layout.storage import (
+    FIRST_READ_BYTES,
+    Storage,
+    join,
+    open_storage,
+    read_range,
+)
 
 from .discover import Discovery, discover, listed, read_manifest
-from .headers import HeaderCache
 from .piece_catalog import PieceCatalog
 from .select import missing_names, select_names
 
+_LARGE_HEADER_BYTES = 8 * MIB
 _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 
 
 class Catalog:
     """The tensors of a checkpoint. Safe to use from many threads; `open` makes one.
 
-    Attributes:
-        path: The file or folder that holds it, in the storage's own terms.
-        files: Paths of its `.safetensors` files, sorted.
-        names: Names of all tensors: in the order of the index if it has one, else file by file in
-            the order of their bytes.
-        layout: `hf` for tensors stored whole, `sharded` for pieces.
+    `path` is the file or folder in the storage's own terms. `names` are in the order of the index
+    if there is one, else file by file in the order of their bytes.
     """
 
     def __init__(
@@ -56,7 +67,6 @@ class Catalog:
         self.path = path
         self.storage = storage
         self.files = tuple(sorted(discovery.files))
-        self.layout: Layout = "hf"
         self._pieces: PieceCatalog | None = None
         self._manifest_file = discovery.manifest_file
         self._manifest = manifest
@@ -64,7 +74,6 @@ class Catalog:
         self._headers = HeaderCache(storage, concurrency)
         self._file_of: Mapping[str, str]
         if manifest is not None and manifest.pieces is not None:
-            self.layout = "sharded"
             self._pieces = PieceCatalog(
                 manifest.pieces, discovery.files, self._headers.fetch, manifest.dtypes()
             )
@@ -73,10 +82,10 @@ class Catalog:
             self._file_of = _file_of(self._headers.fetch(self.files), path)
         else:
             paths = {name: join(path, name) for name in discovery.weights.files}
-            self._file_of = {
-                name: paths[file] for name, file in discovery.weights.weight_map.items()
-            }
+            weight_map = discovery.weights.weight_map
+            self._file_of = {name: paths[file] for name, file in weight_map.items()}
         self.names = tuple(self._file_of)
+        self.layout: Layout = "hf" if self._pieces is None else "sharded"
 
     @classmethod
     def open(
@@ -97,13 +106,6 @@ class Catalog:
 
         Without a `storage` the one that `path` names is opened, with `retries`, and closed by
         `close`. `concurrency` is of headers; by default the storage class's.
-
-        Raises:
-            CheckpointNotFoundError: `path` has no `.safetensors` file.
-            InvalidIndexError: The index is malformed or lists missing files, the folder has
-                several, or without one two files hold a tensor of the same name.
-            FormatError: Without an index, a header is malformed.
-            StorageError: A read failed.
         """
         owns_storage = storage is None
         if storage is None:
@@ -141,21 +143,12 @@ class Catalog:
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     def entries(self, names: Iterable[str]) -> dict[str, TensorEntry]:
         """Return the entries of some tensors, in the given order.
 
         Only headers of files that hold one of them are fetched, concurrently, and kept. A tensor
         that is stored in pieces is described as a whole; see `locate`. Where the manifest records
         that bytes hold sub-byte elements, the dtype is theirs.
-
-        Raises:
-            MissingTensorError: The checkpoint lacks some of them; names them all.
-            InvalidIndexError: A file's header lacks a tensor that the index says it holds.
-            FormatError: A header, or the manifest, is malformed.
-            StorageError: A read failed.
         """
         names = list(dict.fromkeys(names))
         missing = [name for name in names if name not in self._file_of]
@@ -185,12 +178,6 @@ class Catalog:
 
         These are the boxes that overlap a region, each stored as a row-major array of its own. A
         tensor that is stored whole is one box. The headers of many files are fetched together.
-
-        Raises:
-            MissingTensorError: The checkpoint lacks some of them; names them all.
-            InvalidManifestError: A file lacks a piece, or has it in another shape.
-            FormatError: A header is malformed.
-            StorageError: A read failed.
         """
         if self._pieces is not None:
             return self._pieces.find(regions)
@@ -252,15 +239,7 @@ class Catalog:
         return merged
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
-        """Return the names that match any of some patterns, in the order of `names`.
-
-        Patterns are glob-like and match whole names; see `compile_pattern`. Each also matches the
-        name that it spells.
-
-        Raises:
-            InvalidArgumentError: A pattern is malformed.
-            MissingTensorError: Some patterns match nothing; names them all.
-        """
+        """Return the names that match any of some patterns, in order; see `compile_pattern`."""
         return select_names(self.names, patterns, path=self.path)
 
 
@@ -289,3 +268,70 @@ def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:
             hint=f"Add the '{MAIN_INDEX}' that says which file counts, or give one file's path.",
         )
     return file_of
+
+
+class HeaderCache:
+    """Headers of files, each fetched when it is first asked for. Safe to use from many threads.
+
+    One thread at a time holds a large header, and none after one that was refused: a header of
+    100 MB takes 200 to 600 MB while it is parsed, and seconds under Python's lock.
+    """
+
+    def __init__(self, storage: Storage, concurrency: int | None = None) -> None:
+        self._storage = storage
+        self._concurrency = concurrency or storage_profile(storage.kind).concurrency
+        self._headers: dict[str, Header] = {}
+        self._lock = threading.Lock()
+        self._large_lock = threading.Lock()
+        self._refused: Exception | None = None
+
+    def fetch(self, files: Sequence[str]) -> dict[str, Header]:
+        """Return the headers of some files."""
+        # One lock for all: a second caller most likely asks for the same headers.
+        with self._lock:
+            lacking = [file for file in files if file not in self._headers]
+            self._refused = None
+            if len(lacking) == 1:
+                self._read(lacking[0])
+            elif lacking:
+                threads = min(self._concurrency, len(lacking))
+                with Workers(threads, "catalog", self._storage.interrupt) as workers:
+                    for file in lacking:
+                        workers.submit(functools.partial(self._read, file))
+                    workers.join()
+            return {file: self._headers[file] for file in files}
+
+    def _read(self, file: str) -> None:
+        self._headers[file] = read_header(self._storage, file, large=self._large())
+
+    @contextlib.contextmanager
+    def _large(self) -> Iterator[None]:
+        with self._large_lock:
+            if self._refused is not None:
+                raise self._refused
+            try:
+                yield
+            except Exception as error:
+                self._refused = error
+                raise
+
+
+def read_header(
+    storage: Storage,
+    file: str,
+    *,
+    on_error: OnError = raise_error,
+    large: AbstractContextManager[object] | None = None,
+) -> Header:
+    """Fetches and parses a file's header, in one request unless it is longer than 256 KiB.
+
+    `large` is entered while a large one is read; for `on_error` see `parse_header`.
+    """
+    file_size = storage.size(file)
+    data = read_range(storage, file, 0, min(file_size, FIRST_READ_BYTES))
+    length = header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
+    with large if large and length > _LARGE_HEADER_BYTES else contextlib.nullcontext():
+        header = data[PREFIX_BYTES : PREFIX_BYTES + length]
+        if len(header) < length:
+            header += read_range(storage, file, len(data), length - len(header))
+        return parse_header(header, file=file, file_size=file_size, on_error=on_error)

@@ -87,30 +87,19 @@ class CheckpointRef(NamedTuple):
 
 
 class Discovery(NamedTuple):
-    """The files of a checkpoint, and its index or manifest.
+    """The files of a checkpoint, and its index or manifest."""
 
-    Attributes:
-        path: The file or folder that holds it.
-        files: Paths of the `.safetensors` files.
-        manifest: The manifest, if it was read to know the files.
-    """
-
-    path: str
-    files: list[str]
+    path: str  # of the file or folder that holds it
+    files: list[str]  # paths
     weights: WeightIndex | None = None
     manifest_file: str | None = None
-    manifest: Manifest | None = None
+    manifest: Manifest | None = None  # if it was read to know the files
 
 
 def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) -> Discovery:
     """Return the files of the checkpoint at a path; of a step of Orbax those of its item.
 
     `on_error` is called for missing files; if it returns, the others are taken.
-
-    Raises:
-        CheckpointNotFoundError: The path has no `.safetensors` file.
-        FormatError: The index or the manifest is malformed, or lists files that are missing.
-        StorageError: A read failed.
     """
     if storage.is_file(path):
         if not path.endswith(SUFFIX):
@@ -284,12 +273,7 @@ def _index_name(names: Sequence[str], path: str) -> str | None:
 
 
 def read_manifest(storage: Storage, file: str) -> Manifest:
-    """Reads a manifest.
-
-    Raises:
-        InvalidManifestError: It is malformed, or of a newer version.
-        StorageError: The read failed.
-    """
+    """Reads a manifest."""
     data = read_file(storage, file, "the manifest", error=InvalidManifestError)
     return parse_manifest(data, file=file)
 

@@ -17,25 +17,11 @@ _DEFAULT_BITS = 4
 
 
 class _Scheme(NamedTuple):
-    """One way to store a quantised weight.
-
-    Attributes:
-        weight: Suffix of the name of the tensor with the values.
-        dtypes: Dtype codes of that tensor.
-        beside: Suffixes of the tensors beside it, which hold no parameters of their own; `*` is any
-            text.
-        bits: Bits of a value; None where the configuration says.
-    """
-
     name: str
-    weight: str
-    dtypes: tuple[str, ...]
-    beside: tuple[str, ...]
-    bits: int | None
-
-    def parameters(self, entry: TensorEntry, bits: int) -> int:
-        """Return the number of parameters in a tensor with values."""
-        return math.prod(entry.shape) * entry.dtype.bits // (self.bits or bits)
+    weight: str  # suffix of the name of the tensor with the values
+    dtypes: tuple[str, ...]  # codes of that tensor
+    beside: tuple[str, ...]  # suffixes of tensors without parameters of their own; `*` is any text
+    bits: int | None  # of a value; None where the configuration says
 
 
 # The first name beside the weight must exist; the first scheme that fits applies.
@@ -75,19 +61,12 @@ _SCHEMES = (
 
 
 class Quantization(NamedTuple):
-    """The quantisation of a checkpoint.
+    """The quantisation of a checkpoint."""
 
-    Attributes:
-        method: The method in the model's configuration, for instance `fp8`, with its figures.
-        weights: Number of tensors of each scheme, by its name.
-        parameters: Parameters of tensors whose elements are not one parameter each.
-        problem: A mistake in the configuration, and what is assumed.
-    """
-
-    method: str | None
-    weights: dict[str, int]
-    parameters: dict[str, int]
-    problem: str | None = None
+    method: str | None  # in the model's configuration, as `fp8`, with its figures
+    weights: dict[str, int]  # number of tensors of each scheme, by its name
+    parameters: dict[str, int]  # of tensors whose elements are not one parameter each
+    problem: str | None = None  # a mistake in the configuration, and what is assumed
 
 
 def find_quantization(
@@ -106,7 +85,8 @@ def find_quantization(
             is_stored = stem != name and entry.dtype.code in scheme.dtypes
             if is_stored and stem + scheme.beside[0] in entries:
                 weights[scheme.name] = weights.get(scheme.name, 0) + 1
-                parameters[name] = scheme.parameters(entry, bits)
+                nbits = math.prod(entry.shape) * entry.dtype.bits
+                parameters[name] = nbits // (scheme.bits or bits)
                 stems.setdefault(stem, []).append(scheme)
                 break
     if stems:
@@ -140,7 +120,6 @@ def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
 def _beside(
     entries: Mapping[str, TensorEntry], stems: Mapping[str, Sequence[_Scheme]]
 ) -> list[str]:
-    """Return the tensors beside the weights."""
     endings = {end for schemes in stems.values() for scheme in schemes for end in scheme.beside}
     exact = tuple(ending for ending in endings if "*" not in ending)
     globs = [ending.partition("*") for ending in endings if "*" in ending]

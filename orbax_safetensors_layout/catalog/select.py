@@ -1,19 +1,24 @@
-"""Selects tensors by patterns of names; errors suggest similar names."""
+"""Selects tensors by glob-like patterns of whole names; errors suggest similar names."""
 
 from __future__ import annotations
 
 import difflib
 import heapq
+import re
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import InvalidArgumentError, MissingTensorError, pattern_of
-
-from .patterns import compile_pattern, is_plain
 
 _FEW = 512
 _CANDIDATES = 64
 _MAX_HINTS = 5  # suggestions in one error; each is a pass over all names
+_MAX_RANGE = 10_000
+_MAX_DEPTH = 20
+_MAX_LOOSE = 3
+_NUMERIC_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
+_SET_ITEM = re.compile(r"(.)-(.)|(.)", re.DOTALL)
+_SPECIAL = frozenset("*?[{}")
 
 
 def select_names(names: Collection[str], patterns: str | Sequence[str], *, path: str) -> list[str]:
@@ -85,3 +90,149 @@ def suggest_names(name: str, names: Collection[str], count: int = 3) -> list[str
     many = len(names) > _FEW
     candidates = heapq.nlargest(_CANDIDATES, names, key=likeness) if many else names
     return difflib.get_close_matches(name, candidates, n=count)
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return a regular expression whose `fullmatch` is the pattern's.
+
+    `*` is any text, dots included, and `?` any one character; `[abc]`, `[a-z]` and `[!abc]` are one
+    character of a set; `{a,b}` is one of several patterns; `{0..15}` is a number of a range, both
+    ends included, and `{00..15}` one with leading zeros. A special character stands for itself in
+    a set: `[*]`. Patterns that are malformed, or would take long to match, are refused.
+
+    >>> bool(compile_pattern("layers.{0..3}.*.{weight,bias}").fullmatch("layers.3.mlp.up.bias"))
+    True
+    """
+    if not isinstance(pattern, str):
+        raise InvalidArgumentError(f"A pattern of names is a string, not {pattern!r}.")
+    return re.compile(_Translator(pattern).translate(), re.DOTALL)
+
+
+def is_plain(pattern: str) -> bool:
+    """Return whether a pattern has no special character, so that it matches itself alone."""
+    return _SPECIAL.isdisjoint(pattern)
+
+
+class _Part(NamedTuple):
+    """The regular expression of a part of a pattern."""
+
+    text: str
+    width: int | None  # number of characters that it matches; None if that varies
+    loose: int = 0  # number of its `*`s that the matching may have to try again
+
+
+_STAR = _Part(".*", None)
+
+
+def _joined(parts: Sequence[_Part]) -> _Part:
+    """Return parts one after the other, in a time of matching that no `*` makes exponential.
+
+    A `*` before a text of fixed width that another `*` follows is never tried again: the first
+    place where the text matches will do. It is an atomic group.
+    """
+    segments: list[list[_Part]] = [[]]  # what is before, between and after `*`s
+    for part in parts:
+        if part is not _STAR:
+            segments[-1].append(part)
+        elif segments[-1] or len(segments) == 1:  # a `*` after another adds nothing
+            segments.append([])
+    loose = sum(part.loose for part in parts)
+    whole = "".join(part.text for part in segments[0])
+    for number, segment in enumerate(segments[1:], 2):
+        text = "".join(part.text for part in segment)
+        is_atomic = number < len(segments) and all(part.width is not None for part in segment)
+        loose += not is_atomic
+        whole += f"(?>.*?{text})" if is_atomic else f".*{text}"
+    widths = [part.width for part in parts if part.width is not None]
+    return _Part(whole, sum(widths) if len(widths) == len(parts) else None, loose)
+
+
+def _any_of(parts: Sequence[_Part]) -> _Part:
+    widths = {part.width for part in parts}
+    width = widths.pop() if len(widths) == 1 else None
+    text = "|".join(part.text for part in parts)
+    return _Part(f"(?:{text})", width, max(part.loose for part in parts))
+
+
+class _Translator:
+    """Translates a pattern from left to right."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self._depth = 0
+
+    def translate(self) -> str:
+        whole = self._alternatives()
+        if self._at < len(self._pattern):
+            raise self._error(f"'}}' at {self._at} closes nothing")
+        if whole.loose > _MAX_LOOSE:
+            raise self._error(f"more than {_MAX_LOOSE} '*' beside braces take too long to match")
+        return whole.text
+
+    def _alternatives(self) -> _Part:
+        """Parses up to the closing brace, or the end; commas separate only within braces."""
+        alternatives: list[list[_Part]] = [[]]
+        while self._at < len(self._pattern):
+            character = self._pattern[self._at]
+            if character == "}":
+                break
+            if character == "[":
+                alternatives[-1].append(_Part(self._set(), 1))
+                continue
+            if character == "{":
+                alternatives[-1].append(self._braces())
+                continue
+            self._at += 1
+            if character == "*":
+                alternatives[-1].append(_STAR)
+            elif character == "?":
+                alternatives[-1].append(_Part(".", 1))
+            elif character == "," and self._depth:
+                alternatives.append([])
+            else:
+                alternatives[-1].append(_Part(re.escape(character), 1))
+        return _any_of([*map(_joined, alternatives)])
+
+    def _braces(self) -> _Part:
+        numeric = _NUMERIC_RANGE.match(self._pattern, self._at)
+        if numeric is not None:
+            self._at = numeric.end()
+            numbers = self._numbers(*numeric.groups())
+            return _any_of([_Part(number, len(number)) for number in numbers])
+        if self._depth == _MAX_DEPTH:
+            raise self._error(f"more than {_MAX_DEPTH} braces within one another")
+        self._at += 1
+        self._depth += 1
+        part = self._alternatives()
+        self._depth -= 1
+        if self._at == len(self._pattern):
+            raise self._error("a '{' is not closed")
+        self._at += 1
+        return part
+
+    def _set(self) -> str:
+        position = self._at
+        start = position + 1
+        negated = self._pattern.startswith("!", start)
+        start += negated
+        stop = self._pattern.find("]", start + 1)  # a ']' that comes first belongs to the set
+        if stop < 0:
+            raise self._error(f"the '[' at {position} is not closed")
+        body = ""
+        for low, high, single in _SET_ITEM.findall(self._pattern, start, stop):
+            if high < low:
+                raise self._error(f"the set range {low}-{high} is empty")
+            body += re.escape(single) or f"{re.escape(low)}-{re.escape(high)}"
+        self._at = stop + 1
+        return f"[{'^' if negated else ''}{body}]"
+
+    def _numbers(self, low: str, high: str) -> list[str]:
+        if not 0 <= int(high) - int(low) < _MAX_RANGE:
+            raise self._error(f"the range {{{low}..{high}}} must have 1 to {_MAX_RANGE} numbers")
+        padded = any(len(end) > 1 and end.startswith("0") for end in (low, high))
+        width = max(len(low), len(high)) if padded else 0
+        return [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
+
+    def _error(self, problem: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"Pattern {self._pattern[:200]!r}: {problem}.")

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.sharding import ShardingRule, parse_rules
 
 from .output import Output
 
-_LEAST_BUDGET_BYTES, _USUAL_BUDGET_BYTES = 64 * KIB, ReadOptions().memory_budget_bytes
+_USUAL_BUDGET_BYTES = ReadOptions().memory_budget_bytes
 T = TypeVar("T")
 
 
@@ -28,18 +28,10 @@ class UsageError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """One command.
+    """One command; `examples` lack the program's name.
 
-    Modules of commands import the operation only in `run`, so that help is quick and `inspect` and
-    `plan` need no JAX.
-
-    Attributes:
-        help: Its purpose, one line.
-        description: Its purpose, a paragraph.
-        examples: Command lines without the program's name.
-        add_arguments: Adds its arguments to a parser, but for `--quiet` and `--debug`.
-        run: Runs it; returns the exit code.
-        resume: Returns the message of an interrupt: the state left, and how to continue.
+    `run` returns the exit code, and imports the operation, so that help is quick and `inspect` and
+    `plan` need no JAX. `resume` returns the state that an interrupt left, and how to continue.
     """
 
     name: str
@@ -85,7 +77,7 @@ def add_memory_budget(
 
 def _memory_budget(text: str) -> int:
     size = parse_size(text)
-    if size < _LEAST_BUDGET_BYTES:  # as without a unit
+    if size < 64 * KIB:  # as without a unit
         raise ValueError(
             f"{text} is too little memory to work with; 2GiB is usual, 64KiB the least"
         )
@@ -137,7 +129,7 @@ def sharding_rules(texts: Sequence[str] | None) -> tuple[ShardingRule, ...]:
 
 
 def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
-    """Adds `--mapping`, whose purpose `help` says; see `find_mapping`."""
+    """Adds `--mapping`; see `find_mapping`."""
     parser.add_argument(
         "--mapping",
         "--family",
@@ -148,10 +140,7 @@ def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def find_mapping(text: str, path: str) -> Any:
-    """Return the mapping that `--mapping` names, with the configuration of the checkpoint `path`.
-
-    The working folder is on the module path.
-    """
+    """Return the mapping that `--mapping` names; the checkpoint `path` has the configuration."""
     from orbax_safetensors_layout.mapping import find_mapping as find
 
     _see_working_folder()
@@ -162,7 +151,7 @@ def find_mapping(text: str, path: str) -> Any:
 
 
 def python_object(text: str) -> Any:
-    """Return the object that `module:attribute` names; the working folder is on the module path."""
+    """Return the object that `module:attribute` names."""
     module, _, name = text.partition(":")
     if not (module and name):
         raise UsageError(f"{text!r} is not a MODULE:ATTRIBUTE")

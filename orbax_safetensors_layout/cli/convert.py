@@ -115,18 +115,15 @@ def _mapping(parsed: argparse.Namespace) -> Any:
     if not parsed.mapping:
         return None
     mapping = find_mapping(parsed.mapping, parsed.config or parsed.source)
-    if parsed.leave_out:
-        return mapping.like(parsed.config, leave_out=parsed.leave_out)
-    return mapping
+    return mapping.like(parsed.config, leave_out=parsed.leave_out) if parsed.leave_out else mapping
 
 
 def _resume(parsed: argparse.Namespace) -> str:
-    """Return the message of an interrupted conversion: the folder that it has begun, if any."""
     from orbax_safetensors_layout.storage import partial_folder
 
     target = os.path.realpath(os.path.expanduser(parsed.target))
-    steps = [] if parsed.step is None else [os.path.join(target, str(parsed.step))]
-    for folder in (partial_folder(path, "convert") for path in (target, *steps)):
+    for path in (target, os.path.join(target, str(parsed.step))):
+        folder = partial_folder(path, "convert")
         if os.path.isdir(folder):
             return (
                 f"What is written stays in {folder}; the same command continues there, with"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 from .command import Command, add_json
 from .output import Output, table
@@ -14,10 +15,9 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     if parsed.json:
         output.json(TARGETS)
         return 0
-    names = list(dict.fromkeys(name for families in TARGETS.values() for name in families))
     rows = [
         [name, *("yes" if name in families else "-" for families in TARGETS.values())]
-        for name in names
+        for name in dict.fromkeys(itertools.chain(*TARGETS.values()))
     ]
     output.result(table(["family", *TARGETS], rows, left=1 + len(TARGETS)))
     return 0

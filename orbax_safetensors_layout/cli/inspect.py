@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ from orbax_safetensors_layout.analysis import (
     TensorFacts,
     Total,
     inspect,
+    inspect_orbax,
     resolve_checkpoint,
 )
 from orbax_safetensors_layout.runtime import count_text, number_text, size_text
@@ -43,7 +44,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, output: Output) -> int:
-    report = _inspect(parsed.path, parsed.filter)
+    location = resolve_checkpoint(parsed.path)
+    list_content = inspect_orbax if location.is_orbax else inspect
+    report = list_content(location.path, only=parsed.filter)
     if parsed.sort:
         ordered = sorted(report.tensors, key=_SORT_KEYS[parsed.sort])
         report = report._replace(tensors=tuple(ordered))
@@ -51,17 +54,11 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         output.json(_document(report))
         return 0
     rows = _by_file(report) if parsed.files else _by_tensor(report, every=parsed.all)
-    output.result("\n".join([*_head(report), "", rows, "", _totals(report)]))
+    totals = report.by_dtype() | {"all": report.total}
+    sums = [[code, *_cells(total)] for code, total in totals.items()]
+    footer = table(["dtype", "tensors", "parameters", "bytes"], sums)
+    output.result("\n".join([*_head(report), "", rows, "", footer]))
     return 0
-
-
-def _inspect(path: str, patterns: list[str] | None) -> Inspection:
-    location = resolve_checkpoint(path)
-    if not location.is_orbax:
-        return inspect(location.path, only=patterns)
-    from orbax_safetensors_layout.analysis import inspect_orbax
-
-    return inspect_orbax(location.path, only=patterns)
 
 
 def _head(report: Inspection) -> list[str]:
@@ -78,7 +75,8 @@ def _head(report: Inspection) -> list[str]:
         lines.append(f"problem      {report.problem}")
     for label, pairs in (("metadata", report.metadata), ("values", report.values)):
         if pairs:
-            shown = [f"{key}={_short(value)}" for key, value in [*pairs.items()][:10]]
+            texts = ((key, str(value)) for key, value in [*pairs.items()][:10])
+            shown = [f"{k}={text if len(text) <= 60 else text[:57] + '...'}" for k, text in texts]
             more = f", and {len(pairs) - 10:,} more" if len(pairs) > 10 else ""
             lines.append(f"{label:13}{', '.join(shown)}{more}")
     return lines
@@ -95,44 +93,32 @@ def _by_tensor(report: Inspection, *, every: bool) -> str:
         ]
     rows = []
     for name, tensors in groups:
-        total = functools.reduce(Total.plus, tensors, Total())
         first = tensors[0]
-        files = sorted({file for tensor in tensors for file in tensor.files})
+        files = {file for tensor in tensors for file in tensor.files}
         if report.layout == "orbax":
             where = number_text(first.pieces, "chunk")
         else:
             pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
-            where = (files[0] if len(files) == 1 else f"{len(files)} files") + pieces
-        rows.append([name, first.dtype, str(list(first.shape)), where, *_cells(total)])
+            where = (first.files[0] if len(files) == 1 else f"{len(files)} files") + pieces
+        cells = _cells(Total.of(tensors))
+        rows.append([name, first.dtype, str(list(first.shape)), where, *cells])
     header = ["tensor", "dtype", "shape", "file", "tensors", "parameters", "bytes"]
     return table(header, rows, left=4)
 
 
 def _by_file(report: Inspection) -> str:
-    totals = dict.fromkeys(report.files, Total())
-    for tensor in report.tensors:
-        for file in tensor.files[:1] if tensor.pieces == 1 else ():
-            totals[file] = totals[file].plus(tensor)
+    tensors: dict[str, list[TensorFacts]] = defaultdict(list)
+    for tensor in report.tensors if report.layout == "hf" else ():
+        tensors[tensor.files[0]].append(tensor)
     rows = []
     for file, size in report.files.items():
-        counts = _cells(totals[file])[:2] if report.layout == "hf" else ["-", "-"]
+        counts = _cells(Total.of(tensors[file]))[:2] if report.layout == "hf" else ["-", "-"]
         rows.append([file, size_text(size), *counts])
     return table(["file", "size", "tensors", "parameters"], rows)
 
 
-def _totals(report: Inspection) -> str:
-    totals = report.by_dtype() | {"all": report.total}
-    rows = [[code, *_cells(total)] for code, total in totals.items()]
-    return table(["dtype", "tensors", "parameters", "bytes"], rows)
-
-
 def _cells(total: Total) -> list[str]:
     return [f"{total.tensors:,}", count_text(total.parameters), size_text(total.nbytes)]
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _json(value: object) -> object:
@@ -143,17 +129,10 @@ def _json(value: object) -> object:
 
 def _document(report: Inspection) -> dict[str, object]:
     quantization = report.quantization
-    return {
-        "path": report.path,
-        "model": report.model,
-        "problem": report.problem,
-        "layout": report.layout,
-        "quantization": None
-        if quantization is None
-        else {"method": quantization.method, "weights": quantization.weights},
-        "metadata": report.metadata,
+    stored = quantization and {"method": quantization.method, "weights": quantization.weights}
+    return report._asdict() | {
+        "quantization": stored,
         "values": {name: _json(value) for name, value in report.values.items()},
-        "files": report.files,
         "total": report.total._asdict(),
         "by_dtype": {code: total._asdict() for code, total in report.by_dtype().items()},
         "tensors": [tensor._asdict() for tensor in report.tensors],

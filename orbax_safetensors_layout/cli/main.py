@@ -14,10 +14,8 @@ from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLay
 
 from . import consolidate, convert, families, inspect, plan, verify
 from .command import Command, UsageError
-from .output import Output
+from .output import PROGRAM, Output
 from .sigint import INTERRUPTED, clean_interrupts
-
-PROGRAM = "orbax-safetensors"
 
 VERBS: tuple[Command, ...] = (
     inspect.VERB,
@@ -29,18 +27,17 @@ VERBS: tuple[Command, ...] = (
 )
 
 _EXPECTED = (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError)
-FINDING, MISUSE, NO_READER = 1, 2, 141
+_FINDING, _MISUSE, _NO_READER = 1, 2, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, with the process's own arguments by default; return the exit code.
+    """Run one command, with the process's arguments by default; return the exit code.
 
-    That is the command's own, 0 or 1; 1 for an error of a checkpoint or the system; 2 for misuse;
-    130 when interrupted; 141 when the reader of stdout is gone.
+    Besides those of `cli` 141, when the reader of stdout is gone.
     """
     parsed = parser().parse_args(arguments)
     verb: Command = parsed.verb
-    output = Output(PROGRAM, quiet=parsed.quiet)
+    output = Output(quiet=parsed.quiet)
     if isinstance(sys.stdout, io.TextIOWrapper):  # bytes of paths that are not text are kept
         sys.stdout.reconfigure(errors="surrogateescape")
 
@@ -58,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Python flushes stdout once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
+        return _NO_READER
     except Exception as error:
         if parsed.debug:
             raise
@@ -66,10 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (text and isinstance(error, _EXPECTED)):
             text = f"{type(error).__name__}: {text} (--debug tells where)"
         output.error(text)
-        is_misuse = isinstance(error, InvalidArgumentError)
-        if isinstance(error, SafetensorsLayoutError) and not is_misuse:
-            return FINDING
-        return MISUSE if isinstance(error, UsageError | ValueError | ImportError) else FINDING
+        if isinstance(error, SafetensorsLayoutError):
+            return _MISUSE if isinstance(error, InvalidArgumentError) else _FINDING
+        return _MISUSE if isinstance(error, UsageError | ValueError | ImportError) else _FINDING
 
 
 def _version() -> str:

@@ -11,6 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from orbax_safetensors_layout.runtime import text_table
 
+PROGRAM = "orbax-safetensors"
+
 _SURROGATES = {n: f"\\u{n:04x}" for n in (*range(0xD800, 0xDC80), *range(0xDD00, 0xE000))}
 """Surrogates that JSON can hold and no stream takes; the others are bytes of paths."""
 
@@ -30,7 +32,6 @@ Key = TypeVar("Key", bound=Hashable)
 class Output:
     """The two streams of a command; `quiet` leaves out messages but errors, and progress."""
 
-    program: str
     quiet: bool = False
 
     @property
@@ -55,7 +56,7 @@ class Output:
     def error(self, text: str) -> None:
         """Writes a line to stderr."""
         sys.stdout.flush()  # in order, where both streams are one
-        sys.stderr.write(f"{self.program}: {text.translate(_CONTROLS)}\n")
+        sys.stderr.write(f"{PROGRAM}: {text.translate(_CONTROLS)}\n")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -75,38 +76,30 @@ class NameFamily(NamedTuple, Generic[Key]):
 
 
 def name_families(named: Iterable[tuple[str, Key]]) -> list[NameFamily[Key]]:
-    """Joins names of one kind that differ by whole numbers alone, as in `layers.0.w`, `layers_0.w`.
-
-    Takes names and their kinds; returns the families in the order of their first members.
-    """
+    """Joins names, given with kinds, of one kind that differ by whole numbers alone, in order."""
     members: dict[tuple[tuple[str, ...], Key], list[int]] = {}
-    numbers: dict[tuple[tuple[str, ...], Key], list[set[int]]] = {}
+    numbers: dict[tuple[tuple[str, ...], Key], list[list[int]]] = {}
     for place, (name, kind) in enumerate(named):
         parts = _NUMBER.split(name)
         key = (tuple(parts[::2]), kind)
         members.setdefault(key, []).append(place)
-        columns = numbers.setdefault(key, [set() for _ in parts[1::2]])
-        for column, number in zip(columns, parts[1::2], strict=True):
-            column.add(int(number))
+        numbers.setdefault(key, []).append([*map(int, parts[1::2])])
     return [
-        NameFamily(_pattern(texts, numbers[texts, kind]), kind, tuple(places))
-        for (texts, kind), places in members.items()
+        NameFamily(_pattern(key[0], [*zip(*numbers[key], strict=True)]), key[1], tuple(places))
+        for key, places in members.items()
     ]
 
 
-def _pattern(texts: Sequence[str], numbers: Sequence[set[int]]) -> str:
-    plain = all(len(values) == 1 for values in numbers)
-    escaped = [text if plain else _SPECIAL.sub(r"[\1]", text) for text in texts]
-    spans = [_span(sorted(values)) for values in numbers] + [""]
-    return "".join(text + span for text, span in zip(escaped, spans, strict=True))
+def _pattern(texts: Sequence[str], columns: Sequence[Sequence[int]]) -> str:
+    spans = [_span(sorted(set(column))) for column in columns] + [""]
+    if not all(span.isdecimal() for span in spans[:-1]):
+        texts = [_SPECIAL.sub(r"[\1]", text) for text in texts]
+    return "".join(text + span for text, span in zip(texts, spans, strict=True))
 
 
 def _span(numbers: Sequence[int]) -> str:
-    first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:
-        return str(first)
-    if last - first + 1 == len(numbers):
-        return f"{{{first}..{last}}}"
-    if len(numbers) <= _MOST_LISTED:
-        return f"{{{','.join(map(str, numbers))}}}"
-    return "*"
+        return str(numbers[0])
+    if numbers[-1] - numbers[0] + 1 == len(numbers):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return f"{{{','.join(map(str, numbers))}}}" if len(numbers) <= _MOST_LISTED else "*"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -38,20 +39,15 @@ _SOME_ROWS = 8  # of rules
 
 def estimate_text(estimate: ClusterEstimate, top: int) -> str:
     """Format an estimate as a page that names the `top` costliest tensors."""
-    parts = [
-        _head(estimate),
-        _rules(estimate),
-        _misfits(estimate, top),
-        _table(estimate),
-        _costly(estimate, top),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    head, rules, figures = _head(estimate), _rules(estimate), _table(estimate)
+    parts = (head, rules, _misfits(estimate, top), figures, _costly(estimate, top))
+    return "\n\n".join(filter(None, parts))
 
 
 def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate]) -> str:
     """Format estimates, all of loads or all of saves, side by side: the maximum over hosts."""
     rows = [["devices, hosts", *(f"{e.grid.devices:,}, {e.grid.processes:,}" for e in estimates)]]
-    for name, of, text in _figures(estimates[0]):
+    for name, of, text in _LOAD if estimates[0].saves is None else _SAVE:
         rows.append([f"{name}, a host", *(text(max(map(of, e.costs))) for e in estimates)])
         if text is not _ratio:
             totals = (_sum(e, [*map(of, e.costs)], text) for e in estimates)
@@ -62,10 +58,6 @@ def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate])
     if any(e.misfits for e in estimates):
         rows.append(["tensors that do not fit", *(f"{len(e.misfits):,}" for e in estimates)])
     return table(["", *labels], rows)
-
-
-def _figures(estimate: ClusterEstimate) -> tuple[Figure, ...]:
-    return _LOAD if estimate.saves is None else _SAVE
 
 
 def _head(estimate: ClusterEstimate) -> str:
@@ -83,8 +75,8 @@ def _head(estimate: ClusterEstimate) -> str:
         f" {number_text(estimate.leaf_count, 'tensor')} to {doing}",
         f"cluster  mesh {axes}: {number_text(grid.devices, 'device')} on {hosts}",
         f"storage  {estimate.storage}: {seconds_text(profile.latency_seconds)} a request,"
-        f" {profile.concurrency} at once; {_rate(profile.bandwidth_bytes_per_second)} a stream,"
-        f" {_rate(estimate.rate.bytes_per_second)} a host",
+        f" {profile.concurrency} at once; {size_text(profile.bandwidth_bytes_per_second)}/s a"
+        f" stream, {size_text(estimate.rate.bytes_per_second)}/s a host",
     ]
     if not estimate.is_complete:
         lines.append(
@@ -92,10 +84,6 @@ def _head(estimate: ClusterEstimate) -> str:
             " figures of all hosts are scaled up from them"
         )
     return "\n".join(lines)
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{size_text(bytes_per_second)}/s"
 
 
 def _rules(estimate: ClusterEstimate) -> str:
@@ -110,9 +98,7 @@ def _rules(estimate: ClusterEstimate) -> str:
 
 def _misfits(estimate: ClusterEstimate, top: int) -> str:
     """Format tensors that cannot be sharded as their rule says, by pattern."""
-    families = name_families(
-        (misfit.name, (misfit.shape, misfit.reason)) for misfit in estimate.misfits
-    )
+    families = name_families((m.name, (m.shape, m.reason)) for m in estimate.misfits)
     lines = [f"{pattern} {list(shape)}: {reason}" for pattern, (shape, reason), _ in families[:top]]
     more = len(families) - len(lines)
     lines += [f"… and {more:,} more like these"] if more > 0 else []
@@ -122,7 +108,7 @@ def _misfits(estimate: ClusterEstimate, top: int) -> str:
 def _table(estimate: ClusterEstimate) -> str:
     values: Sequence[float] = estimate.process_parameters
     rows = [["parameters", *_span(values, count_text), _sum(estimate, values, count_text)]]
-    for name, of, text in _figures(estimate):
+    for name, of, text in _LOAD if estimate.saves is None else _SAVE:
         values = [of(cost) for cost in estimate.costs]
         total = _sum(estimate, values, text)
         if text is _ratio:
@@ -153,9 +139,8 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
     """Format the tensors that cost most, by pattern, each with advice."""
     patterns: dict[LeafCost, list[str]] = {}
     counts: dict[LeafCost, int] = {}
-    for family in name_families(
-        (leaf.name, leaf._replace(name="")) for leaf in estimate.leaf_costs
-    ):
+    unnamed = ((leaf.name, leaf._replace(name="")) for leaf in estimate.leaf_costs)
+    for family in name_families(unnamed):
         patterns.setdefault(family.kind, []).append(family.pattern)
         counts[family.kind] = counts.get(family.kind, 0) + len(family.members)
 
@@ -173,19 +158,14 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
             patterns[leaf][0] + (f" and {more} more like it" if more else ""),
             f"  {leaf.dtype} {list(leaf.shape)}{spec}: {counts[leaf]:,} x"
             f" {size_text(leaf.read_bytes)} read for {size_text(leaf.needed_bytes)} needed, in"
-            f" {_requests(leaf.requests)} a host; costs {seconds_text(excess(leaf))} more"
-            " than the needed bytes alone",
+            f" {count_text(leaf.requests)} request{'' if leaf.requests == 1 else 's'} a host;"
+            f" costs {seconds_text(excess(leaf))} more than the needed bytes alone",
             f"  {advice}",
         ]
     return "\n".join(["costliest beyond their bytes", *lines]) if lines else ""
 
 
-def _requests(count: int) -> str:
-    return f"{count_text(count)} request{'' if count == 1 else 's'}"
-
-
 def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
-    """Return advice on how to lower the cost of a leaf."""
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
     ways = 1 if leaf.spec is None else estimate.grid.ways([*itertools.chain(*leaf.spec)])
     if leaf.read_bytes > 1.5 * leaf.needed_bytes:
@@ -259,5 +239,4 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
 
 
 def _cost_document(cost: Cost) -> dict[str, object]:
-    names = ("needed_bytes", "read_bytes", "written_bytes", "requests", "files", "peak_host_bytes")
-    return {name: getattr(cost, name) for name in names}
+    return {name: value for name, value in dataclasses.asdict(cost).items() if name != "tensors"}

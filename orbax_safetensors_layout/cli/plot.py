@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from orbax_safetensors_layout.analysis import ClusterEstimate
-from orbax_safetensors_layout.plan import Coverage, coverage
+from orbax_safetensors_layout.plan import Cost, Coverage, coverage
 from orbax_safetensors_layout.runtime import size_text
 
 from .command import UsageError
 
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4
-_TICKS = 8  # of a single file, at most
 _LEAST_NAMED = 0.02  # of the width, for a tensor's name
 
 
 def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
-    """Draw an estimate: above the bytes that the shards need, below those that are read.
-
-    Not of a tree or of pieces, whose hosts are planned one by one. The picture at `path` has the
-    format of its ending; `files` is a pattern of the names of the files to draw.
-    """
+    """Draw the bytes that the shards need, and below those that are read, of files of a pattern."""
     if estimate.cluster is None:
         raise UsageError("--plot draws loads of plain tensors that are stored whole")
     try:
@@ -50,13 +44,11 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     least = min(float(share.min() or most) for share in shown)
     wide = most > 10 * least  # a few shares stand out from many small ones
     norm = LogNorm(least, most) if wide else Normalize(0, most)
-    totals = [
-        sum(cost.needed_bytes for cost in estimate.costs),
-        sum(cost.read_bytes for cost in estimate.costs),
-    ]
+    total = sum(estimate.costs, Cost())
     step = max(1, count // 8)
-    for axes, share, doing, total in zip(
-        (above, below), shown, ("needs", "reads"), totals, strict=True
+    for axes, share, label in (
+        (above, shown[0], f"host needs: {size_text(total.needed_bytes)} in all"),
+        (below, shown[1], f"host reads: {size_text(total.read_bytes)} in all"),
     ):
         image = axes.imshow(
             share,
@@ -67,15 +59,12 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
             extent=(0, seen.total_bytes, count - 0.5, -0.5),
         )
         axes.set_yticks(range(0, count, step), [str(host) for host in hosts[::step]])
-        axes.set_ylabel(f"host {doing}: {size_text(total)} in all")
+        axes.set_ylabel(label)
     _mark_tensors(above, seen)
     _mark_files(below, seen)
     mesh = ",".join(f"{name}={size}" for name, size in estimate.grid.axes.items())
-    of = (
-        f"{count} of {estimate.grid.processes:,} hosts"
-        if count < estimate.grid.processes
-        else "host"
-    )
+    hosts_text = f"{count} of {estimate.grid.processes:,} hosts"
+    of = hosts_text if count < estimate.grid.processes else "host"
     name = estimate.path.rstrip("/").rpartition("/")[2]
     figure.suptitle(f"What each {of} needs and reads of {name}, mesh {mesh}", x=0.01, ha="left")
     bar = figure.colorbar(image, ax=[above, below], pad=0.01, fraction=0.03)
@@ -86,7 +75,6 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
 
 
 def _mark_tensors(axes: Any, seen: Coverage) -> None:
-    """Names above the tensors that are wide enough for one."""
     named = [item for item in seen.tensors if item[2] > _LEAST_NAMED * seen.total_bytes]
     if not named or len(named) > _MOST_LABELS:
         return
@@ -98,8 +86,8 @@ def _mark_tensors(axes: Any, seen: Coverage) -> None:
 def _mark_files(axes: Any, seen: Coverage) -> None:
     """Lines between files and their numbers, or round places in a single file."""
     if len(seen.edges) == 1:
-        ticks = _round_ticks(seen.total_bytes)
-        axes.set_xticks(ticks, [size_text(tick) for tick in ticks])
+        axes.locator_params(axis="x", nbins=8, steps=[1, 2, 2.5, 5, 10], integer=True)
+        axes.xaxis.set_major_formatter(lambda place, _: size_text(place))
         axes.set_xlabel(f"place in {seen.edges[0][0].rpartition('/')[2]}, without its header")
         return
     step = -(-len(seen.edges) // _MOST_LABELS)
@@ -110,13 +98,3 @@ def _mark_files(axes: Any, seen: Coverage) -> None:
     axes.set_xticks(places, [str(number * step + 1) for number in range(len(places))])
     size = size_text(seen.total_bytes)
     axes.set_xlabel(f"place in {len(seen.edges)} files one after the other, {size}, by number")
-
-
-def _round_ticks(total: int) -> list[int]:
-    """Places from 0 on, a round number of bytes apart."""
-    if total < 1:
-        return [0]
-    power = 10 ** math.floor(math.log10(total))
-    steps = (max(1, power * part // 100) for part in (5, 10, 20, 25, 50, 100, 200, 500))
-    step = next(step for step in steps if total // step <= _TICKS)
-    return [*range(0, total + 1, step)]

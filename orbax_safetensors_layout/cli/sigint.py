@@ -15,11 +15,10 @@ _IMPORTING = "<frozen importlib"
 
 @contextlib.contextmanager
 def clean_interrupts(message: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C in the block raises `KeyboardInterrupt`; during an import it ends the process.
+    """Ctrl-C in the block raises `KeyboardInterrupt`; in an import it ends the process.
 
-    An import that is interrupted may swallow the interrupt, raise another error, or crash in
-    native code (each seen with numpy and jax). While one runs there is nothing to clean up.
-    `message` returns the text that is written to stderr then.
+    An interrupted import may swallow the interrupt, raise another error, or crash in native code
+    (each seen with numpy and jax); there is nothing to clean up yet. `message` goes to stderr then.
     """
 
     def interrupted(_: int, frame: FrameType | None) -> None:

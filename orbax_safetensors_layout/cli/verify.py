@@ -8,14 +8,7 @@ import dataclasses
 from orbax_safetensors_layout.analysis import resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions
 
-from .command import (
-    Command,
-    UsageError,
-    add_json,
-    add_mapping,
-    add_memory_budget,
-    find_mapping,
-)
+from .command import Command, UsageError, add_json, add_mapping, add_memory_budget, find_mapping
 from .output import Output
 
 
@@ -33,10 +26,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(parsed: argparse.Namespace, output: Output) -> int:
     from orbax_safetensors_layout.analysis import verify
 
-    if parsed.mapping and parsed.against is None:
-        raise UsageError("--mapping says what PATH is made of in --against OTHER")
-    if parsed.subtree and parsed.against is None:
-        raise UsageError("--subtree says which part of PATH is compared with --against OTHER")
+    if (parsed.mapping or parsed.subtree) and parsed.against is None:
+        raise UsageError("--mapping and --subtree say what is compared: give --against OTHER, too")
     mapping = None
     if parsed.mapping:
         source = resolve_checkpoint(parsed.against)

@@ -1,11 +1,13 @@
 """One checkpoint streamed into another: sources, targets, groups, and the journal between them."""
 
 from .checkpoint_reader import (
+    CHUNKS_IN_BUDGET,
     CheckpointReader,
     ReadableArrays,
     SafetensorsReader,
     SourceArray,
     arrays_of,
+    check_chunks,
     chunk_bytes,
     rerooted,
     values_of,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import MissingTensorError
+from orbax_safetensors_layout.errors import MissingTensorError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
     PACKED,
     Manifest,
@@ -38,38 +38,27 @@ from orbax_safetensors_layout.storage import RangeReader
 
 from .target import LeafRegion
 
+CHUNKS_IN_BUDGET = 4  # two that are compared, or one converted, and as much to read them with
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceArray:
-    """An array of a source, as a leaf of its tree.
+    """An array of a source, as a leaf of its tree; the shape of typed PRNG keys is their data's."""
 
-    Attributes:
-        name: Its dotted name in the tree that is converted.
-        stored: Its name in the source.
-        shape: Its shape; of typed PRNG keys, their data's.
-        kind: What it was before it was saved.
-        key_impl: Name of the implementation of typed PRNG keys.
-    """
-
-    name: str
-    stored: str
+    name: str  # dotted, in the tree that is converted
+    stored: str  # in the source
     shape: tuple[int, ...]
     dtype: np.dtype
-    kind: TensorKind = "numpy"
-    key_impl: str | None = None
+    kind: TensorKind = "numpy"  # before it was saved
+    key_impl: str | None = None  # the PRNG implementation of typed keys
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def rerooted(tree: Any, subtree: str | None) -> Any:
-    """Return a source's tree, or the part of this dotted name; arrays are named after it.
-
-    Raises:
-        MissingTensorError: The tree has no such part.
-    """
+    """Return a source's tree, or the part of this dotted name; arrays are named after it."""
     for key in subtree.split(".") if subtree else ():
         below = jax.tree_util.tree_flatten_with_path(
             tree, is_leaf=lambda x, tree=tree: x is not tree
@@ -113,10 +102,7 @@ class ReadableArrays(NamedTuple):
     storage: RangeReader
 
     def read(self, regions: Sequence[LeafRegion], memory_budget_bytes: int) -> list[np.ndarray]:
-        """Return the values of regions of target arrays that are made of these.
-
-        Reads may hold `memory_budget_bytes` of host memory besides the values.
-        """
+        """Return the values of regions; reads hold up to `memory_budget_bytes` besides these."""
         return self._reader(memory_budget_bytes).read([*map(self._region, regions)])
 
     def bytes_to_read(self, regions: Sequence[LeafRegion]) -> int:
@@ -146,22 +132,14 @@ class ReadableArrays(NamedTuple):
 
 
 class CheckpointReader(Protocol):
-    """A checkpoint that is read.
-
-    Attributes:
-        kind: `"hf"`, `"sharded"` or `"orbax"`.
-        tree: Its pytree: `SourceArray`s, Python numbers and strings.
-        is_recorded: Whether the tree is what was saved, not just the dict of its arrays.
-        metadata: Strings that are in its files.
-        custom: Its custom metadata, a JSON value.
-    """
+    """A checkpoint that is read."""
 
     path: str
-    kind: str
-    tree: Any
-    is_recorded: bool
-    metadata: Mapping[str, str]
-    custom: Any
+    kind: str  # "hf", "sharded" or "orbax"
+    tree: Any  # of `SourceArray`s, Python numbers and strings
+    is_recorded: bool  # whether the tree is what was saved, not just the dict of its arrays
+    metadata: Mapping[str, str]  # in its files
+    custom: Any  # its custom metadata, a JSON value
 
     def identity(self) -> str:
         """A digest of all that tells this checkpoint from another that was at the same path."""
@@ -188,11 +166,29 @@ def chunk_bytes(reader: CheckpointReader, array: SourceArray) -> int:
     return 0 if chunk is None else math.prod(chunk) * array.dtype.itemsize
 
 
-class SafetensorsReader:
-    """A safetensors checkpoint of either layout.
+def check_chunks(
+    reader: CheckpointReader, arrays: Iterable[SourceArray], memory_budget_bytes: int
+) -> None:
+    """Refuses chunks of which less than `CHUNKS_IN_BUDGET` fit into memory."""
+    most = memory_budget_bytes // CHUNKS_IN_BUDGET
+    sizes = {array.name: chunk_bytes(reader, array) for array in arrays}
+    large = [name for name, size in sizes.items() if size > most]
+    if large:
+        needed = CHUNKS_IN_BUDGET * max(sizes.values())
+        raise SafetensorsLayoutError(
+            f"chunks are more than a quarter of the memory budget: {large[:10]}",
+            file=reader.path,
+            tensor=large[0],
+            expected=f"at most {most:,} bytes",
+            found=f"{sizes[large[0]]:,} bytes",
+            hint=f"Set memory_budget_bytes (--memory-budget-bytes) to {needed:,} or more.",
+        )
 
-    `mapping` makes its arrays of the tensors, in place of these; with `is_flat` its tree is a flat
-    dict by the names of the tensors, whatever was saved.
+
+class SafetensorsReader:
+    """A safetensors checkpoint of either layout, or the arrays that `mapping` makes of one.
+
+    With `is_flat` its tree is a flat dict by the names of the tensors, whatever was saved.
     """
 
     def __init__(
@@ -237,13 +233,9 @@ class SafetensorsReader:
 
     def identity(self) -> str:
         storage = self._catalog.storage
-        entries = [
-            source.entry for source in self._sources.values() if isinstance(source, StoredSource)
-        ]
-        digest = hashlib.sha256(repr(entries).encode())
-        for file in self._catalog.files:
-            digest.update(repr((file, storage.size(file), storage.modified_seconds(file))).encode())
-        return digest.hexdigest()
+        entries = [s.entry for s in self._sources.values() if isinstance(s, StoredSource)]
+        files = [(f, storage.size(f), storage.modified_seconds(f)) for f in self._catalog.files]
+        return hashlib.sha256("".join(map(repr, (entries, *files))).encode()).hexdigest()
 
     def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays:
         sources = {}

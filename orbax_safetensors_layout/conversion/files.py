@@ -18,7 +18,7 @@ from orbax_safetensors_layout.format import (
     ONE_A_BYTE,
     Manifest,
 )
-from orbax_safetensors_layout.geometry import AffineView, Box, pack_bits, row_blocks
+from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan import LeafWrite, plan_all_writes
 from orbax_safetensors_layout.sharding import ProcessShards
@@ -36,10 +36,8 @@ from .target_tree import Topology, arrays_in, stand_ins
 
 
 class _Place(NamedTuple):
-    """File and first byte of a row-major box of a tensor."""
-
     file: str
-    start: int
+    start: int  # first byte of a row-major box of a tensor
 
 
 class FilesTarget:
@@ -47,10 +45,6 @@ class FilesTarget:
 
     Layout `sharded` has a piece for each shard of `topology`, and a file for each process. It
     always records the tree, layout `hf` if `is_tree`. `identity` is a digest of what is converted.
-
-    Raises:
-        SafetensorsLayoutError: Leaves that cannot be held; names all.
-        MismatchError: Arrays cannot be sharded as their rules say; names all.
     """
 
     def __init__(
@@ -76,20 +70,18 @@ class FilesTarget:
         arrays = {array.name: array for array in arrays_in(tree)}
         names = [written.tensor.name for written in prepared.leaves]
         self.leaves: Sequence[TargetArray] = [
-            dataclasses.replace(arrays[name], dtype=_values_dtype(written))
-            for name, written in zip(names, prepared.leaves, strict=True)
+            dataclasses.replace(arrays[written.tensor.name], dtype=_values_dtype(written))
+            for written in prepared.leaves
         ]
         self._layout = options.layout
         self._layouts = {file.name: file.layout for file in plan.own}
-        self._dtypes = {
-            name: w.tensor.dtype for name, w in zip(names, prepared.leaves, strict=True)
-        }
-        self._places: dict[str, dict[Box, list[_Place]]] = {name: {} for name in names}
+        self._dtypes = {written.tensor.name: written.tensor.dtype for written in prepared.leaves}
+        self._boxes: dict[str, dict[Box, list[_Place]]] = {name: {} for name in names}
         for file in plan.own:
             for part in file.parts:
-                places = self._places[names[part.leaf]].setdefault(part.tile.box, [])
+                places = self._boxes[names[part.leaf]].setdefault(part.tile.box, [])
                 places.append(_Place(file.name, part.start))
-        self._outer: dict[tuple[str, Box], Box] = {}  # of each region the box that it is of
+        self._places: dict[tuple[str, Box], list[_Place]] = {}  # of regions
         self._small_files = {**sidecar_files, **plan.index()}
         if is_tree or in_pieces:
             manifest = Manifest(
@@ -108,12 +100,16 @@ class FilesTarget:
 
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         """Return rows of each box."""
-        group = 8 if self._dtypes[leaf.name].packed else 1
+        dtype = self._dtypes[leaf.name]
+        group = 8 if dtype.packed else 1
         regions = []
-        for outer in self._places[leaf.name]:
+        for outer, places in self._boxes[leaf.name].items():
+            begin = 0  # bytes of the rows before
             for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
-                regions.append(LeafRegion(leaf, rows.shifted(outer.start)))
-                self._outer[leaf.name, regions[-1].box] = outer
+                box = rows.shifted(outer.start)
+                regions.append(LeafRegion(leaf, box))
+                self._places[leaf.name, box] = [_Place(f, start + begin) for f, start in places]
+                begin += rows.size * dtype.bits // 8
         return regions
 
     def describe(self) -> object:
@@ -129,27 +125,17 @@ class FilesTarget:
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         for region, value in zip(regions, values, strict=True):
             data = self._encoded(region, value)
-            for name, start in self._places_of(region):
+            for name, start in self._places[region.leaf.name, region.box]:
                 self._file(name).write_at(start, [data])
 
     def _encoded(self, region: LeafRegion, values: np.ndarray) -> np.ndarray:
-        """Return values as the bytes of the file."""
         dtype = self._dtypes[region.leaf.name]
         if values.dtype.name in NARROW_INTEGERS:
             values = values.astype(dtype.numpy)
         flat = values.reshape(-1).view(np.uint8)
         return pack_bits(flat, dtype.bits) if dtype.packed else flat
 
-    def _places_of(self, region: LeafRegion) -> list[_Place]:
-        """Return where the first byte of a region, one of `regions`, is written."""
-        leaf, box = region
-        outer = self._outer[leaf.name, box]
-        first = AffineView.row_major(outer.shape).restrict(box.within(outer)).offset
-        begin = first * self._dtypes[leaf.name].bits // 8
-        return [_Place(file, start + begin) for file, start in self._places[leaf.name][outer]]
-
     def _file(self, name: str) -> ResumableFile:
-        """Return a file that has its full size at once."""
         with self._lock:
             self._written.add(name)
             if name not in self._files:
@@ -181,7 +167,6 @@ class FilesTarget:
 
 
 def _values_dtype(leaf: LeafWrite) -> np.dtype:
-    """Return the dtype of the values that are encoded for a file."""
     one_a_byte = ONE_A_BYTE.get(leaf.values.name)
     if one_a_byte is not None and one_a_byte.code == leaf.tensor.dtype.code:
         return leaf.values

@@ -13,21 +13,15 @@ _MOST_OVER_READ = 1.05  # bytes read for a byte needed, before arrays are rather
 
 
 class LeafGroup(NamedTuple):
-    """Regions of leaves, in the order in which they are written.
-
-    Attributes:
-        staged: The arrays that are read as a whole first; none where regions are read directly.
-        is_assembled: Whether the regions are taken out of their leaves when these are whole.
-    """
+    """Regions of leaves, in the order in which they are written."""
 
     regions: tuple[LeafRegion, ...]
-    staged: tuple[SourceArray, ...] = ()
-    is_assembled: bool = False
+    staged: tuple[SourceArray, ...] = ()  # read as a whole first; none: regions are read directly
+    is_assembled: bool = False  # whether regions are taken out of leaves when these are whole
     number: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all regions."""
         return sum(region.nbytes for region in self.regions)
 
     @property
@@ -43,10 +37,7 @@ def make_groups(
     regions: Sequence[Sequence[LeafRegion]],
     most_bytes: int,
 ) -> list[LeafGroup]:
-    """Groups the regions of each leaf such that every byte of the source is read once.
-
-    Small ones are together up to `most_bytes`.
-    """
+    """Groups regions of leaves, up to `most_bytes`, to read every byte of the source once."""
     groups: list[LeafGroup] = []
     parts = _parts(source, arrays, leaves, regions)
     for _, run in itertools.groupby(parts, lambda part: (bool(part.staged), part.is_assembled)):

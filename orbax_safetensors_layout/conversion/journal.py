@@ -12,17 +12,20 @@ from orbax_safetensors_layout.storage import storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
 _VERSION = 4
+_DIFFERENCES = {
+    "version": "by another version of this package",
+    "source": "of another checkpoint, or of one that has changed since",
+    "arguments": "with other arguments",
+    "groups": "in other parts",
+}
 
 
 class Journal:
     """Lines of JSON in one file for each process: what is converted, then a line for each group.
 
     `source`, `arguments` and `groups` are digests of what is read, what is made of it, and of the
-    groups; `block_bytes` is what is read at once, which decides what the groups are.
-
-    Attributes:
-        identity: Equal for conversions of the same, whatever memory they may take.
-        digest: Equal on processes that convert the same in the same groups.
+    groups; `block_bytes` is what is read at once, which decides what the groups are. `identity` is
+    equal for conversions of the same in any groups, `digest` for those in the same groups.
     """
 
     def __init__(
@@ -39,9 +42,8 @@ class Journal:
     @staticmethod
     def block_bytes(folder: str) -> int | None:
         """Return what the conversion reads at once whose journal is there; None without one."""
-        for file in _files(folder):
-            head = next(iter(_lines(file)), None)
-            block_bytes = None if head is None else json.loads(head).get("block_bytes")
+        for head in (line for file in _files(folder) for line in _lines(file)[:1]):
+            block_bytes = json.loads(head).get("block_bytes")
             if isinstance(block_bytes, int):
                 return block_bytes
         return None
@@ -61,23 +63,15 @@ class Journal:
                     found=short_repr(repr(error)),
                     hint="Pass restart=True (--restart) to begin the conversion again.",
                 ) from error
-            self._check_head(versions)
+            for key, difference in _DIFFERENCES.items():
+                if versions[key] != self._head[key]:
+                    raise SafetensorsLayoutError(
+                        f"an unfinished conversion {difference} is beside the target",
+                        file=self._folder,
+                        hint="Repeat the call that was interrupted to continue it, or pass"
+                        " restart=True (--restart) to drop it.",
+                    )
         return done
-
-    def _check_head(self, found: dict[str, object]) -> None:
-        for key, difference in (
-            ("version", "by another version of this package"),
-            ("source", "of another checkpoint, or of one that has changed since"),
-            ("arguments", "with other arguments"),
-            ("groups", "in other parts"),
-        ):
-            if found[key] != self._head[key]:
-                raise SafetensorsLayoutError(
-                    f"an unfinished conversion {difference} is beside the target",
-                    file=self._folder,
-                    hint="Repeat the call that was interrupted to continue it, or pass"
-                    " restart=True (--restart) to drop it.",
-                )
 
     def open(self, process: int) -> None:
         """Begins, or continues, the file of a process; `add` and `close` are for it."""

@@ -35,26 +35,21 @@ from orbax_safetensors_layout.storage import (
     partial_folder,
 )
 
-from .checkpoint_reader import CheckpointReader, SourceArray, arrays_of, chunk_bytes
+from .checkpoint_reader import CheckpointReader, SourceArray, arrays_of, check_chunks
 from .groups import LeafGroup, make_groups, shares
 from .journal import Journal
 from .spool import Blocks, group_blocks
 from .target import FINISHED, LeafRegion, Target, region_batches
 
-_CHUNKS_IN_BUDGET = 4
 _LARGER_BLOCKS = 2  # a continued run may take blocks so many times as large as its own would be
 _IN_FLIGHT = 2  # blocks that are written while the next one is read
 _UNFINISHED, _PUBLISHED = "unfinished", "published"
 
 
 def conversion_block_bytes(folder: str, memory_budget_bytes: int, *, restart: bool) -> int:
-    """Return the bytes of a block: those of the run that is continued, whose journal counts them.
+    """Return the bytes of a block, read and written at once: those of a run that is continued.
 
-    A block is what is read, and written, at once. Up to three are in memory, each with the copies
-    that a codec makes of it.
-
-    Raises:
-        SafetensorsLayoutError: Its blocks are too large for the memory budget.
+    Up to three are in memory, each with the copies that a codec makes of it.
     """
     block_bytes = max(1, memory_budget_bytes // 16)
     workspace = partial_folder(folder, "convert")
@@ -73,21 +68,7 @@ def conversion_block_bytes(folder: str, memory_budget_bytes: int, *, restart: bo
 
 @dataclasses.dataclass
 class Conversion:
-    """One conversion.
-
-    Attributes:
-        arrays: The arrays of the source by name.
-        options: Memory, progress, and whether to compare at the end.
-        restart: Drop what an interrupted run has done.
-        arguments: What distinguishes this conversion from others of the same source and target, to
-            be compared by `repr`.
-        reopen: Opens what was written, to compare it.
-        is_replaced: Whether a name in a folder that is at `folder` goes with what is replaced.
-        nbytes: Bytes of all values.
-
-    Raises:
-        SafetensorsLayoutError: A chunk of the source is too large for the memory budget.
-    """
+    """One conversion, of `nbytes` of values."""
 
     source: CheckpointReader
     arrays: Mapping[str, SourceArray]
@@ -96,54 +77,37 @@ class Conversion:
     options: ConvertOptions
     block_bytes: int
     _: dataclasses.KW_ONLY
-    restart: bool
-    arguments: object
-    reopen: Callable[[str], CheckpointReader]
-    is_replaced: Callable[[str], bool]
+    restart: bool  # drops what an interrupted run has done
+    arguments: object  # tells this from others of the same source and target, by `repr`
+    reopen: Callable[[str], CheckpointReader]  # opens what was written, to compare it
+    is_replaced: Callable[[str], bool]  # whether a name in `folder` goes with what is replaced
 
     def __post_init__(self) -> None:
         self._workspace = partial_folder(self.folder, "convert")
         self._finished = os.path.join(self._workspace, FINISHED)
-        self._check_chunks()
         most, target = self.block_bytes, self.target
+        used = dict.fromkeys(name for leaf in target.leaves for name in leaf.sources)
+        arrays = (self.arrays[name] for name in used)
+        check_chunks(self.source, arrays, self.options.memory_budget_bytes)
         regions = [target.regions(leaf, most) for leaf in target.leaves]
         self._groups = make_groups(self.source, self.arrays, target.leaves, regions, most)
         self.nbytes = sum(group.nbytes for group in self._groups)
-        digest = hashlib.sha256()
+        groups = hashlib.sha256()
         for group in self._groups:
-            digest.update(repr(group).encode())
+            groups.update(repr(group).encode())
+        arguments = repr((self.arguments, target.describe()))
         self._journal = Journal(
             self._workspace,
             self.source.identity(),
-            hashlib.sha256(repr((self.arguments, target.describe())).encode()).hexdigest(),
+            hashlib.sha256(arguments.encode()).hexdigest(),
             block_bytes=most,
-            groups=digest.hexdigest(),
+            groups=groups.hexdigest(),
         )
-
-    def _check_chunks(self) -> None:
-        most = self.options.memory_budget_bytes // _CHUNKS_IN_BUDGET
-        used = dict.fromkeys(name for leaf in self.target.leaves for name in leaf.sources)
-        sizes = {name: chunk_bytes(self.source, self.arrays[name]) for name in used}
-        large = [name for name, size in sizes.items() if size > most]
-        if large:
-            needed = max(sizes.values()) * _CHUNKS_IN_BUDGET
-            raise SafetensorsLayoutError(
-                f"chunks of the source are more than a quarter of the memory budget: {large[:10]}",
-                tensor=large[0],
-                expected=f"at most {most:,} bytes",
-                found=f"{sizes[large[0]]:,} bytes",
-                hint=f"Set memory_budget_bytes to {needed:,} or more.",
-            )
 
     def run(self, processes: Processes, check: Callable[[], None]) -> int:
         """Runs it; returns the bytes that an interrupted run had written.
 
         `check` refuses a target that may not be replaced.
-
-        Raises:
-            MismatchError: What was written differs from what was read; names all arrays.
-            SafetensorsLayoutError: A read or write failed; what is recorded stays.
-            PeerError: Another process failed.
         """
         with contextlib.ExitStack() as stack:
             agreed = Fingerprint(
@@ -216,7 +180,7 @@ class Conversion:
     def _verify(self, processes: Processes) -> None:
         """Reads this process's share of what was written, and compares every bit."""
         done = self._journal.read()
-        differing: dict[str, None] = {}
+        differing = []
         with (
             contextlib.closing(self.reopen(self._finished)) as written,
             self._share(self._groups, processes, "verifying") as (groups, report),
@@ -231,13 +195,12 @@ class Conversion:
                 digests = _digests(blocks, report)
                 for region, *pair in zip(group.regions, digests, done[group.number], strict=True):
                     if pair[0] != pair[1]:
-                        differing[region.leaf.name] = None
-        if differing:
+                        differing.append(region.leaf.name)
+        problem = "what was written differs from the source"
+        errors = [MismatchError(problem, tensor=name) for name in dict.fromkeys(differing)]
+        if errors:
             raise MismatchError.collect(
-                [
-                    MismatchError("what was written differs from the source", tensor=name)
-                    for name in differing
-                ],
+                errors,
                 hint="The disk or the memory of this machine may be failing; convert again with"
                 " restart=True (--restart).",
             )

@@ -33,7 +33,7 @@ from .target import LeafRegion, TargetArray, batches, region_batches
 _MOST_ORDERS = 24  # of axes that are tried
 
 Blocks: TypeAlias = Iterator[tuple[list[LeafRegion], list[np.ndarray]]]
-"""Regions and their values, what is in memory at once."""
+"""Regions and their values, as many as are in memory at once."""
 
 
 @contextlib.contextmanager
@@ -46,13 +46,9 @@ def group_blocks(
     most_bytes: int,
     block_bytes: int,
 ) -> Iterator[Blocks]:
-    """Yields the blocks of a group, in the order of its regions.
+    """Yields the blocks of a group, in the order of its regions; `block_bytes` are read at once.
 
-    Up to `most_bytes` of a spool are in memory, more in the file `spool`; `block_bytes` are read at
-    once.
-
-    Raises:
-        SafetensorsLayoutError: A read, or a write to the temporary file, failed.
+    Up to `most_bytes` of a spool are in memory, more in the file `spool`.
     """
     names = dict.fromkeys(name for region in group.regions for name in region.leaf.sources)
     readable = None if group.staged else source.readable([arrays[name] for name in names])

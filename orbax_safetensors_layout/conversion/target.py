@@ -20,23 +20,14 @@ FINISHED = "finished"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetArray:
-    """An array of a target, as a leaf of its tree.
+    """An array of a target, as a leaf of its tree; the shape of typed PRNG keys is their data's."""
 
-    Attributes:
-        name: Its dotted name.
-        shape: Its shape; of typed PRNG keys, their data's.
-        dtype: Dtype of the values that the target takes.
-        kind: What it is to be when it is restored.
-        made_of: The source's array that it is, by name, or an expression over several.
-        key_impl: Name of the implementation of typed PRNG keys.
-    """
-
-    name: str
+    name: str  # dotted
     shape: tuple[int, ...]
-    dtype: np.dtype
-    kind: TensorKind
-    made_of: str | BoundExpr
-    key_impl: str | None = None
+    dtype: np.dtype  # of the values that the target takes
+    kind: TensorKind  # when it is restored
+    made_of: str | BoundExpr  # the source's array that it is, or an expression over several
+    key_impl: str | None = None  # the PRNG implementation of typed keys
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -52,7 +43,6 @@ class LeafRegion(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return self.box.size * self.leaf.dtype.itemsize
 
 

@@ -35,11 +35,7 @@ def plain_tree(tree: Any) -> Any:
 def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, Any]:
     """Return the tree of a target whose arrays a mapping makes of those of a source's tree.
 
-    With `inverse` the source is a model, and the target a flat dict of the tensors that the mapping
-    takes; else it is nested dicts, a model.
-
-    Raises:
-        MappingError: It does not fit, or the tree has leaves that are not arrays; tells everything.
+    It is nested dicts, a model, or with `inverse` a flat dict of tensors that the mapping takes.
     """
     values = [*values_of(tree)]
     if values:
@@ -95,26 +91,18 @@ class Topology:
 
     def raise_misfits(self) -> None:
         """Refuses arrays that cannot be sharded as their rules say; names all."""
-        if self._misfits:
-            raise MismatchError.collect(
-                [
-                    MismatchError(
-                        "the array cannot be sharded as its rule says",
-                        tensor=misfit.name,
-                        found=f"shape {misfit.shape}: {misfit.reason}",
-                    )
-                    for misfit in self._misfits
-                ],
-                hint="Give these a rule of their own, before the others.",
-            )
+        problem = "the array cannot be sharded as its rule says"
+        errors = [
+            MismatchError(problem, tensor=name, found=f"shape {shape}: {reason}")
+            for name, shape, _, reason in self._misfits
+        ]
+        if errors:
+            hint = "Give these a rule of their own, before the others."
+            raise MismatchError.collect(errors, hint=hint)
 
 
 def arrays_in(tree: Any) -> list[TargetArray]:
-    """Return the arrays of a target's tree.
-
-    Raises:
-        SafetensorsLayoutError: Two have one name; names all.
-    """
+    """Return the arrays of a target's tree, no two of which may have one name."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, TargetArray)]
     counts = collections.Counter(array.name for array in arrays)
     repeated = [name for name, count in counts.items() if count > 1]
@@ -126,20 +114,16 @@ def arrays_in(tree: Any) -> list[TargetArray]:
 
 
 def stand_ins(tree: Any, topology: Topology | None) -> Any:
-    """Return a target's tree with arrays without values, for what looks at shapes, dtypes alone.
-
-    Raises:
-        MismatchError: Arrays cannot be sharded as the rules of the topology say; names all.
-    """
+    """Return a target's tree with arrays without values, for what looks at shapes, dtypes alone."""
 
     def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, TargetArray):
             return leaf
         sharding = None if topology is None else topology.sharding(leaf)
-        if leaf.key_impl is not None:
-            name = leaf.key_impl
+        impl = leaf.key_impl
+        if impl is not None:
             data = _struct(leaf.shape, leaf.dtype)
-            keys = jax.eval_shape(lambda data: prng.wrap(data, name), data)
+            keys = jax.eval_shape(lambda data: prng.wrap(data, impl), data)
             return _struct(keys.shape, keys.dtype, sharding=sharding)
         if sharding is not None or leaf.kind == "jax":
             return _struct(leaf.shape, leaf.dtype, sharding=sharding)

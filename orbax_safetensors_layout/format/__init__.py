@@ -22,7 +22,18 @@ from .header import (
     raise_error,
 )
 from .index import INDEX_SUFFIX, MAIN_INDEX, SUFFIX, WeightIndex, parse_index
-from .manifest import MANIFEST, Layout, Manifest, parse_manifest
+from .manifest import (
+    MANIFEST,
+    UNCONSTRAINED,
+    Layout,
+    Manifest,
+    MeshRecord,
+    NamedRecord,
+    ShardingRecord,
+    SingleDeviceRecord,
+    SpecPart,
+    parse_manifest,
+)
 from .pieces import (
     NO_SAVE_ID,
     SAVE_ID,
@@ -33,14 +44,6 @@ from .pieces import (
     piece_name,
 )
 from .schema import short_repr
-from .shardings import (
-    UNCONSTRAINED,
-    MeshRecord,
-    NamedRecord,
-    ShardingRecord,
-    SingleDeviceRecord,
-    SpecPart,
-)
 from .tree import (
     MAX_DEPTH,
     Container,

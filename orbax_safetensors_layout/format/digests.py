@@ -25,13 +25,7 @@ _HEX = re.compile(r"[0-9a-f]{8}")
 
 
 def join_crc32(ranges: Iterable[tuple[int, int, int]], size: int) -> int:
-    """Return the CRC-32 of a file of `size` bytes from those of ranges that tile it.
-
-    A range is (first byte, bytes, CRC-32); they may come in any order.
-
-    Raises:
-        ValueError: They do not tile it.
-    """
+    """Return the CRC-32 of a file of `size` bytes from (first byte, bytes, CRC-32) of ranges."""
     joined = at = 0
     for start, length, value in sorted(ranges):
         if start != at:
@@ -74,11 +68,7 @@ def dump_digests(files: Mapping[str, int]) -> bytes:
 
 
 def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
-    """Return the CRC-32 of each file, from the bytes of `file`.
-
-    Raises:
-        InvalidManifestError: It is malformed, or of another version or algorithm.
-    """
+    """Return the CRC-32 of each file, from the bytes of `file`."""
     checks = Schema(file)
     document: dict[str, object] = {}
     digests: dict[str, str] = {}

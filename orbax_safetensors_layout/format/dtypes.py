@@ -17,18 +17,11 @@ from orbax_safetensors_layout.errors import UnsupportedDtypeError
 
 
 class DType(NamedTuple):
-    """A dtype of the file and of numpy.
+    """A dtype of the file and of numpy."""
 
-    Attributes:
-        code: The code in the header, for instance `"BF16"`.
-        numpy: The little-endian numpy dtype that holds one element in memory.
-        bits: Width of one element in the file. F4 and F6 elements are narrower than numpy's byte,
-            except where a manifest records that they are stored one a byte.
-    """
-
-    code: str
-    numpy: np.dtype[Any]
-    bits: int
+    code: str  # in the header, as "BF16"
+    numpy: np.dtype[Any]  # little-endian, of one element in memory
+    bits: int  # of one element in the file; of F4 and F6 8 where they are stored one a byte
 
     @property
     def packed(self) -> bool:
@@ -106,7 +99,7 @@ SUB_BYTE = frozenset(dtype.numpy for dtype in ONE_A_BYTE.values())
 def dtype_from_code(
     code: str, *, file: str | os.PathLike[str] | None = None, tensor: str | None = None
 ) -> DType:
-    """Return the dtype of a header's code; `file` and `tensor` are for the error."""
+    """Return the dtype of a header's code."""
     dtype = DTYPES.get(code)
     if dtype is None:
         raise UnsupportedDtypeError(
@@ -120,14 +113,7 @@ def dtype_from_code(
 
 
 def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DType:
-    """Return the format's dtype for a numpy dtype, whatever its byte order.
-
-    The result's `numpy` is little-endian: data of another byte order must be swapped on its way to
-    a file. `tensor` is for the error.
-
-    Raises:
-        UnsupportedDtypeError: The format has no code for it.
-    """
+    """Return the format's dtype, which is little-endian, for a numpy dtype of any byte order."""
     known = _BY_NUMPY.get(dtype)
     if known is None and dtype.byteorder in "<>":
         known = _BY_NUMPY.get(dtype.newbyteorder("<"))
@@ -142,13 +128,7 @@ def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DTyp
 
 
 def storage_dtype(dtype: np.dtype[Any], *, pack: bool = True, tensor: str | None = None) -> DType:
-    """Return the dtype in files: integers narrower than a byte are stored one a byte.
-
-    Without `pack` floats narrower than a byte are stored so, too. `tensor` is for the error.
-
-    Raises:
-        UnsupportedDtypeError: The format has no code for it.
-    """
+    """Return the dtype in files: integers, without `pack` also floats, of 1 to 7 bits are bytes."""
     if dtype in SUB_BYTE and not (pack and dtype in PACKED):
         return DTYPES[ONE_A_BYTE[dtype.name].code]
     return dtype_from_numpy(dtype, tensor=tensor)

@@ -40,14 +40,10 @@ class NewTensor(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """One new file of `size` bytes.
+    """One new file of `size` bytes."""
 
-    The header is the length, the JSON and the padding; the tensors are in the order of the file's
-    bytes, and their `file` is its name.
-    """
-
-    header: bytes
-    tensors: tuple[TensorEntry, ...]
+    header: bytes  # the length, the JSON and the padding
+    tensors: tuple[TensorEntry, ...]  # in the order of the file's bytes; their `file` is its name
     size: int
 
     def stamped(self, save_id: str) -> FileLayout:
@@ -66,11 +62,7 @@ def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:
 
 
 def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, list[NewTensor]]]:
-    """Return names and tensors of files, as Hugging Face does: a new file when one is full.
-
-    The tensors are in the natural order of their names; one of more than `max_file_bytes` has its
-    own file.
-    """
+    """Return names and tensors of files, as Hugging Face does: a new file when one is full."""
     groups: list[list[NewTensor]] = [[]]
     used = 0
     for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name)):
@@ -94,9 +86,6 @@ def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]
     Tensors of whole pages come first, then those whose size is a multiple of 64 bytes, so that all
     of them begin where mapped pages can be adopted; the others follow by descending element size,
     so that each begins at a multiple of its own. Otherwise they keep their order.
-
-    Raises:
-        FormatError: The header would be longer than the format allows.
     """
 
     def place(tensor: NewTensor) -> tuple[object, ...]:

@@ -9,7 +9,6 @@ most 8,192 characters: that of a shape of 64 dimensions has about 1,400.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -40,20 +39,14 @@ def raise_error(error: FormatError) -> NoReturn:
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a file: the place and the type of its bytes. There may be 100,000 of them.
-
-    Attributes:
-        shape: Its shape, in logical elements also where `dtype.packed`.
-        start: First byte, counted from the beginning of the file.
-        stop: One past the last byte.
-    """
+    """A tensor in a file: the place and the type of its bytes. There may be 100,000 of them."""
 
     name: str
     dtype: DType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in logical elements, also where `dtype.packed`
     file: str
-    start: int
-    stop: int
+    start: int  # first byte, counted from the beginning of the file
+    stop: int  # one past the last byte
 
     @property
     def nbytes(self) -> int:
@@ -61,27 +54,15 @@ class TensorEntry(NamedTuple):
         return self.stop - self.start
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Header:
-    """A validated header: its tensors tile the file's data, from byte `data_start` on, exactly.
+class Header(NamedTuple):
+    """A validated header: its tensors tile the file's data exactly."""
 
-    `tensors` are in the order of the file's bytes; `metadata` are the `__metadata__` strings.
-    """
-
-    file: str
-    tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
-    data_start: int
-    file_size: int
+    tensors: dict[str, TensorEntry]  # in the order of the file's bytes
+    metadata: dict[str, str]  # the `__metadata__` strings
 
 
 def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
-    """Return the length of the header in bytes, from the first 8 bytes of a file.
-
-    Raises:
-        TruncatedFileError: The file ends before its header does.
-        InvalidHeaderError: The length is beyond what the format allows.
-    """
+    """Return the length of the header in bytes, from the first 8 bytes of a file."""
     checks = Schema(file, TruncatedFileError)
     if len(prefix) < PREFIX_BYTES or file_size < PREFIX_BYTES:
         problem = "the file is truncated: it ends within the length of its header"
@@ -110,12 +91,6 @@ def parse_header(
     """Parses and validates a header without the 8 bytes of its length.
 
     `on_error` is called for errors of single tensors; if it returns, they are left out.
-
-    Raises:
-        InvalidHeaderError: The Rust library would not accept it, or it repeats a key, or does not
-            begin with `{`.
-        UnsupportedDtypeError: A tensor has a dtype that the format does not define.
-        TruncatedFileError: The file ends before its last tensor does.
     """
     checks = Schema(file, InvalidHeaderError)
     with checks.parsing("the header"):
@@ -148,8 +123,7 @@ class _HeaderParser:
                 self._on_error(self._repeated(repeated))
         for misplaced in self._misplaced(file_size):
             self._on_error(misplaced)
-        metadata = self._metadata or {}
-        return Header(self._checks.file, by_name, metadata, self._data_start, file_size)
+        return Header(by_name, self._metadata or {})
 
     def _parse_members(self, text: str) -> None:
         self._look_closely = strict_json.has_surrogate_escape(text)
@@ -219,7 +193,7 @@ class _HeaderParser:
         return TensorEntry(name, dtype, shared, checks.file, data_start + begin, data_start + end)
 
     def _fields(self, name: str, value: object) -> tuple[str, object, object]:
-        """Return the code, shape and offsets of a tensor; shape and offsets are not checked."""
+        """Return the code, shape and offsets of a tensor; the last two are not checked."""
         # No writer adds a key, and most keep this order; then no dict is made.
         if type(value) is tuple and len(value) == len(_FIELDS) and not self._look_closely:
             (key_0, code), (key_1, shape), (key_2, offsets) = value
@@ -228,15 +202,10 @@ class _HeaderParser:
             if {key_0, key_1, key_2} == _FIELD_SET and type(dict(value)["dtype"]) is str:
                 code, shape, offsets = map(dict(value).__getitem__, _FIELDS)
                 return code, shape, offsets
-        strict_json.refuse_unreadable(value)
-        return self._unusual_fields(name, dict(value) if type(value) is tuple else value)
+        return self._unusual_fields(name, strict_json.plain(value))
 
     def _unusual_fields(self, name: str, value: object) -> tuple[str, object, object]:
-        """`_fields` of forms that no writer makes but that the Rust library accepts.
-
-        These are additional keys, the three values as a list, and the dtype as `{"F32": null}`;
-        serde reads any struct and any enum so.
-        """
+        """Additional keys, a list of the three values, a dtype `{"F32": null}`, as serde reads."""
         if isinstance(value, list) and len(value) == len(_FIELDS):
             code, shape, offsets = value
         elif isinstance(value, dict) and all(field in value for field in _FIELDS):
@@ -246,11 +215,10 @@ class _HeaderParser:
             found = keys or short_repr(value)
             expected = f"an object with the keys {', '.join(_FIELDS)}"
             self._checks.refuse("malformed tensor entry", expected, found, name)
-        if type(code) is tuple and len(code) == 1 and code[0][1] is None:
-            ((code, _),) = code
+        if isinstance(code, dict) and [*code.values()] == [None]:
+            (code,) = code
         if not isinstance(code, str):
-            found = short_repr(strict_json.plain(code))
-            self._checks.refuse("malformed dtype", "a string", found, name)
+            self._checks.refuse("malformed dtype", "a string", short_repr(code), name)
         return code, shape, offsets
 
     def _sizes(self, name: str, field: str, items: object) -> list[int]:
@@ -265,7 +233,7 @@ class _HeaderParser:
         self._checks.refuse(f"malformed {field}", expected, short_repr(items), name)
 
     def _needed_bytes(self, name: str, dtype: DType, shape: list[int]) -> int:
-        """Return the bytes of a tensor; refused where Rust's 64-bit arithmetic would overflow."""
+        """Return the bytes of a tensor, unless Rust's 64-bit arithmetic would overflow."""
         size = 1
         for dimension in shape:
             size *= dimension
@@ -282,10 +250,7 @@ class _HeaderParser:
         self._checks.refuse(problem, expected, found, name)
 
     def _misplaced(self, file_size: int) -> Iterator[FormatError]:
-        """Yields errors where the sorted tensors do not cover the data exactly.
-
-        Gaps count only where no tensor was left out.
-        """
+        """Yields errors where the tensors do not cover the data; gaps only if none was left out."""
         position = self._data_start
         for entry in self._tensors:
             if entry.start < position or (self._is_complete and entry.start > position):

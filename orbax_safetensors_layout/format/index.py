@@ -32,12 +32,7 @@ class WeightIndex:
 
 
 def parse_index(data: bytes, *, file: str) -> WeightIndex:
-    """Parses and validates the bytes of an index file.
-
-    Raises:
-        InvalidIndexError: It is not JSON, repeats a key, has no `weight_map` of strings to strings,
-            or names a file other than a `.safetensors` file in or below its folder.
-    """
+    """Parses and validates an index, whose files may be in or below its folder alone."""
     checks = Schema(file, InvalidIndexError)
     kind: type | None = None  # of the weight map
     metadata: object = None
@@ -50,11 +45,11 @@ def parse_index(data: bytes, *, file: str) -> WeightIndex:
             if outer is not None:
                 weight_map[key] = _file_name(key, value, names, checks)
                 continue
-            strict_json.refuse_unreadable(value)  # other members are checked, and not kept
+            plain = strict_json.plain(value)  # other members are checked, and not kept
             if key == "weight_map":
                 kind = type(value)
             elif key == "metadata":
-                metadata = strict_json.plain(value)
+                metadata = plain
     if kind is not tuple:
         found = "nothing" if kind is None or kind is type(None) else kind.__name__
         expected = "an object 'weight_map' of tensor names to file names"

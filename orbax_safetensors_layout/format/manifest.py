@@ -8,8 +8,10 @@ which box is in which file.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
-from typing import Literal
+import math
+from typing import Literal, TypeAlias
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 
@@ -17,7 +19,6 @@ from . import strict_json
 from .dtypes import ONE_A_BYTE, DType
 from .pieces import StoredPieces, dump_pieces, parse_pieces
 from .schema import Schema, short_repr
-from .shardings import ShardingRecord, dump_sharding, parse_sharding
 from .tree import Node, TensorLeaf, dump_tree, leaves, parse_tree
 
 MANIFEST = "orbax_safetensors_layout.json"
@@ -28,25 +29,59 @@ Layout = Literal["hf", "sharded"]
 _VERSION_KEY = "orbax_safetensors_layout"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Manifest:
-    """A validated manifest.
+class Unconstrained(enum.Enum):
+    """The part of a spec that leaves a dimension to the compiler."""
 
-    Attributes:
-        layout: `hf` for tensors stored whole, `sharded` for pieces.
-        tree: The tree with its leaves; None where only a flat dict of tensors is known.
-        shardings: The shardings that leaves refer to by number.
-        metadata: Custom metadata, strings; they are in the tensor files' headers as well.
-        custom: Custom metadata, any JSON value.
-        pieces: The pieces, in layout `sharded`.
+    UNCONSTRAINED = "unconstrained"
+
+
+UNCONSTRAINED = Unconstrained.UNCONSTRAINED
+SpecPart: TypeAlias = str | tuple[str, ...] | Unconstrained | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshRecord:
+    """A mesh of devices, which are positions in `jax.devices()`, in row-major order."""
+
+    axis_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    axis_types: tuple[str, ...]
+    devices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedRecord:
+    """A `NamedSharding`; `memory_kind` is None where it is the devices' default.
+
+    The spec splits each dimension by nothing, a mesh axis, several, or as the compiler likes.
     """
 
+    mesh: MeshRecord
+    spec: tuple[SpecPart, ...]
+    memory_kind: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SingleDeviceRecord:
+    """A `SingleDeviceSharding`; its device is a position in `jax.devices()`."""
+
+    device: int
+    memory_kind: str | None = None
+
+
+ShardingRecord: TypeAlias = NamedRecord | SingleDeviceRecord
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """A validated manifest."""
+
     layout: Layout
-    tree: Node | None = None
-    shardings: tuple[ShardingRecord, ...] = ()
-    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
-    custom: object = None
-    pieces: StoredPieces | None = None
+    tree: Node | None = None  # None where only a flat dict of tensors is known
+    shardings: tuple[ShardingRecord, ...] = ()  # that leaves refer to by number
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)  # also in the headers
+    custom: object = None  # custom metadata, any JSON value
+    pieces: StoredPieces | None = None  # in layout `sharded`
 
     def dtypes(self) -> dict[str, DType]:
         """Return dtypes of the tensors whose sub-byte elements are stored one a byte, by name."""
@@ -69,13 +104,12 @@ class Manifest:
         Raises:
             TypeError: The custom metadata is not a JSON value.
             ValueError: A name is not Unicode text.
-            InvalidManifestError: It is larger than what is read again.
         """
         document: dict[str, object] = {_VERSION_KEY: VERSION, "layout": self.layout}
         if self.tree is not None:
             document["tree"] = dump_tree(self.tree)
         if self.shardings:
-            document["shardings"] = [dump_sharding(record) for record in self.shardings]
+            document["shardings"] = [_dump_sharding(record) for record in self.shardings]
         if self.metadata:
             document["metadata"] = self.metadata
         if self.custom is not None:
@@ -95,25 +129,19 @@ class Manifest:
 
 
 def parse_manifest(data: bytes, *, file: str) -> Manifest:
-    """Parses and validates the bytes of a manifest file.
-
-    Raises:
-        InvalidManifestError: It is not JSON, repeats a key, is of a newer version, or is malformed.
-        UnsupportedDtypeError: A piece has a dtype that the format does not define.
-    """
+    """Parses and validates the bytes of a manifest file."""
     checks = Schema(file)
     with checks.parsing("the manifest"):
         return _parse(_document(data.decode(), checks), checks)
 
 
 def _document(text: str, checks: Schema) -> dict[str, object]:
-    """Return the members, raw, of a version that this package reads."""
     document: dict[str, object] = {}
     look_closely = strict_json.has_surrogate_escape(text)
     whole = strict_json.members(text.lstrip(" \t\n\r"), longest=strict_json.UNBOUNDED)
     for _, key, value in whole:
         if look_closely:
-            strict_json.refuse_unreadable(value)
+            strict_json.plain(value)  # refuses lone surrogates
         document[key] = value
     version = document.get(_VERSION_KEY)
     if type(version) is not int or version < 1:
@@ -135,7 +163,7 @@ def _parse(document: dict[str, object], checks: Schema) -> Manifest:
     if layout not in ("hf", "sharded"):
         checks.refuse("unknown layout", "'hf' or 'sharded'", short_repr(layout))
     shardings = tuple(
-        parse_sharding(raw, checks)
+        _parse_sharding(raw, checks)
         for raw in checks.items(document.get("shardings", []), "shardings")
     )
     tree = pieces = None
@@ -160,6 +188,61 @@ def _parse(document: dict[str, object], checks: Schema) -> Manifest:
     )
 
 
+def _dump_sharding(record: ShardingRecord) -> dict[str, object]:
+    if isinstance(record, SingleDeviceRecord):
+        return {"device": record.device, "memory_kind": record.memory_kind}
+    mesh = record.mesh
+    return {
+        "mesh": dict(zip(mesh.axis_names, mesh.sizes, strict=True)),
+        "axis_types": mesh.axis_types,
+        "devices": mesh.devices,
+        "spec": [
+            {part.value: True} if isinstance(part, Unconstrained) else part for part in record.spec
+        ],
+        "memory_kind": record.memory_kind,
+    }
+
+
+def _parse_sharding(raw: object, checks: Schema) -> ShardingRecord:
+    fields = checks.members(raw, "sharding")
+    memory_kind = fields.get("memory_kind")
+    if memory_kind is not None:
+        memory_kind = checks.text(memory_kind, "memory kind")
+    if "device" in fields:
+        return SingleDeviceRecord(checks.size(fields["device"], "device"), memory_kind)
+    mesh = _mesh(fields, checks)
+    spec = tuple(_part(part, checks) for part in checks.items(fields.get("spec"), "spec"))
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    axes = [axis for part in parts for axis in part if isinstance(axis, str)]
+    if not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
+        expected = f"each of the mesh axes {short_repr(mesh.axis_names)} at most once"
+        checks.refuse("malformed spec", expected, short_repr(spec))
+    return NamedRecord(mesh, spec, memory_kind)
+
+
+def _mesh(fields: dict[str, object], checks: Schema) -> MeshRecord:
+    axes = checks.members(fields.get("mesh"), "mesh")
+    sizes = tuple(checks.size(size, "size of a mesh axis") for size in axes.values())
+    types = checks.texts(fields.get("axis_types"), "axis types")
+    devices = checks.sizes(fields.get("devices"), "devices of a mesh")
+    fits = len(types) == len(axes) and math.prod(sizes) == len(set(devices)) == len(devices)
+    if not fits or not devices:
+        expected = "a type for each axis, and distinct devices, as many as the sizes multiply to"
+        found = f"axes {short_repr(axes)}, {len(types)} types, {len(devices)} devices"
+        checks.refuse("malformed mesh", expected, found)
+    return MeshRecord(tuple(axes), sizes, types, devices)
+
+
+def _part(raw: object, checks: Schema) -> SpecPart:
+    if raw is None:
+        return None
+    if isinstance(raw, list):
+        return checks.texts(raw, "spec")
+    if raw == ((UNCONSTRAINED.value, True),):
+        return UNCONSTRAINED
+    return checks.text(raw, "spec")
+
+
 def _check_stored(tree: Node, pieces: StoredPieces, checks: Schema) -> None:
     tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)]
     missing = [leaf.tensor for leaf in tensors if leaf.tensor not in pieces.tensors]
@@ -180,7 +263,7 @@ def _dump_custom(custom: object) -> dict[str, object]:
     text = json.dumps({"custom": custom})
     try:
         for _, _, value in strict_json.members(text, longest=strict_json.UNBOUNDED):
-            strict_json.refuse_unreadable(value)
+            strict_json.plain(value)  # refuses what it could not be read from
     except strict_json.JsonError:
         return {"custom_text": json.dumps(custom)}
     return {"custom": custom}

@@ -50,18 +50,14 @@ class StoredTensor(NamedTuple):
 class StoredPieces:
     """The places of the pieces of all tensors.
 
-    Attributes:
-        files: File names, relative to the folder.
-        classes: Lists of boxes; tensors of equal shape and sharding share one. The distinct boxes
-            of a class cover the shape exactly; a box that occurs several times is in several files.
-        tensors: The tensors by name.
-        save_id: The id in the files' headers; None if the save had none.
+    Tensors of equal shape and sharding share a class of boxes. Its distinct boxes cover the shape
+    exactly; a box that occurs several times is in several files.
     """
 
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # relative to the folder
     classes: tuple[tuple[StoredBox, ...], ...]
     tensors: dict[str, StoredTensor]
-    save_id: str | None = None
+    save_id: str | None = None  # in the files' headers; None if the save had none
 
     def boxes(self, name: str) -> tuple[StoredBox, ...]:
         """Return the boxes of a tensor."""
@@ -97,13 +93,7 @@ def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
 
 
 def parse_pieces(raw: object, checks: Schema) -> StoredPieces:
-    """Parses and validates the pieces.
-
-    Raises:
-        InvalidManifestError: The value is malformed, a file is outside of the folder, or boxes do
-            not cover their tensor exactly.
-        UnsupportedDtypeError: A tensor has a dtype that the format does not define.
-    """
+    """Parses and validates the pieces."""
     fields = checks.members(raw, "pieces")
     files = checks.texts(fields.get("files"), "files of pieces")
     for name in files:

@@ -22,14 +22,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schema:
-    """Checks of the raw values of one file; all but `error` raise such an error.
-
-    Raw values are as `strict_json.members` yields them: objects are tuples of pairs.
-
-    Attributes:
-        file: The file's path, for errors.
-        kind: The class of the errors.
-    """
+    """Checks of the raw values, as `strict_json.members` yields them, of one file."""
 
     file: str
     kind: type[FormatError] = InvalidManifestError
@@ -37,7 +30,7 @@ class Schema:
     def error(
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None
     ) -> FormatError:
-        """Return an error of the file."""
+        """Return an error of the file; all other methods raise such."""
         return self.kind(problem, file=self.file, tensor=tensor, expected=expected, found=found)
 
     def refuse(
@@ -55,9 +48,8 @@ class Schema:
             found = f"{error.reason} at byte {error.start}"
             raise self.error(f"{subject} is not UTF-8", "UTF-8 text", found) from error
         except JsonError as error:
-            raise self.error(
-                f"{subject} is not valid JSON", "one JSON object", str(error)
-            ) from error
+            problem = f"{subject} is not valid JSON"
+            raise self.error(problem, "one JSON object", str(error)) from error
         except RecursionError as error:  # or the caller's own stack was nearly full
             raise self.error(f"{subject} is nested too deeply") from error
         except MemoryError as error:

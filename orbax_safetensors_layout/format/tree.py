@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 from .dtypes import ONE_A_BYTE
 from .schema import Schema, short_repr
@@ -29,49 +29,31 @@ Key: TypeAlias = "str | int | float | bool | tuple[Key, ...] | None"
 """A key of a container; its type is kept, so that `{1: ...}` and `{"1": ...}` stay different."""
 
 ContainerKind = Literal[
-    "dict", "ordered_dict", "list", "tuple", "namedtuple", "none", "box", "node"
+    "dict", "ordered_dict", "list", "tuple", "namedtuple", "box", "node", "none"
 ]
 TensorKind = Literal["jax", "numpy", "numpy_scalar", "key"]
 
-_CONTAINER_KINDS: tuple[ContainerKind, ...] = (
-    "dict", "ordered_dict", "list", "tuple", "namedtuple", "box", "node"
-)  # fmt: skip
-_TENSOR_KINDS = ("jax", "numpy", "numpy_scalar", "key")
+_CONTAINER_KINDS: tuple[ContainerKind, ...] = get_args(ContainerKind)[:-1]  # "none" is null
+_TENSOR_KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
 _MAX_KEY_DEPTH = 32
 _JSON_INTEGER = 1 << 64  # beyond it other readers of JSON, and Python's limit on digits, give up
 _is_hex_integer = re.compile(r"-?0x[0-9a-f]+\Z").match
 
 
 class TensorLeaf(NamedTuple):
-    """A leaf whose value is in the files. A NamedTuple: there may be 100,000 of them.
+    """A leaf whose value is in the files. A NamedTuple: there may be 100,000 of them."""
 
-    Attributes:
-        tensor: Name of the tensor in the files.
-        kind: A `jax.Array`, a `numpy.ndarray`, a numpy scalar, or an array of typed PRNG keys,
-            whose data the tensor is.
-        dtype: The dtype of the value, where the files hold another, for instance `"int4"` that is
-            stored as I8.
-        sharding: Number of its sharding in `Manifest.shardings`; None where none is recorded.
-        key_impl: Name of the PRNG implementation of typed keys.
-    """
-
-    tensor: str
+    tensor: str  # its name in the files; of typed PRNG keys it is their data
     kind: TensorKind = "jax"
-    dtype: str | None = None
-    sharding: int | None = None
-    key_impl: str | None = None
+    dtype: str | None = None  # where the files hold another, as "int4" that is stored as I8
+    sharding: int | None = None  # its number in `Manifest.shardings`, if any
+    key_impl: str | None = None  # name of the PRNG implementation of typed keys
 
 
 class ValueLeaf(NamedTuple):
-    """A leaf whose value is in the manifest itself.
+    """A leaf whose value is in the manifest itself. `ValueLeaf(1) == ValueLeaf(True)`: beware."""
 
-    Beware of `==`: as everywhere in Python, `ValueLeaf(1) == ValueLeaf(True) == ValueLeaf(1.0)`.
-
-    Attributes:
-        value: An integer of any size, an exact float, or a string.
-    """
-
-    value: bool | int | float | str
+    value: bool | int | float | str  # an integer may be of any size; a float is exact
 
 
 Leaf: TypeAlias = TensorLeaf | ValueLeaf
@@ -82,20 +64,15 @@ _TENSOR_FIELDS = frozenset(TensorLeaf._fields)
 class Container:
     """An inner node of the tree.
 
-    Attributes:
-        kind: `box` is a node with the one attribute `value`, such as `nnx.Variable`; `node` is any
-            other registered pytree node.
-        children: In the order of the container, for dicts the one of insertion.
-        keys: Of each child: the key of a dict, the field of a namedtuple, the attribute or key of
-            a `node`. Empty where children are counted: list, tuple, and a `node` of numbered
-            children.
-        type: `module:qualname` of a namedtuple, box or node.
+    A `box` has the one attribute `value`, as `nnx.Variable`; a `node` is any other registered
+    pytree node. `keys` are those of a dict, the fields of a namedtuple, the attributes or keys of a
+    `node`; without them children are counted: in a list, a tuple, a `node` of numbered children.
     """
 
     kind: ContainerKind
-    children: tuple[Node, ...] = ()
+    children: tuple[Node, ...] = ()  # in the order of the container, for dicts that of insertion
     keys: tuple[Key, ...] = ()
-    type: str | None = None
+    type: str | None = None  # `module:qualname` of a namedtuple, box or node
 
     @property
     def labels(self) -> tuple[Key, ...]:
@@ -153,12 +130,8 @@ def _dump_node(node: Node) -> object:
         fields: dict[str, object] = {"tensor": node.tensor}
         if node.kind != "jax":
             fields["kind"] = node.kind
-        fields |= {
-            name: value
-            for name, value in zip(node._fields[2:], node[2:], strict=True)
-            if value is not None
-        }
-        return fields
+        optional = [*node._asdict().items()][2:]
+        return fields | {name: value for name, value in optional if value is not None}
     if isinstance(node, ValueLeaf):
         return {"value": _dump_scalar(node.value)}
     if node.kind == "none":
@@ -193,11 +166,7 @@ def _dump_scalar(value: Key) -> object:
 
 
 def parse_tree(raw: object, checks: Schema, *, shardings: int) -> Node:
-    """Parses and validates a tree, whose leaves may refer to so many shardings.
-
-    Raises:
-        InvalidManifestError: It is malformed, or nested too deeply.
-    """
+    """Parses and validates a tree, whose leaves may refer to so many shardings."""
     parser = _NodeParser(checks, shardings)
     nodes: list[Node] = []  # from the last on, each with all below it
     depths: list[int] = []
@@ -232,7 +201,6 @@ class _NodeParser:
         self._shardings = shardings
 
     def node(self, raw: object) -> tuple[Node, int]:
-        """Return a leaf, or a container without its children, and their number."""
         if raw is None:
             return Container("none"), 0
         checks = self._checks
@@ -282,7 +250,7 @@ class _NodeParser:
                 checks.refuse("unknown dtype of a tensor leaf", expected, short_repr(dtype), tensor)
         return TensorLeaf(
             tensor,
-            cast(TensorKind, kind),
+            kind,
             dtype,
             None if sharding is None else checks.size(sharding, "sharding", below=self._shardings),
             None if key_impl is None else checks.text(key_impl, "key_impl of a leaf"),

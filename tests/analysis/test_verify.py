@@ -22,7 +22,7 @@ from programs import run_processes
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
-from orbax_safetensors_layout.analysis.structure_check import StructureCheck
+from orbax_safetensors_layout.analysis.verification import StructureCheck
 from orbax_safetensors_layout.conversion import chunk_bytes
 from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
 from orbax_safetensors_layout.geometry.blocks import chunk_parts

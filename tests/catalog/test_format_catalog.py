@@ -10,9 +10,8 @@ import safetensors.numpy
 from format_helpers import MemoryStorage, Request, entry, file_bytes, index_bytes, model_file
 from recording import serving
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog.catalog import Catalog, read_header
 from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
-from orbax_safetensors_layout.catalog.headers import read_header
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidHeaderError,
@@ -69,7 +68,7 @@ def test_index_is_the_authority() -> None:
     assert (catalog.path, catalog.storage) == ("/m", storage)
     assert "a" in catalog
     assert "unlisted" not in catalog
-    assert len(catalog) == 4
+    assert len(catalog.names) == 4
     assert repr(catalog) == "Catalog('/m', 4 tensors in 3 files)"
     assert storage.read_files() == [INDEX]
     assert storage.listings == ["/m"]
@@ -119,7 +118,7 @@ def test_other_index_name() -> None:
 def test_main_index_wins_over_others() -> None:
     storage = indexed()
     storage.files["/m/other.safetensors.index.json"] = b"not read"
-    assert len(Catalog.open("/m", storage=storage)) == 4
+    assert len(Catalog.open("/m", storage=storage).names) == 4
 
 
 def test_several_indices() -> None:
@@ -251,7 +250,8 @@ def test_header_of_just_the_first_request(excess: int) -> None:
     shortest = len(model_file({"a": 2})) - 2
     data = model_file({"a": 2}, pad=(256 << 10) - shortest + excess)
     storage = MemoryStorage({"/m/1.safetensors": data})
-    assert read_header(storage, "/m/1.safetensors").data_start == (256 << 10) + excess
+    header = read_header(storage, "/m/1.safetensors")
+    assert header.tensors["a"].start == (256 << 10) + excess
     assert len(storage.requests) == (2 if excess > 0 else 1)
 
 

@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog.patterns import compile_pattern, is_plain
-from orbax_safetensors_layout.catalog.select import select_names, suggest_names
+from orbax_safetensors_layout.catalog.select import (
+    compile_pattern,
+    is_plain,
+    select_names,
+    suggest_names,
+)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def opened(process: int, wanted: dict[str, tuple[Box, ...]]) -> set[int]:
                     key = piece_name(name, tensor.shape, stored)
                     shape = stored.box.shape
                     entries[key] = TensorEntry(key, DTYPES["U8"], shape, file, 0, shape[0])
-        return Header(file, entries, {}, 0, 8)
+        return Header(entries, {})
 
     catalog = PieceCatalog(STORED, FILES, fetch)
     catalog.prefer(process)

@@ -19,7 +19,7 @@ from meshes import mesh_of, place
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.inspection import inspect
-from orbax_safetensors_layout.catalog.patterns import compile_pattern
+from orbax_safetensors_layout.catalog.select import compile_pattern
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.cli.output import name_families
 from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES
