@@ -61,21 +61,20 @@ def is_safetensors_checkpoint(
     Raises:
         StorageError: The storage does not answer.
     """
-    with contextlib.ExitStack() as stack:
-        if storage is None:
-            try:
-                storage, text = open_storage(path)
-            except StorageError:
-                return False
-            stack.enter_context(storage)
-        else:
-            text = os.fspath(path)
+    if storage is None:
         try:
-            if storage.is_file(text):
-                return text.endswith(SUFFIX)
-            return _has_safetensors(_visible(storage, text))
-        except CheckpointNotFoundError:
+            storage, path = open_storage(path)
+        except StorageError:
             return False
+        with storage:
+            return is_safetensors_checkpoint(path, storage=storage)
+    text = os.fspath(path)
+    try:
+        if storage.is_file(text):
+            return text.endswith(SUFFIX)
+        return _has_safetensors(_visible(storage, text))
+    except CheckpointNotFoundError:
+        return False
 
 
 class CheckpointRef(NamedTuple):
@@ -178,10 +177,10 @@ def _checkpoints_below(storage: Storage, folder: str) -> tuple[list[str], list[s
     safetensors: list[str] = []
     orbax: list[str] = []
     left = [""]
-    looked = 0
-    while left and looked < _MOST_FOLDERS and len(safetensors) < _MOST_FOUND:
+    for _ in range(_MOST_FOLDERS):
+        if not left or len(safetensors) == _MOST_FOUND:
+            break
         inner = left.pop()
-        looked += 1
         place = join(folder, inner) if inner else folder
         with contextlib.suppress(StorageError):  # one may not look into it
             names = storage.list(place) if inner else []
@@ -243,9 +242,10 @@ def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
             stem, number, count = numbered.groups()
             sets.setdefault((stem, count), set()).add(int(number))
     for (stem, count), numbers in sets.items():
-        missing = set(range(1, int(count) + 1)) - numbers
-        if missing and int(count) < _MAX_NUMBERED:
-            absent = [f"{number:0{len(count)}}" for number in sorted(missing)]
+        expected = range(1, int(count) + 1) if int(count) < _MAX_NUMBERED else ()
+        missing = sorted(set(expected) - numbers)
+        if missing:
+            absent = [f"{number:0{len(count)}}" for number in missing]
             on_error(
                 InvalidIndexError(
                     "the folder has no index and lacks files of a numbered set",
@@ -290,8 +290,7 @@ def _present(
     if not storage.lists:
         return [join(path, name) for name in files]  # a missing one fails when it is opened
     present = set(names)
-    folders = {name.rpartition("/")[0] for name in files} - {""}
-    for folder in folders:
+    for folder in {name.rpartition("/")[0] for name in files} - {""}:
         present.update(f"{folder}/{name}" for name in storage.list(join(path, folder)))
     missing = [name for name in files if name not in present]
     if missing:

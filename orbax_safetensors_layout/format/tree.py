@@ -130,7 +130,7 @@ def _dump_node(node: Node) -> object:
         fields: dict[str, object] = {"tensor": node.tensor}
         if node.kind != "jax":
             fields["kind"] = node.kind
-        optional = [*node._asdict().items()][2:]
+        optional = zip(node._fields[2:], node[2:], strict=True)
         return fields | {name: value for name, value in optional if value is not None}
     if isinstance(node, ValueLeaf):
         return {"value": _dump_scalar(node.value)}

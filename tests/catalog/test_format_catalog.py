@@ -471,3 +471,9 @@ def test_an_incomplete_numbered_set_without_an_index() -> None:
         opened(files)
     assert "numbers 00002, 00004" in str(caught.value)
     assert caught.value.file == "/m"
+
+
+def test_a_file_whose_name_counts_to_no_end() -> None:
+    """No set of all those numbers is made."""
+    files = {f"/m/model-00001-of-{10**15}.safetensors": model_file({"a": 2})}
+    assert opened(files).names == ("a",)
