@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from orbax_safetensors_layout.lazy import lazy_exports
 
 from .affine.bound import BoundExpr, Valued, WholeTensor
-from .affine.decoded import Computed
-from .affine.index_builders import row_major
+from .affine.index_nodes import Computed, row_major
 from .affine.leaf_pieces import (
     AffinePiece,
     ComputedPiece,

@@ -50,8 +50,7 @@ def whole_range(dtype: np.dtype[Any]) -> tuple[int, int]:
 def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return values in an integer dtype or as booleans, and for each whether it is kept.
 
-    Where it is not, the result is undefined. Checked by range, not by a round trip: C leaves the
-    cast of a number out of range undefined.
+    Checked by range, not by a round trip: C leaves the cast of a number out of range undefined.
     """
     low, high = whole_range(dtype)
     kept = np.ones(values.shape, np.bool_)
@@ -122,9 +121,6 @@ def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subje
 
     Floating-point targets round as numpy does, unless the cast has to be `exact`, as one that was
     not asked for: JAX imposes it (x64 is off). Integer and boolean targets must hold every value.
-
-    Raises:
-        DtypeMismatchError: A value would change.
     """
     if is_whole(out.dtype):
         result, kept = to_whole(value, out.dtype)
@@ -138,13 +134,11 @@ def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subje
 
 
 def _survived(value: np.ndarray, result: np.ndarray) -> np.ndarray:
-    """Whether a cast to floating-point numbers has kept each value."""
     real = result if value.dtype.kind == "c" else result.real
-    kept: np.ndarray
     with np.errstate(invalid="ignore"):  # of signalling NaN
         if is_whole(value.dtype):
-            back, held = to_whole(real, value.dtype)
-            kept = held & (back == value)
+            back, kept = to_whole(real, value.dtype)
+            kept &= back == value
         else:
             back = rounded(real, value.dtype)
             kept = (back == value) | ((back != back) & (value != value))

@@ -35,17 +35,9 @@ _FAMILIES = families.TARGETS["plain"]
 
 
 def find_mapping(name: str, config: Config | None = None) -> Mapping:
-    """Return the mapping of a name.
+    """Return the mapping of a name, which is one of `FORMS`; families need `config`.
 
-    Args:
-        name: One of `FORMS`. An attribute is a `Mapping`, or a function that makes one of `config`.
-        config: The Hugging Face checkpoint, its `config.json`, or the content of that as a dict.
-            Families need it.
-
-    Raises:
-        MappingError: The name means nothing, or its module cannot be imported; there is no ready
-            mapping for the model.
-        CheckpointNotFoundError: There is no configuration at the path.
+    An attribute is a `Mapping`, or a function that makes one of `config`.
     """
     before, colon, after = name.partition(":")
     if before == _AUTO or before in _FAMILIES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,8 +18,6 @@ WILDCARD = re.compile(r"\{([^{}]*)\}")
 
 
 class _Component(NamedTuple):
-    """One dotted component of a pattern."""
-
     text: str
     wildcards: tuple[str, ...]
     regex: re.Pattern[str] | None  # None where one wildcard is all
@@ -79,48 +76,40 @@ def substitute(pattern: str, captures: Captures) -> str:
 class NameTree:
     """Names by their dotted components."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._root = _Node()
+    __slots__ = "_children", "_ends"
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._children: dict[str, NameTree] = {}
+        self._ends = False  # whether a name ends here
         for name in names:
-            node = self._root
+            node = self
             for part in name.split("."):
-                node = node.children.setdefault(part, _Node())
-            node.ends = True
+                if part not in node._children:
+                    node._children[part] = NameTree()
+                node = node._children[part]
+            node._ends = True
 
     def match(self, pattern: str) -> Iterator[tuple[str, dict[str, str]]]:
         """Yields the names that match a pattern, each with the values of all wildcards.
 
-        Only branches that can match are visited.
-
         >>> list(NameTree(["a.0.w", "a.1.w", "a.1.b"]).match("a.{i}.w"))
         [('a.0.w', {'i': '0'}), ('a.1.w', {'i': '1'})]
         """
-        yield from _match(self._root.children, parse_pattern(pattern), 0, "", {})
+        yield from self._match(parse_pattern(pattern), 0, "", {})
 
-
-@dataclasses.dataclass(slots=True)
-class _Node:
-    ends: bool = False  # whether a name ends here
-    children: dict[str, _Node] = dataclasses.field(default_factory=dict)
-
-
-def _match(
-    children: dict[str, _Node],
-    components: tuple[_Component, ...],
-    depth: int,
-    prefix: str,
-    captures: dict[str, str],
-) -> Iterator[tuple[str, dict[str, str]]]:
-    component = components[depth]
-    literal = substitute(component.text, captures)
-    is_open = any(name not in captures for name in component.wildcards)
-    parts = children if is_open else [literal] if literal in children else []
-    for part in parts:
-        values = component.match(part, captures) if is_open else captures
-        if values is None:
-            continue
-        node, name = children[part], prefix + part
-        if depth + 1 < len(components):
-            yield from _match(node.children, components, depth + 1, f"{name}.", values)
-        elif node.ends:
-            yield name, values
+    def _match(
+        self, components: tuple[_Component, ...], depth: int, prefix: str, captures: dict[str, str]
+    ) -> Iterator[tuple[str, dict[str, str]]]:
+        component = components[depth]
+        literal = substitute(component.text, captures)
+        is_open = any(name not in captures for name in component.wildcards)
+        parts = self._children if is_open else [literal] if literal in self._children else []
+        for part in parts:
+            values = component.match(part, captures) if is_open else captures
+            if values is None:
+                continue
+            node, name = self._children[part], prefix + part
+            if depth + 1 < len(components):
+                yield from node._match(components, depth + 1, f"{name}.", values)
+            elif node._ends:
+                yield name, values

@@ -25,7 +25,7 @@ from .argument_checks import several
 from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
 from .expr.values import Scale
-from .inverse.inference import Extent, Inference
+from .inverse.inference import Extent, InferredTensor
 from .inverse.invert import invert
 from .matching import LeafShapes, Rule, RuleTarget, match_rules
 from .names import substitute
@@ -105,24 +105,11 @@ class Mapping:
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
         """Return each leaf as an expression over a checkpoint's tensors: the loading direction.
 
-        Of a path only the headers of files that hold a tensor of the mapping are read.
-
-        Args:
-            checkpoint: The checkpoint.
-            leaves: Name to shape of the leaves to load, where a shape may be None. None takes all
-                leaves that the checkpoint gives.
-
-        Raises:
-            MappingError: The mapping does not fit.
-            CheckpointNotFoundError: There is no checkpoint at the path.
-            FormatError: A file of it is malformed.
+        Of a path only the headers of files that hold a tensor of the mapping are read. `leaves` are
+        those to load; None takes all that the checkpoint gives.
         """
         binder = Binder(self.rules, self._specs(checkpoint, leaves), leaves)
-        bound = binder.bind()
-        if self.strict:
-            binder.check_unused(self._ignored)
-        binder.raise_problems("The mapping does not fit the checkpoint and the model")
-        return bound
+        return binder.bind(self._ignored if self.strict else None)
 
     def needs(self, names: Iterable[str], leaves: Iterable[str] | None = None) -> list[str]:
         """Return those of a checkpoint's tensors whose shapes `bind` takes; None for all leaves."""
@@ -235,15 +222,11 @@ class InverseMapping:
         return f"{self.mapping!r}.inverse()"
 
     def bind(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> BoundMapping:
-        """Return each tensor as an expression over leaves.
+        """Return each tensor as an expression over leaves; tied leaves are left out.
 
-        Tied leaves are left out. A tensor's dtype is the result of the inverse operations on its
-        leaves: that of the leaf where the mapping has no cast.
-
-        Args:
-            leaves: Name to shape and dtype of the model's leaves.
-            checkpoint: The names and shapes of the tensors, or the path of a checkpoint that has
-                them. None takes those of `Mapping.like`, or infers them from the leaves.
+        A tensor's dtype is the result of the inverse operations on its leaves: that of the leaf
+        where the mapping has no cast. `checkpoint` tells the tensors' names and shapes; None takes
+        those of `Mapping.like`, or infers them from the leaves.
         """
         own = TensorSpecs.of(leaves)
         shapes = {name: spec.shape for name, spec in own.items()}
@@ -255,7 +238,7 @@ class InverseMapping:
             inverted = invert(saved, own)
         except MappingError as error:
             raise mapping_error("The mapping cannot save", problems_of(error), {}) from error
-        notes = {
+        notes: dict[str, object] = {
             name: " and ".join(f"inverse of {forward.notes[leaf]}" for leaf in expr.sources()[:2])
             for name, expr in inverted.items()
         }
@@ -267,7 +250,8 @@ class InverseMapping:
 
     def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
         """Return the tensors to save: those of `like`, and others of inferred shapes."""
-        inference, files = Inference(), self.mapping.files
+        inferred: dict[str, InferredTensor] = {}
+        files = self.mapping.files
         targets, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
         taken = {
             leaf: {substitute(pattern, captures) for pattern in rule.expr.patterns()}
@@ -279,9 +263,11 @@ class InverseMapping:
             tied = other in leaves and taken.get(leaf, set()) <= taken.get(str(other), set())
             if rule.expr is None or tied or (files is not None and other is None):
                 continue
-            inference.leaf, inference.dtype = leaf, leaves[leaf].dtype
+            extents = tuple(map(Extent, leaves[leaf].shape))
             try:
-                rule.expr.infer(captures, tuple(map(Extent, leaves[leaf].shape)), inference)
+                for name, shape in rule.expr.infer(captures, extents):
+                    first = inferred.get(name, InferredTensor(shape, leaves[leaf].dtype, leaf))
+                    inferred[name] = first.join(name, shape)
             except MappingError as error:
                 problems += [
                     p._replace(text=f"leaf {leaf!r}: {p.text}", kind=f"rule {rule.target!r}")
@@ -290,10 +276,10 @@ class InverseMapping:
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             raise mapping_error("The mapping cannot save", problems, names)
-        inferred = inference.specs()
+        specs = {name: tensor.spec() for name, tensor in inferred.items()}
         if files is None:
-            return TensorSpecs(inferred)
-        return TensorSpecs({**inferred, **dict(files.known())}, [*files, *inferred], files.pieces)
+            return TensorSpecs(specs)
+        return TensorSpecs({**specs, **dict(files.known())}, [*files, *specs], files.pieces)
 
 
 def check_mapping(mapping: object) -> None:
@@ -328,7 +314,6 @@ def _encoded(value: Any) -> object:
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:
-    """Yields the problems of operations that never invert."""
     if isinstance(expr, Compute):
         yield Problem(f"{expr!r} does not invert")
         return
@@ -342,7 +327,6 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
 
 
 def _names_taken(target: RuleTarget, specs: TensorSpecs) -> Iterator[str]:
-    """Yields the tensors of a checkpoint that a leaf takes."""
     for pattern in () if target.rule.expr is None else target.rule.expr.patterns():
         yield from (name for name, _ in specs.tree.match(substitute(pattern, target.captures)))
 

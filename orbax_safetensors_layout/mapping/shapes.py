@@ -27,10 +27,8 @@ Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 class TensorSpecs(Mapping[str, TensorSpec]):
     """Shapes and dtypes by name, and a tree of the names for patterns.
 
-    Args:
-        shapes: Name to shape and dtype.
-        names: All names, also of tensors without shape and dtype; None are those of `shapes`.
-        pieces: For tensors that are stored in pieces their boxes, each with a name for it.
+    `names` are all, also of tensors without shape and dtype. `pieces` has for tensors that are
+    stored in pieces their boxes, each with a name for it.
     """
 
     def __init__(

@@ -284,7 +284,7 @@ def test_repr_is_what_was_written():
     )
     made = bind(X.transpose(), x=(2, 3))
     assert repr(made) == "<Permuted [3, 2] float32>"
-    assert repr(made.operand) == "<Source 'x' [2, 3] float32>"
+    assert repr(made.operand) == "<WholeTensor [2, 3] float32>"
     assert repr(fill((2,), 0, "int8")) == "fill((2,), 0, 'int8')"
 
 

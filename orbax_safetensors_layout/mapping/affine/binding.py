@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.runtime import text_table
@@ -17,7 +17,7 @@ from ..names import WILDCARD, Captures, substitute
 from ..problems import Problem, mapping_error, problems_of
 from ..shapes import TensorSpec, TensorSpecs
 from .bound import BoundExpr
-from .decoded import Computed
+from .index_nodes import Computed
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
@@ -31,15 +31,14 @@ class BoundMapping:
             each tensor as an expression over leaves.
         ties: Leaves that hold the values of another leaf, and that leaf. Where their expressions
             are equal they are the same object. Saving has none: such leaves are left out.
-        notes: For each name its expression as the user wrote it, for `explain`.
+        notes: For each name what its expression was written as, for `explain`.
     """
 
     expressions: dict[str, BoundExpr]
     ties: dict[str, str]
-    notes: dict[str, str]
+    notes: dict[str, object]
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Return shapes and dtypes by name."""
         return {name: TensorSpec(expr.shape, expr.dtype) for name, expr in self.expressions.items()}
 
     def explain(self) -> str:
@@ -47,53 +46,64 @@ class BoundMapping:
         rows = [_HEAD]
         remarks = []
         for name, bound in self.expressions.items():
-            note = self.notes[name] + (
-                f" (tied to {self.ties[name]!r})" if name in self.ties else ""
-            )
+            tied = f" (tied to {self.ties[name]!r})" if name in self.ties else ""
             sources = bound.sources()
             taken = ", ".join(sources) or "nothing"
             if len(sources) > 2:
                 taken = f"{sources[0]} … {sources[-1]} ({len(sources)} tensors)"
+            note = f"{self.notes[name]}{tied}"
             rows.append((name, str([*bound.shape]), bound.dtype.name, note, taken))
             if any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in bound.nodes()):
                 remarks.append(f"{name}: every shard reads all that its opaque function takes.")
         return "\n".join([text_table(rows, len(_HEAD)), *remarks])
 
 
+@dataclasses.dataclass(slots=True)
 class Binder:
     """Binds rules to a checkpoint's tensors and a model's leaves, and collects problems.
 
     Without leaves these are the ones that the checkpoint gives.
     """
 
-    def __init__(
-        self, rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | None
-    ) -> None:
-        self._rules = rules
-        self._specs = specs
-        self._leaves = leaves
-        self._problems: list[Problem] = []
-        self._used: set[str] = set()
-        self._missing: dict[str, None] = {}
+    rules: Sequence[Rule]
+    specs: TensorSpecs
+    leaves: LeafShapes | None
+    _problems: list[Problem] = dataclasses.field(default_factory=list)
+    _used: set[str] = dataclasses.field(default_factory=set)
+    _missing: dict[str, None] = dataclasses.field(default_factory=dict)
 
-    def bind(self) -> BoundMapping:
-        """Binds every leaf; one that fails is left out, with a problem for `raise_problems`."""
+    def bind(self, ignored: Sequence[re.Pattern[str]] | None) -> BoundMapping:
+        """Binds every leaf, or raises one error for all problems.
+
+        Tensors that are neither used nor `ignored` are problems, unless that is None.
+        """
         bound: dict[str, BoundExpr] = {}
-        notes: dict[str, str] = {}
-        targets, ambiguous, problems = match_rules(self._rules, self._specs, self._leaves)
+        notes: dict[str, object] = {}
+        targets, ambiguous, problems = match_rules(self.rules, self.specs, self.leaves)
         self._problems += problems
         for leaf, rule, captures in targets:
             if rule.expr is not None:
                 self._bind_leaf(leaf, rule.expr, rule.target, captures, bound)
-                notes[leaf] = repr(rule.expr)
+                notes[leaf] = rule.expr
         for _, rule, captures in ambiguous:
             self._mark_used(rule.expr, captures)
         ties = self._tie(targets, bound, notes)
+        if ignored is not None:
+            self._check_unused(ignored)
+        if self._problems:
+            names = {
+                "file": tuple(self.specs),
+                "leaf": tuple(self.leaves or ()),
+                "rule": [rule.target for rule in self.rules],
+                "lacking": self._lacking(),
+            }
+            what = "The mapping does not fit the checkpoint and the model"
+            raise mapping_error(what, self._problems, names)
         order = [target.leaf for target in targets if target.leaf in bound]
         return BoundMapping({leaf: bound[leaf] for leaf in order}, ties, notes)
 
     def _tie(
-        self, targets: Sequence[RuleTarget], bound: dict[str, BoundExpr], notes: dict[str, str]
+        self, targets: Sequence[RuleTarget], bound: dict[str, BoundExpr], notes: dict[str, object]
     ) -> dict[str, str]:
         """Return the ties; tied leaves without an expression, or with an equal one, share it."""
         leaves = {target.leaf for target in targets}
@@ -114,11 +124,10 @@ class Binder:
                 self._problems.append(Problem(text, f"rule {rule.target!r}", other, "leaf"))
         return ties
 
-    def check_unused(self, ignored: Iterable[re.Pattern[str]]) -> None:
-        """Adds a problem for every tensor that is neither used nor ignored."""
+    def _check_unused(self, ignored: Sequence[re.Pattern[str]]) -> None:
         unused = [
             name
-            for name in self._specs
+            for name in self.specs
             if name not in self._used and not any(p.fullmatch(name) for p in ignored)
         ]
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."
@@ -127,21 +136,10 @@ class Binder:
             self._problems.append(Problem(problem, "", first, "lacking", hint))
             hint = None
 
-    def raise_problems(self, what: str) -> None:
-        """Raises one error for all problems, if there are any; `what` begins its text."""
-        if self._problems:
-            names = {
-                "file": tuple(self._specs),
-                "leaf": tuple(self._leaves or ()),
-                "rule": [rule.target for rule in self._rules],
-                "lacking": self._lacking(),
-            }
-            raise mapping_error(what, self._problems, names)
-
     def _lacking(self) -> list[str]:
         """Return the names of tensors that rules take and the checkpoint does not have."""
-        patterns = {p: None for r in self._rules if r.expr is not None for p in r.expr.patterns()}
-        lacking = [p for p in patterns if next(self._specs.tree.match(p), None) is None]
+        patterns = {p: None for r in self.rules if r.expr is not None for p in r.expr.patterns()}
+        lacking = [p for p in patterns if next(self.specs.tree.match(p), None) is None]
         names = {WILDCARD.sub("0", pattern): None for pattern in lacking}
         return list(names | self._missing)
 
@@ -149,7 +147,7 @@ class Binder:
         self, leaf: str, expr: Expr, target: str, captures: Captures, leaves: dict[str, BoundExpr]
     ) -> None:
         try:
-            bound = expr.bind(captures, self._specs)
+            bound = expr.bind(captures, self.specs)
         except MappingError as error:
             for problem in problems_of(error):
                 if problem.seek is not None:
@@ -160,17 +158,17 @@ class Binder:
             self._mark_used(expr, captures)
             return
         self._used.update(bound.sources())
-        self._check_shape(leaf, bound, repr(expr), target)
+        self._check_shape(leaf, bound, expr, target)
         leaves[leaf] = bound
 
     def _mark_used(self, expr: Expr | None, captures: Captures) -> None:
         """Counts the tensors of a faulty rule as used: one problem is enough."""
         for pattern in () if expr is None else expr.patterns():
-            matches = self._specs.tree.match(substitute(pattern, captures))
+            matches = self.specs.tree.match(substitute(pattern, captures))
             self._used.update(name for name, _ in matches)
 
-    def _check_shape(self, leaf: str, bound: BoundExpr, made_by: str, target: str) -> None:
-        expected = None if self._leaves is None else self._leaves.get(leaf)
+    def _check_shape(self, leaf: str, bound: BoundExpr, made_by: object, target: str) -> None:
+        expected = None if self.leaves is None else self.leaves.get(leaf)
         if expected is not None and tuple(expected) != bound.shape:
             text = f"leaf {leaf!r} has shape {list(expected)}, but {made_by} gives {given(bound)}"
             hint = _shape_hint(tuple(expected), bound.shape)

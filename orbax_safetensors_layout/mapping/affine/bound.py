@@ -1,7 +1,6 @@
 """Bound expressions: every name, shape and dtype is known, so that regions can be pulled back.
 
-An expression of `expression.py` is bound by the names and shapes of one side of a mapping. What
-shapes an array is in `index_nodes.py`; here are the ends of the tree and operations on values.
+Here are the ends of the tree and operations on values; what shapes an array is in `index_nodes.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _strides = functools.lru_cache(4096)(row_major_strides)
 
 
 class Sink(NamedTuple):
-    """Where a walk down an expression leaves its pieces; see `BoundExpr.pull_back`."""
+    """Where a walk down an expression leaves its pieces; flags as of `BoundExpr.pull_back`."""
 
     pieces: list[Piece]
     refined: bool
@@ -59,15 +58,11 @@ class BoundExpr(abc.ABC):
 
         Args:
             box: The region.
-            refined: Let views take axes of the region apart. Merged axes whose strides do not
-                nest, repeats, and interleaved rows are then one piece instead of one for each
-                index of their outer axis: `piece.view.shape` has the factors of `piece.box.shape`,
-                and `values.reshape(piece.box.shape)` is the region.
+            refined: Let views take axes of the region apart: `piece.view.shape` has the factors of
+                `piece.box.shape`. Merged axes whose strides do not nest, repeats, and interleaved
+                rows are then one piece instead of one for each index of their outer axis.
             gathers: Let many indices in no regular order, or some that come again, be one piece
                 with a `gather`.
-
-        Raises:
-            ValueError: The region reaches beyond the expression.
         """
         whole = Box.whole(self.shape)
         if len(box.start) != len(self.shape) or not whole.contains(box):
@@ -84,11 +79,9 @@ class BoundExpr(abc.ABC):
         """Adds the pieces of a window, on whose values `ops` are still to be done."""
 
     def below(self) -> Sequence[BoundExpr]:
-        """Return the expressions that this one is made of."""
         return ()
 
     def nodes(self) -> Iterator[BoundExpr]:
-        """Yields this expression and all below it."""
         yield self
         for operand in self.below():
             yield from operand.nodes()
@@ -99,6 +92,16 @@ class BoundExpr(abc.ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {list(self.shape)} {self.dtype.name}>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Unary(BoundExpr):
+    """An expression made of one."""
+
+    operand: BoundExpr
+
+    def below(self) -> Sequence[BoundExpr]:
+        return (self.operand,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -120,9 +123,6 @@ class WholeTensor(BoundExpr):
             for part, plain in _plain_views(box, view, ranks):
                 sink.pieces.append(AffinePiece(part, self.name, plain, ops))
 
-    def __repr__(self) -> str:
-        return f"<Source {self.name!r} {list(self.shape)} {self.dtype.name}>"
-
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Constant(BoundExpr):
@@ -131,45 +131,30 @@ class Constant(BoundExpr):
     value: Any
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        sink.pieces.append(filled(window, self.value, ops))
+        value = apply_ops(np.asarray(self.value), ops)
+        sink.pieces.append(FillPiece(window.box, np.asarray(value)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Valued(BoundExpr):
+class Valued(Unary):
     """An operation on the values of an expression."""
 
-    operand: BoundExpr
     op: ValueOp
 
     @classmethod
     def of(cls, operand: BoundExpr, op: ValueOp) -> BoundExpr:
-        """Return the operation on an expression; a cast to its own dtype is left out.
-
-        Raises:
-            MappingError: It has no meaning for the expression's dtype.
-        """
+        """Return the operation on an expression; a cast to its own dtype is left out."""
         dtype = op.result(operand.dtype)
         if isinstance(op, Cast) and dtype == operand.dtype:
             return operand
         return cls(operand.shape, dtype, operand, op)
 
-    def below(self) -> Sequence[BoundExpr]:
-        return (self.operand,)
-
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         self.operand.pull(window, (self.op, *ops), sink)
 
 
-def filled(window: Window, value: Any, ops: tuple[ValueOp, ...]) -> FillPiece:
-    """Return the piece of a window on one value."""
-    return FillPiece(window.box, np.asarray(apply_ops(np.asarray(value), ops)))
-
-
 def refined_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tuple[int, ...]]:
-    """Return the view of a window on a row-major array, and the number of factors of each axis.
-
-    Factors that nest are one.
-    """
+    """Return a window's view of a row-major array, and the number of factors of each axis."""
     offset, steps = window.flat(strides)
     factors: list[list[tuple[int, int]]] = [[] for _ in window.origin]
     for (axis, extent, _), stride in zip(window.dims, steps, strict=True):

@@ -1,21 +1,27 @@
-"""Bound expressions that move indices and leave values alone; `index_builders.py` builds them."""
+"""Bound expressions made of others, that move indices or compute values, and their builders.
+
+Builders leave out what changes nothing. Axes are counted from 0 and all indices are in range:
+`ops.py` checks what a user writes.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry import StridedRuns
+from orbax_safetensors_layout.geometry import StridedRuns, row_major_strides
 
 from ..expr.values import ValueOp
-from .bound import BoundExpr, Sink, filled
-from .leaf_pieces import AffinePiece, Piece, gathered, merged
+from .bound import BoundExpr, Sink, Unary, refined_view
+from .leaf_pieces import AffinePiece, ComputedPiece, Decoder, Piece, gathered, merged
 from .window import Window, divide, put, split
 
 _MANY_RUNS = 16  # fewer are a read each
@@ -23,15 +29,7 @@ _LONG_RUN_BYTES = 256 << 10  # longer ones are a read each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class _Unary(BoundExpr):
-    operand: BoundExpr
-
-    def below(self) -> Sequence[BoundExpr]:
-        return (self.operand,)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Permuted(_Unary):
+class Permuted(Unary):
     """Axes in another order: `numpy.transpose(operand, axes)`."""
 
     axes: tuple[int, ...]
@@ -40,22 +38,33 @@ class Permuted(_Unary):
         self.operand.pull(window.permute(inverse_permutation(self.axes)), ops, sink)
 
 
+def permuted(operand: BoundExpr, axes: Sequence[int]) -> BoundExpr:
+    """Return `numpy.transpose(operand, axes)`."""
+    axes = tuple(axes)
+    if isinstance(operand, Permuted):
+        axes = tuple(operand.axes[axis] for axis in axes)
+        operand = operand.operand
+    if axes == tuple(range(len(axes))):
+        return operand
+    shape = tuple(operand.shape[axis] for axis in axes)
+    return Permuted(shape, operand.dtype, operand, axes)
+
+
+def inverse_permutation(axes: Sequence[int]) -> tuple[int, ...]:
+    """Return the order that undoes another."""
+    return tuple(sorted(range(len(axes)), key=axes.__getitem__))
+
+
 class AxisGroup(NamedTuple):
-    """Axes that are reshaped together.
+    """Axes that are reshaped together."""
 
-    Attributes:
-        axis: The first of them.
-        extents: Their extents.
-        inner: The extents of the operand's axes that they are.
-    """
-
-    axis: int
+    axis: int  # the first of them
     extents: tuple[int, ...]
-    inner: tuple[int, ...]
+    inner: tuple[int, ...]  # the extents of the operand's axes that they are
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Reshaped(_Unary):
+class Reshaped(Unary):
     """Another shape of the same row-major elements; the last ones of `groups` come first."""
 
     groups: tuple[AxisGroup, ...]
@@ -68,8 +77,46 @@ class Reshaped(_Unary):
             self.operand.pull(part, ops, sink)
 
 
+def reshaped(operand: BoundExpr, shape: Sequence[int]) -> BoundExpr:
+    """Return `numpy.reshape(operand, shape)`, of equal size."""
+    shape = tuple(shape)
+    operand = row_major(operand)
+    if shape == operand.shape:
+        return operand
+    groups = () if 0 in shape else tuple(reversed(list(_groups(shape, operand.shape))))
+    return Reshaped(shape, operand.dtype, operand, groups)
+
+
+def row_major(operand: BoundExpr) -> BoundExpr:
+    """Return the same row-major elements, in a shape that is cheaper where there is one."""
+    return operand.operand if isinstance(operand, Reshaped) else operand
+
+
+def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[AxisGroup]:
+    """Yields the least groups of axes of equal size, without those that stay as they are."""
+    i = j = 0
+    while i < len(shape) or j < len(inner):
+        first, from_ = i, j
+        i, j = min(i + 1, len(shape)), min(j + 1, len(inner))
+        while (outer := math.prod(shape[first:i])) != (below := math.prod(inner[from_:j])):
+            i, j = (i + 1, j) if outer < below else (i, j + 1)
+        if shape[first:i] != inner[from_:j]:
+            yield AxisGroup(first, shape[first:i], inner[from_:j])
+
+
+def _regroup(window: Window, group: AxisGroup) -> list[Window]:
+    axis, extents, inner = group
+    merged = window if len(extents) == 1 else window.merge(axis, extents)
+    if not inner:
+        return [merged.drop(axis)]
+    windows = [merged]
+    for n in reversed(inner[1:]):
+        windows = [part for w in windows for part in divide(w, axis, n)]
+    return windows
+
+
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Sliced(_Unary):
+class Sliced(Unary):
     """Every `step`-th index of an axis from `start` on, downwards if the step is negative."""
 
     axis: int
@@ -80,29 +127,25 @@ class Sliced(_Unary):
         self.operand.pull(window.rescale(self.axis, self.start, self.step), ops, sink)
 
 
-class Run(NamedTuple):
-    """Indices of an axis, from `start` on, that are equally spaced indices of the operand.
+def sliced(operand: BoundExpr, axis: int, start: int, count: int, step: int = 1) -> BoundExpr:
+    """Return `count` indices of an axis from `start` on."""
+    if (start, step) == (0, 1) and count == operand.shape[axis]:
+        return operand
+    shape = put(operand.shape, axis, count)
+    return Sliced(shape, operand.dtype, operand, axis, start, step)
 
-    Attributes:
-        start: The first index.
-        first: The operand's index for it.
-        step: The operand's distance from one index to the next.
-    """
+
+class Run(NamedTuple):
+    """Indices of an axis, from `start` on, that are equally spaced ones of the operand."""
 
     start: int
-    first: int
+    first: int  # the operand's index for `start`
     step: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Taken(_Unary):
-    """Any indices of an axis.
-
-    Attributes:
-        axis: The axis.
-        runs: The indices.
-        starts: `start` of each run, and the axis's extent.
-    """
+class Taken(Unary):
+    """Any indices of an axis; `starts` are those of the runs, and the axis's extent."""
 
     axis: int
     runs: tuple[Run, ...]
@@ -163,6 +206,33 @@ class Taken(_Unary):
         return np.repeat(first - step * start, lengths) + np.repeat(step, lengths) * number
 
 
+def taken(operand: BoundExpr, axis: int, indices: Sequence[int]) -> BoundExpr:
+    """Return `numpy.take(operand, indices, axis)`."""
+    runs = tuple(_runs(indices))
+    if len(runs) == 1 and (runs[0].step or len(indices) == 1):
+        return sliced(operand, axis, runs[0].first, len(indices), runs[0].step or 1)
+    shape = put(operand.shape, axis, len(indices))
+    starts = (*(run.start for run in runs), len(indices))
+    return Taken(shape, operand.dtype, operand, axis, runs, starts)
+
+
+def _runs(indices: Sequence[int]) -> Iterator[Run]:
+    """Yields indices as runs of equal step, each as long as it can be.
+
+    Two indices far from each other are two runs: each is read with its own neighbours in the file.
+    """
+    i = 0
+    while i < len(indices):
+        step = indices[i + 1] - indices[i] if i + 1 < len(indices) else 0
+        j = i + 1
+        while j < len(indices) and indices[j] - indices[j - 1] == step:
+            j += 1
+        if j - i == 2 and abs(step) > 1 and len(indices) > 2:
+            j, step = i + 1, 0
+        yield Run(i, indices[i], step)
+        i = j
+
+
 def _is_regular(piece: Piece) -> bool:
     """Return whether it is runs of one tensor, and each of its dimensions is one of its box."""
     if not isinstance(piece, AffinePiece) or piece.view.shape != piece.box.shape:
@@ -175,7 +245,7 @@ def _is_regular(piece: Piece) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Repeated(_Unary):
+class Repeated(Unary):
     """Each index of an axis several times in a row: `numpy.repeat(operand, count, axis)`."""
 
     axis: int
@@ -184,24 +254,6 @@ class Repeated(_Unary):
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part in divide(window, self.axis, self.count):
             self.operand.pull(part.drop(self.axis + 1), ops, sink)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Padded(_Unary):
-    """A value, of `dtype`, before and after the indices of an axis; `before` indices before."""
-
-    axis: int
-    before: int
-    value: Any
-
-    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        stop = self.before + self.operand.shape[self.axis]
-        starts = (0, self.before, stop, self.shape[self.axis])
-        for part, number in split(window, self.axis, starts):
-            if number == 1:
-                self.operand.pull(part.rescale(self.axis, -self.before, 1), ops, sink)
-            else:
-                sink.pieces.append(filled(part, self.value, ops))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -220,33 +272,6 @@ class Stacked(_Joined):
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part, number in _unit_parts(window, self.axis):
             self.operands[number].pull(part, ops, sink)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Concatenated(_Joined):
-    """Operands one after the other along an axis.
-
-    Attributes:
-        starts: The first index of each, and the axis's extent.
-    """
-
-    starts: tuple[int, ...]
-
-    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        for part, number in split(window, self.axis, self.starts):
-            moved = part.rescale(self.axis, -self.starts[number], 1)
-            self.operands[number].pull(moved, ops, sink)
-
-
-def _regroup(window: Window, group: AxisGroup) -> list[Window]:
-    axis, extents, inner = group
-    merged = window if len(extents) == 1 else window.merge(axis, extents)
-    if not inner:
-        return [merged.drop(axis)]
-    windows = [merged]
-    for n in reversed(inner[1:]):
-        windows = [part for w in windows for part in divide(w, axis, n)]
-    return windows
 
 
 def _unit_parts(window: Window, column: int) -> Iterator[tuple[Window, int]]:
@@ -272,6 +297,59 @@ def _unit_parts(window: Window, column: int) -> Iterator[tuple[Window, int]]:
         yield Window(place, moved, dims), index + j * step
 
 
-def inverse_permutation(axes: Sequence[int]) -> tuple[int, ...]:
-    """Return the order that undoes another."""
-    return tuple(sorted(range(len(axes)), key=axes.__getitem__))
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Concatenated(_Joined):
+    """Operands one after the other; `starts` are their first indices, and the axis's extent."""
+
+    starts: tuple[int, ...]
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        for part, number in split(window, self.axis, self.starts):
+            moved = part.rescale(self.axis, -self.starts[number], 1)
+            self.operands[number].pull(moved, ops, sink)
+
+
+def concatenated(operands: Sequence[BoundExpr], axis: int) -> BoundExpr:
+    """Return `numpy.concatenate(operands, axis)`, of at least one."""
+    if len(operands) == 1:
+        return operands[0]
+    extents = (operand.shape[axis] for operand in operands)
+    starts = tuple(itertools.accumulate(extents, initial=0))
+    shape = put(operands[0].shape, axis, starts[-1])
+    return Concatenated(shape, operands[0].dtype, tuple(operands), axis, starts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Computed(BoundExpr):
+    """A function of expressions that is not elementwise."""
+
+    operands: tuple[BoundExpr, ...]
+    decoder: Decoder
+
+    def below(self) -> Sequence[BoundExpr]:
+        return self.operands
+
+    def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
+        operands = self.operands
+        for axis in range(self.decoder.free):
+            window, operands = _without_gaps(window, operands, axis)
+        region = self.decoder.widen(window.bounds)
+        start = tuple(map(operator.sub, window.start, region.start))
+        view, _ = refined_view(window._replace(start=start), row_major_strides(region.shape))
+        inputs = tuple(zip(operands, self.decoder.needs(region), strict=True))
+        sink.pieces.append(ComputedPiece(window.box, inputs, self.decoder, region, view, ops))
+
+
+def _without_gaps(
+    window: Window, operands: tuple[BoundExpr, ...], axis: int
+) -> tuple[Window, tuple[BoundExpr, ...]]:
+    """Leave only the indices of operands that a window takes along an axis."""
+    step = math.gcd(*(dim.steps[axis] for dim in window.dims))
+    if step < 2:
+        return window, operands
+    low, high = window.bounds.start[axis], window.bounds.stop[axis]
+    count = (high - 1 - low) // step + 1
+    kept = tuple(sliced(operand, axis, low, count, step) for operand in operands)
+    dims = [d._replace(steps=put(d.steps, axis, d.steps[axis] // step)) for d in window.dims]
+    start = put(window.start, axis, (window.start[axis] - low) // step)
+    return Window(window.origin, start, tuple(dims)), kept

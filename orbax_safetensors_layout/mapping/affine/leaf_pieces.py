@@ -22,21 +22,18 @@ _LEAST_SLAB = 64  # elements; where each takes several vectors of its own, they 
 class AffinePiece(NamedTuple):
     """A region of a leaf whose elements lie in one tensor.
 
-    Attributes:
-        box: The region, in the leaf.
-        source: The tensor's name.
-        view: Index within the region to element offset in the row-major tensor. Strides may be
-            permuted, have gaps, be negative or, for repeated elements, 0. `view.shape` is
-            `box.shape`; where refined pieces were asked for, some axes are taken apart.
-        ops: Operations on the values, in order.
-        gather: Where each index of one axis is, if gathers were asked for. `view` is then one such
-            slab, to whose offset that of each is added; other pieces may fill gaps of `box`.
+    `view` maps an index within `box` to an element of the row-major tensor. Strides may be
+    permuted, have gaps, be negative or, for repeated elements, 0. `view.shape` is `box.shape`;
+    where refined pieces were asked for, some axes are taken apart.
+
+    `gather`, if gathers were asked for, tells where each index of one axis is. `view` is then one
+    such slab, to whose offset that of each is added; other pieces may fill gaps of `box`.
     """
 
-    box: Box
-    source: str
+    box: Box  # in the leaf
+    source: str  # the tensor's name
     view: AffineView
-    ops: tuple[ValueOp, ...]
+    ops: tuple[ValueOp, ...]  # on the values, in order
     gather: Gather | None = None
 
 
@@ -53,19 +50,15 @@ class Decoder(Protocol):
     @property
     def free(self) -> int:
         """Number of leading axes along which each index is computed from that of all inputs."""
-        ...
 
     def widen(self, region: Box) -> Box:
         """The region to compute in order to have `region`."""
-        ...
 
     def needs(self, region: Box) -> tuple[Box, ...]:
         """The region of each input that a widened region is computed from."""
-        ...
 
     def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         """The values of a widened region from the values of what it needs."""
-        ...
 
 
 class _Input(Protocol):
@@ -80,24 +73,17 @@ class _Input(Protocol):
 class ComputedPiece(NamedTuple):
     """A region of a leaf that is computed from regions of expressions.
 
-    Attributes:
-        box: The region, in the leaf.
-        inputs: Expressions that have to be read, and the region that is needed of each.
-        decoder: Computes `region`, in the indices of its result.
-        view: Index within `box` to element offset in the row-major result. `view.shape` may take
-            axes of `box.shape` apart.
-        ops: Operations on the values, in order.
+    `view` maps an index within `box` to an element of the row-major result; it may take axes apart.
     """
 
-    box: Box
-    inputs: tuple[tuple[_Input, Box], ...]
-    decoder: Decoder
+    box: Box  # in the leaf
+    inputs: tuple[tuple[_Input, Box], ...]  # what has to be read, and the region of each
+    decoder: Decoder  # computes `region`, in the indices of its result
     region: Box
     view: AffineView
-    ops: tuple[ValueOp, ...]
+    ops: tuple[ValueOp, ...]  # on the values, in order
 
     def fn(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        """The values of `box` from the values of `inputs`."""
         result = self.decoder.decode(self.region, inputs)
         selected = apply_view(np.ascontiguousarray(result).reshape(-1), self.view)
         return apply_ops(selected.reshape(self.box.shape), self.ops)
@@ -126,17 +112,8 @@ def assemble_box(
 ) -> np.ndarray:
     """Return the values of a region of a leaf, from what was read of tensors.
 
-    Args:
-        pieces: The pieces of `box`.
-        box: The region.
-        dtype: The leaf's dtype.
-        read: Returns the values of an affine piece, `piece.view` of its tensor, before its
-            operations; it is called for each of `affine_pieces(pieces)`, in their order.
-        out: Where to put the values, of the region's shape; None allocates.
-
-    Raises:
-        MappingError: A function of a mapping gave another shape or dtype than was declared.
-        DtypeMismatchError: A cast to integers cannot hold a value.
+    `read` returns the values of an affine piece, `piece.view` of its tensor, before its operations;
+    it is called for each of `affine_pieces(pieces)`, in their order. `out` has the region's shape.
     """
     if out is None:
         out = np.empty(box.shape, dtype)

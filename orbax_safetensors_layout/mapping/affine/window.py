@@ -1,8 +1,7 @@
-"""Windows: the index of an expression for each index of a region of the leaf.
+"""Windows: affine maps from a region of a leaf to the indices of an expression below it.
 
-A window is an affine map from a region of the leaf to the indices ("columns") of an expression
-somewhere below it. Most operations change columns only; merged axes, concatenations and the like
-split a window into several.
+The expression's axes are the "columns". Most operations change columns only; merged axes,
+concatenations and the like split a window into several.
 """
 
 from __future__ import annotations
@@ -11,44 +10,33 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from orbax_safetensors_layout.geometry import Box, row_major_strides
 
+T = TypeVar("T")
+
 
 class Dim(NamedTuple):
-    """One factor of an axis of a window's region.
+    """One factor of an axis of a window's region; those of one axis go from the outer inwards."""
 
-    Attributes:
-        axis: The leaf's axis. Factors of one axis follow one another, the outer ones first.
-        extent: Number of indices, at least 2.
-        steps: How far one index goes along each column.
-    """
-
-    axis: int
-    extent: int
-    steps: tuple[int, ...]
+    axis: int  # the leaf's
+    extent: int  # number of indices, at least 2
+    steps: tuple[int, ...]  # how far one index goes along each column
 
 
-def put(values: tuple[int, ...], at: int, *others: int) -> tuple[int, ...]:
+def put(values: tuple[T, ...], at: int, *others: T) -> tuple[T, ...]:
     """Return a tuple with others in place of one item."""
     return (*values[:at], *others, *values[at + 1 :])
 
 
 class Window(NamedTuple):
-    """A region of the leaf, and the index of an expression for each of its indices.
+    """A region of the leaf, and the index of an expression for each of its indices."""
 
-    Attributes:
-        origin: The region's first index, in the leaf.
-        start: The expression's index for it.
-        dims: The region's extents, as factors of the leaf's axes in their order. An axis without
-            a factor has extent 1.
-    """
-
-    origin: tuple[int, ...]
-    start: tuple[int, ...]
-    dims: tuple[Dim, ...]
+    origin: tuple[int, ...]  # the region's first index, in the leaf
+    start: tuple[int, ...]  # the expression's index for it
+    dims: tuple[Dim, ...]  # in the order of the leaf's axes; one without a factor has extent 1
 
     @classmethod
     def of(cls, box: Box) -> Window:
@@ -63,7 +51,6 @@ class Window(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The region of the leaf."""
         shape = [1] * len(self.origin)
         for axis, extent, _ in self.dims:
             shape[axis] *= extent
@@ -88,11 +75,7 @@ class Window(NamedTuple):
 
     def permute(self, order: Sequence[int]) -> Window:
         """Return the window on the columns `order`."""
-        return Window(
-            self.origin,
-            tuple([self.start[c] for c in order]),
-            tuple([Dim(axis, n, tuple([s[c] for c in order])) for axis, n, s in self.dims]),
-        )
+        return self._with_columns(lambda values: tuple([values[c] for c in order]))
 
     def rescale(self, column: int, start: int, step: int) -> Window:
         """Replace index `i` of one column by `start + step * i`."""
@@ -103,9 +86,7 @@ class Window(NamedTuple):
         )
 
     def drop(self, column: int) -> Window:
-        """Leave out a column."""
-        dims = tuple([Dim(axis, n, put(s, column)) for axis, n, s in self.dims])
-        return Window(self.origin, put(self.start, column), dims)
+        return self._with_columns(lambda values: put(values, column))
 
     def merge(self, column: int, extents: Sequence[int]) -> Window:
         """Merge the columns from `column` on, of these extents, into one row-major column."""
@@ -116,14 +97,16 @@ class Window(NamedTuple):
             index = sum(map(operator.mul, values[column:stop], strides))
             return (*values[:column], index, *values[stop:])
 
-        dims = tuple([Dim(axis, n, merged(s)) for axis, n, s in self.dims])
-        return Window(self.origin, merged(self.start), dims)
+        return self._with_columns(merged)
+
+    def _with_columns(self, moved: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Window:
+        dims = tuple([Dim(axis, n, moved(steps)) for axis, n, steps in self.dims])
+        return Window(self.origin, moved(self.start), dims)
 
     def span(self, number: int, column: int, first: int, extent: int) -> Window:
         """Replace a factor, the outermost of its axis, that only moves along a column.
 
-        It gets `extent` indices one after the other, from the column's index `first` on, which is
-        index 0 of the leaf's axis.
+        It gets `extent` successive indices, from the column's `first` on, at 0 of the leaf's axis.
         """
         axis = self.dims[number].axis
         steps = tuple([int(other == column) for other in range(len(self.start))])
@@ -179,10 +162,7 @@ class Window(NamedTuple):
 def split(window: Window, column: int, starts: Sequence[int]) -> Iterator[tuple[Window, int]]:
     """Yields windows of which each lies in one range of a column, and the number of the range.
 
-    Args:
-        window: The window.
-        column: The column.
-        starts: The first index of each range, ascending, and the column's extent.
+    `starts` are the first index of each range, ascending, and the column's extent.
     """
     low, high = window.bounds.start[column], window.bounds.stop[column]
     part = bisect.bisect_right(starts, low) - 1
@@ -237,7 +217,8 @@ def divide(window: Window, column: int, n: int) -> Iterator[Window]:
     if window.dims[number].extent % period == 0:
         # Aligned: no index is cut off, so that factors around this one stay as they are.
         factored = window.factor(number, period)
-        if period < window.dims[number].extent and _is_affine(factored, column, n):
+        low, high, _ = _remainders(factored, column, n)
+        if period < window.dims[number].extent and low >= 0 and high < n:
             yield from divide(factored, column, n)
             return
     for alone, at in window.isolate(number):
@@ -272,11 +253,6 @@ def _run(window: Window, number: int, column: int, n: int) -> int:
     if 2 * up <= n:
         return min(extent, (n - 1 - high) // up + 1)
     return min(extent, low // (n - up) + 1)
-
-
-def _is_affine(window: Window, column: int, n: int) -> bool:
-    low, high, _ = _remainders(window, column, n)
-    return low >= 0 and high < n
 
 
 def _remainders(window: Window, column: int, n: int) -> tuple[int, int, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
-from ..affine.decoded import Computed
-from ..inverse.inference import Inference
+from ..affine.index_nodes import Computed
 from ..names import Captures, substitute
 from ..problems import gather
 from ..shapes import TensorSpecs
@@ -33,8 +32,8 @@ class _Choice(Expr):
     def below(self) -> Sequence[Expr]:
         return (self.first, self.other)
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
-        self.first.infer(captures, shape, inference)
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
+        return self.first.infer(captures, shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -74,19 +73,12 @@ class Same(_Choice):
         other = self.other.bind_to(captures, specs)
         if (first.shape, first.dtype) != (other.shape, other.dtype):
             raise _differ(self, expected=given(first), found=given(other))
-        compared = _Compared(len(first.shape), self)
-        return Copies(first.shape, first.dtype, (first, other), compared)
-
-
-class Copies(Computed):
-    """Expressions of the same bits; loading compares them, saving writes each."""
-
-    __slots__ = ()
+        return Computed(first.shape, first.dtype, (first, other), Compared(len(first.shape), self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Compared:
-    """A `Decoder` that returns the first of its inputs if the second is equal."""
+class Compared:
+    """A `Decoder` that returns the first of its inputs if the second has the same bits."""
 
     free: int
     rule: Same
@@ -109,7 +101,7 @@ class _Compared:
 def check_left_out(leaf: str, bound: BoundExpr) -> None:
     """Refuses to leave out a leaf whose load compares tensors."""
     for node in bound.nodes():
-        if isinstance(node, Computed) and isinstance(node.decoder, _Compared):
+        if isinstance(node, Computed) and isinstance(node.decoder, Compared):
             same = node.decoder.rule
             raise MappingError(
                 f"leaf {leaf!r} is left out, but its load has to show whether {same.other!r} is a"

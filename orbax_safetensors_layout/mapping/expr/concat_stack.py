@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from orbax_safetensors_layout.errors import MappingError
 
 from ..affine.bound import BoundExpr
-from ..affine.index_builders import concatenated, stacked
+from ..affine.index_nodes import Stacked, concatenated
+from ..affine.window import put
 from ..argument_checks import integer, integers, several, text
-from ..inverse.inference import LIKE, Extent, Inference
+from ..inverse.inference import LIKE, Extent
 from ..names import Captures, substitute
 from ..problems import Problem, Problems, gather
 from ..shapes import TensorSpecs
@@ -57,9 +58,11 @@ class Stack(Expr):
                     f"{self!r}: index {indices[0]} gives {given(parts[0])}, but index {index} gives"
                     f" {given(part)}"
                 )
-        return stacked(parts, ops.axis_of("stack", self.axis, len(parts[0].shape) + 1))
+        inner, dtype = parts[0].shape, parts[0].dtype
+        axis = ops.axis_of("stack", self.axis, len(inner) + 1)
+        return Stacked((*inner[:axis], len(parts), *inner[axis:]), dtype, tuple(parts), axis)
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         axis = ops.axis_of("stack", self.axis, len(shape))
         n = shape[axis].n
         indices = self.indices
@@ -68,9 +71,9 @@ class Stack(Expr):
             indices = tuple(range(start, start + n * step, step))
         if len(indices) != n:
             raise MappingError(f"{self!r}: it has {len(indices)} indices, the leaf {n}")
-        inner = shape[:axis] + shape[axis + 1 :]
+        inner = put(shape, axis)
         for i in indices:
-            self.operand.infer({**captures, self.over: str(i)}, inner, inference)
+            yield from self.operand.infer({**captures, self.over: str(i)}, inner)
 
     def _resolve(self, captures: Captures, specs: TensorSpecs) -> Sequence[int]:
         """Return the indices: those given, or those that the checkpoint has."""
@@ -118,7 +121,7 @@ class Concat(Expr):
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         parts = gather(lambda expr: expr.bind_to(captures, specs), self.operands)
         axis = ops.axis_of("concat", self.axis, len(parts[0].shape))
-        first, *others = [(p.shape[:axis], p.shape[axis + 1 :], p.dtype) for p in parts]
+        first, *others = [(put(p.shape, axis), p.dtype) for p in parts]
         for number, other in enumerate(others, 1):
             if other != first:
                 raise MappingError(
@@ -130,7 +133,7 @@ class Concat(Expr):
                 raise MappingError(f"{self!r}: part {number} is {given(part)}, but of size {size}")
         return concatenated(parts, axis)
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         axis = ops.axis_of("concat", self.axis, len(shape))
         sizes = list(self.sizes or [None] * len(self.operands))
         if sizes.count(None) > 1 or not shape[axis].exact:
@@ -143,7 +146,7 @@ class Concat(Expr):
             raise MappingError(f"{self!r}: the leaf has {shape[axis]} along axis {axis}")
         for operand, size in zip(self.operands, sizes, strict=True):
             extent = Extent(rest if size is None else size)
-            operand.infer(captures, (*shape[:axis], extent, *shape[axis + 1 :]), inference)
+            yield from operand.infer(captures, put(shape, axis, extent))
 
 
 def stack(
@@ -152,7 +155,7 @@ def stack(
     """Stack an expression over the indices of a wildcard, along a new axis, as `numpy.stack`.
 
     Args:
-        expr: The expression; its names have the wildcard.
+        expr: The expression; its names have the wildcard `over`.
         over: The wildcard.
         axis: The new axis.
         indices: Those to stack, in this order; a slice chooses among those that the checkpoint

@@ -66,13 +66,7 @@ def expand(pattern: Pattern, rank: int, side: str) -> Pattern:
 
 
 def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> dict[str, Extent]:
-    """Return the extent of each name.
-
-    Args:
-        groups: The axes of one side.
-        shape: Their extents.
-        sizes: Known extents of names; two of one axis cannot both be unknown.
-    """
+    """Return the extent of each name of one side, of its axes' extents and known `sizes`."""
     extents = {name: Extent(n) for name, n in sizes.items()}
     for axis, (group, extent) in enumerate(zip(groups, shape, strict=True)):
         unknown = [name for name in group if name not in extents]

@@ -1,7 +1,6 @@
-"""Expressions: how a leaf of a model is made of the tensors of a checkpoint, as data.
+"""Expressions: how a leaf of a model is made of the tensors of a checkpoint, as immutable trees.
 
-An expression is an immutable tree. Its names may have wildcards; `bind` gives them values and
-shapes, and returns a `BoundExpr`, which has the pieces of any region.
+Names may have wildcards; `bind` gives them values and shapes, and returns a `BoundExpr`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from orbax_safetensors_layout.errors import MappingError
 
 from ..affine.bound import BoundExpr, Constant, Valued
 from ..argument_checks import integer, integers, number
-from ..inverse.inference import Inference
 from ..inverse.inverse_patches import whole_tensor
 from ..names import Captures, parse_pattern, substitute
 from ..problems import Problem, Problems, within
@@ -117,9 +115,6 @@ class Expr(abc.ABC):
         """Return the expression over tensors of known shape and dtype.
 
         `captures` are the values of the wildcards in its names, but for those of `stack`.
-
-        Raises:
-            MappingError: A tensor is missing, or shapes do not fit.
         """
         return self.bind_to(captures, TensorSpecs.of(specs))
 
@@ -128,11 +123,10 @@ class Expr(abc.ABC):
         """See `bind`."""
 
     @abc.abstractmethod
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
-        """Record the tensors' shapes that follow from a leaf's, which must determine them."""
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
+        """Yields tensors with their shapes that follow from a leaf's, which must determine them."""
 
     def below(self) -> Sequence[Expr]:
-        """The operands."""
         return ()
 
     def patterns(self) -> Iterator[str]:
@@ -163,8 +157,8 @@ class Tensor(Expr):
             raise Problems([Problem(f"there is no tensor {name!r}", seek=name)])
         return whole_tensor(name, specs)
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
-        inference.record(self._concrete(captures), shape)
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
+        yield self._concrete(captures), shape
 
     def _concrete(self, captures: Captures) -> str:
         name = substitute(self.name, captures)
@@ -190,8 +184,8 @@ class FillExpr(Expr):
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         return Constant(self.shape, self.dtype, ops.scalar(self.value, self.dtype))
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
-        pass
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
+        return iter(())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -216,12 +210,12 @@ class Apply(Expr):
         except MappingError as error:
             raise within(error, f"{self!r}, given {given(operand)}") from error
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         try:
             operand = shape if isinstance(self.op, ValueOp) else self.op.operand_extents(shape)
         except MappingError as error:
             raise within(error, repr(self)) from error
-        self.operand.infer(captures, operand, inference)
+        return self.operand.infer(captures, operand)
 
 
 def tensor(name_pattern: str) -> Expr:
@@ -229,9 +223,6 @@ def tensor(name_pattern: str) -> Expr:
 
     Wildcards such as `{i}` have the values that they have in the target of the rule, or are the
     indices of a `stack`.
-
-    Raises:
-        MappingError: The pattern is malformed.
     """
     parse_pattern(name_pattern)
     return Tensor(name_pattern)
@@ -243,7 +234,7 @@ def fill(shape: Sequence[int], value: Any, dtype: Any) -> Expr:
 
 
 def as_expr(value: Any, where: str) -> Expr:
-    """Check that an argument of the function `where` is an expression."""
+    """Return an argument of the function `where`, which must be an expression."""
     if isinstance(value, Expr):
         return value
     hint = f"Did you mean osl.tensor({value!r})?" if isinstance(value, str) else None
@@ -269,6 +260,6 @@ def given(operand: BoundExpr) -> str:
 
 
 def _listed(items: tuple[Any, ...], what: str) -> tuple[int, ...]:
-    """Integers that are given one by one, or as one list or array."""
+    """Return integers that are given one by one, or as one list or array."""
     is_one = len(items) == 1 and (not hasattr(items[0], "__index__") or np.ndim(items[0]))
     return integers(items[0] if is_one else items, what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +12,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
-from ..affine.decoded import Computed
-from ..inverse.inference import Inference
+from ..affine.index_nodes import Computed
 from ..names import Captures
 from ..problems import gather, within
 from ..shapes import TensorSpecs
@@ -51,7 +50,7 @@ class Compute(Expr):
             listed = " and ".join(map(given, operands))
             raise within(error, f"{self!r}, given {listed}") from error
 
-    def infer(self, captures: Captures, shape: ops.Extents, inference: Inference) -> None:
+    def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         raise MappingError(f"{self!r} does not invert")
 
 

@@ -16,9 +16,17 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
 from .. import argument_checks
-from ..affine.bound import BoundExpr
-from ..affine.index_builders import padded, permuted, repeated, reshaped, sliced, taken
-from ..affine.index_nodes import inverse_permutation
+from ..affine.bound import BoundExpr, Constant
+from ..affine.index_nodes import (
+    Repeated,
+    concatenated,
+    inverse_permutation,
+    permuted,
+    reshaped,
+    sliced,
+    taken,
+)
+from ..affine.window import put
 from ..casting import is_whole, rounded, to_whole
 from ..inverse.inference import LIKE, Extent, product, quotient
 from . import einops
@@ -151,7 +159,7 @@ class Slice:
         else:
             bounds = [abs(bound) for bound in (self.start, self.stop) if bound is not None]
             extent = Extent(max([count, *bounds]), exact=False)
-        return (*result[:axis], extent, *result[axis + 1 :])
+        return put(result, axis, extent)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,7 +187,7 @@ class Take:
         if result[axis] != Extent(len(self.indices)):
             raise MappingError(f"{self} gives extent {len(self.indices)}, not {result[axis]}")
         least = max([(i + 1 if i >= 0 else -i) for i in self.indices], default=0)
-        return (*result[:axis], Extent(least, exact=False), *result[axis + 1 :])
+        return put(result, axis, Extent(least, exact=False))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +204,12 @@ class Pad:
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
         axis = axis_of(self, self.axis, len(operand.shape))
-        return padded(operand, axis, self.before, self.after, scalar(self.value, operand.dtype))
+        value = scalar(self.value, operand.dtype)
+        first, last = (
+            [Constant(put(operand.shape, axis, n), operand.dtype, value)] if n else []
+            for n in (self.before, self.after)
+        )
+        return concatenated([*first, operand, *last], axis)
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))
@@ -204,7 +217,7 @@ class Pad:
         rest = n - self.before - self.after
         if rest < 0:
             raise MappingError(f"{self} gives at least extent {self.before + self.after}, not {n}")
-        return (*result[:axis], Extent(rest, exact), *result[axis + 1 :])
+        return put(result, axis, Extent(rest, exact))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,14 +231,18 @@ class Repeat:
         return f"repeat({self.axis}, {self.count})"
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
-        return repeated(operand, axis_of(self, self.axis, len(operand.shape)), self.count)
+        axis = axis_of(self, self.axis, len(operand.shape))
+        if self.count == 1:
+            return operand
+        shape = put(operand.shape, axis, operand.shape[axis] * self.count)
+        return Repeated(shape, operand.dtype, operand, axis, self.count)
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))
         once = quotient(result[axis], Extent(self.count))
         if once is None:
             raise MappingError(f"{self} gives a multiple of {self.count}, not {result[axis]}")
-        return (*result[:axis], once, *result[axis + 1 :])
+        return put(result, axis, once)
 
 
 Op = Transpose | Rearrange | Reshape | Slice | Take | Pad | Repeat

@@ -7,184 +7,182 @@ keeps quantised tensors as they are, with a `tensor` for the values and one for 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry import Box, unpack_bits
+from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
-from ..affine.decoded import Computed
+from ..affine.index_nodes import Computed, reshaped
 from ..argument_checks import integer, integers
 from ..casting import is_number, is_whole
 from .expression import Expr, as_expr
 from .opaque_ops import Compute
 from .values import as_dtype
 
-MXFP4_GROUP = 32
-"""Elements that share a scale, two a byte (OCP Microscaling Formats 1.0, section 5)."""
-
+_MXFP4_GROUP = 32  # elements that share a scale (OCP Microscaling Formats 1.0, section 5)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_FP4_VALUES = np.concatenate([_E2M1, -_E2M1])  # the high bit is the sign
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _CHUNK_ELEMENTS = 1 << 17  # bounds the float32 values that are held besides the result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockScale:
-    """A value times the scale of its block."""
+class _Scaled(abc.ABC):
+    """A `Kernel` and `Decoder`: stored values times the scale of their block.
+
+    Attributes:
+        block: Extents of a block, of the last axes.
+        dtype: The result's.
+        shape: The result's, known when bound.
+    """
 
     block: tuple[int, ...]
     dtype: np.dtype[Any]
-    integers: bool = True  # whether values may be int8
-    free: int = 0  # as in `Decoder`; known when bound
+    shape: tuple[int, ...] = ()
+
+    packed: ClassVar[int] = 1  # values in a stored element, along the last axis
+    pairs: ClassVar[np.ndarray | None] = None  # see `_pairs`; None where values are stored as such
+    call: ClassVar[str]  # as a user writes it
 
     def describe(self, operands: Sequence[str]) -> str:
         listed = ", ".join(operands)
-        return f"dequantize_block({listed}, block={self.block}, dtype={self.dtype.name!r})"
+        return self.call.format(listed, block=self.block, dtype=self.dtype.name)
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
-        weight, scale = operands
-        is_int8 = self.integers and weight.dtype == np.int8
-        kinds = "floats of 8 bits or fewer" + (", or int8" if self.integers else "")
-        _check(weight, "the values", kinds, is_int8 or _is_small_float(weight.dtype))
-        _check_scale(scale)
-        free = len(weight.shape) - len(self.block)
-        if free < 0:
-            raise MappingError(f"the weight has fewer axes than the block {self.block}")
-        decoder = dataclasses.replace(self, free=free)
-        _, blocks = decoder.needs(Box.whole(weight.shape))
-        if scale.shape != blocks.shape:
-            raise MappingError(
-                f"the scale has shape {list(scale.shape)}; blocks of {self.block} need"
-                f" {list(blocks.shape)}"
-            )
-        return Computed(weight.shape, self.dtype, operands, decoder)
+        stored, scale = operands
+        shape = self.decoded_shape(stored, scale)
+        decoder = dataclasses.replace(self, shape=shape)
+        below, _ = decoder.needs(Box.whole(shape))
+        return Computed(shape, self.dtype, (reshaped(stored, below.shape), scale), decoder)
+
+    @abc.abstractmethod
+    def decoded_shape(self, stored: BoundExpr, scale: BoundExpr) -> tuple[int, ...]:
+        """Check shapes and dtypes of the operands, and return the result's shape."""
+
+    @property
+    def free(self) -> int:
+        return len(self.shape) - len(self.block)
 
     def widen(self, region: Box) -> Box:
-        return region
+        axis, n = len(self.shape) - 1, self.packed
+        stop = -(-region.stop[-1] // n) * n
+        return region.along(axis, region.start[-1] // n * n, min(stop, self.shape[-1]))
 
     def needs(self, region: Box) -> tuple[Box, ...]:
-        start = [a // n for a, n in zip(region.start, self._sizes, strict=True)]
-        stop = [-(-b // n) for b, n in zip(region.stop, self._sizes, strict=True)]
-        return region, Box(tuple(start), tuple(stop))
+        stored = (*[1] * (len(self.shape) - 1), self.packed)
+        return _blocks(region, stored), _blocks(region, self._sizes)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
         return (1,) * self.free + self.block
 
     def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        weight, scale = inputs
-        indices = [
-            np.arange(a % size, a % size + n) // size
-            for a, n, size in zip(region.start, weight.shape, self._sizes, strict=True)
+        stored, scale = inputs
+        if scale.dtype == np.uint8:
+            scale = scale.view(_E8M0)
+        blocks = [
+            np.arange(start, stop) // n - start // n
+            for start, stop, n in zip(*region, self._sizes, strict=True)
         ]
+        out = np.empty(region.shape, self.dtype)
+        rows = count = len(out)
+        if out.ndim > 1:
+            rows = max(1, _CHUNK_ELEMENTS * count // out.size)
+        with np.errstate(all="ignore"):
+            for start in range(0, count, rows):
+                part = slice(start, start + rows)
+                scales = scale[blocks[0][part]].astype(np.float32)
+                for axis, index in enumerate(blocks[1:], 1):
+                    scales = scales.take(index, axis)
+                if self.pairs is None:
+                    values = stored[part].astype(np.float32)
+                else:
+                    data = np.ascontiguousarray(stored[part]).view(np.uint8)
+                    values = self.pairs[data].view(np.float32)[..., : region.shape[-1]]
+                out[part] = (values * scales).astype(self.dtype)
+        return out
 
-        def rows(part: slice) -> np.ndarray:
-            scales = scale[np.ix_(indices[0][part], *indices[1:])].astype(np.float32)
-            values: np.ndarray = weight[part].astype(np.float32) * scales
-            return values
 
-        return _by_rows(weight.shape, self.dtype, rows)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mxfp4:
-    """Four-bit floats times a power of two for each 32."""
-
-    dtype: np.dtype[Any]
-    free: int = 0
-
-    def describe(self, operands: Sequence[str]) -> str:
-        return f"dequantize_mxfp4({', '.join(operands)}, dtype={self.dtype.name!r})"
-
-    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
-        blocks, scales = operands
-        if blocks.shape != (*scales.shape, MXFP4_GROUP // 2) or not scales.shape:
-            raise MappingError(
-                f"the blocks have shape {list(blocks.shape)}; with scales of shape"
-                f" {list(scales.shape)} they need {[*scales.shape, MXFP4_GROUP // 2]}"
-            )
-        _check(blocks, "the blocks", "uint8", blocks.dtype == np.uint8)
-        exponents = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
-        _check(scales, "the scales", "uint8 or float8_e8m0fnu", scales.dtype in exponents)
-        shape = (*scales.shape[:-1], scales.shape[-1] * MXFP4_GROUP)
-        return Computed(shape, self.dtype, operands, dataclasses.replace(self, free=len(shape) - 1))
-
-    def widen(self, region: Box) -> Box:
-        return _scale_last(_divide_last(region, MXFP4_GROUP), MXFP4_GROUP)
-
-    def needs(self, region: Box) -> tuple[Box, ...]:
-        scales = _divide_last(region, MXFP4_GROUP)
-        return Box((*scales.start, 0), (*scales.stop, MXFP4_GROUP // 2)), scales
-
-    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        blocks, scales = (values.view(np.uint8) for values in map(np.ascontiguousarray, inputs))
-
-        def rows(part: slice) -> np.ndarray:
-            groups = scales[part].shape
-            values = _FP4_VALUES[unpack_bits(blocks[part].reshape(-1), 4)]
-            exponents = scales[part].astype(np.int32) - 127
-            scaled = np.ldexp(values.reshape(*groups, MXFP4_GROUP), exponents[..., None])
-            scaled[scales[part] == 255] = np.nan  # the only NaN of E8M0
-            result: np.ndarray = scaled.reshape(*groups[:-1], groups[-1] * MXFP4_GROUP)
-            return result
-
-        return _by_rows(region.shape, self.dtype, rows)
+def _pairs(values: np.ndarray) -> np.ndarray:
+    """Return for each byte the two float32 of its halves, the low one first, as one element."""
+    byte = np.arange(256)
+    return np.stack([values[byte & 15], values[byte >> 4]], -1).view(np.uint64)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Int4:
-    """Four-bit integers times the scale of their group."""
+class BlockScale(_Scaled):
+    """Values as they are; `integers` tells whether they may be int8."""
 
-    group: int
-    dtype: np.dtype[Any]
-    free: int = 0
-    extent: int = 0  # of the last axis
+    integers: bool = True
+    call = "dequantize_block({}, block={block}, dtype={dtype!r})"
 
-    def describe(self, operands: Sequence[str]) -> str:
-        listed = ", ".join(operands)
-        return f"dequantize_int4({listed}, group={self.group}, dtype={self.dtype.name!r})"
-
-    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
-        packed, scale = operands
-        n = scale.shape[-1] * self.group if scale.shape else 0
-        if not scale.shape or packed.shape != (*scale.shape[:-1], -(-n // 8)):
+    def decoded_shape(self, stored: BoundExpr, scale: BoundExpr) -> tuple[int, ...]:
+        is_int8 = self.integers and stored.dtype == np.int8
+        is_small = _is_float(stored.dtype) and stored.dtype.itemsize == 1
+        kinds = "floats of 8 bits or fewer" + (", or int8" if self.integers else "")
+        _check(stored, "the values", kinds, is_int8 or is_small)
+        _check(scale, "the scale", "floats", _is_float(scale.dtype))
+        free = len(stored.shape) - len(self.block)
+        if free < 0:
+            raise MappingError(f"the weight has fewer axes than the block {self.block}")
+        blocks = _blocks(Box.whole(stored.shape), (1,) * free + self.block)
+        if scale.shape != blocks.shape:
             raise MappingError(
-                f"the packed values have shape {list(packed.shape)}; with scales of shape"
-                f" {list(scale.shape)} of {self.group} each they need"
-                f" {[*scale.shape[:-1], -(-n // 8)]}"
+                f"the scale has shape {list(scale.shape)}; blocks of {self.block} need"
+                f" {list(blocks.shape)}"
             )
-        is_word = packed.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
-        _check(packed, "the packed values", "int32, eight in each", is_word)
-        _check_scale(scale)
-        decoder = dataclasses.replace(self, free=len(scale.shape) - 1, extent=n)
-        return Computed((*scale.shape[:-1], n), self.dtype, operands, decoder)
+        return stored.shape
 
-    def widen(self, region: Box) -> Box:
-        wide = _scale_last(_divide_last(region, 8), 8)
-        return Box(wide.start, (*wide.stop[:-1], min(wide.stop[-1], self.extent)))
 
-    def needs(self, region: Box) -> tuple[Box, ...]:
-        return _divide_last(region, 8), _divide_last(region, self.group)
+class Mxfp4(_Scaled):
+    """Four-bit floats, two a byte; scales are exponents."""
 
-    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        packed, scale = inputs
-        first, n = region.start[-1] % self.group, region.shape[-1]
-        index = np.arange(first, first + n) // self.group
+    __slots__ = ()
+    packed = 2
+    pairs = _pairs(np.concatenate([_E2M1, -_E2M1]))  # the high bit is the sign
+    call = "dequantize_mxfp4({}, dtype={dtype!r})"
 
-        def rows(part: slice) -> np.ndarray:
-            words = np.ascontiguousarray(packed[part])
-            nibbles = unpack_bits(words.reshape(-1).view(np.uint8), 4)
-            values = nibbles.reshape(*words.shape[:-1], words.shape[-1] * 8)[..., :n]
-            scales: np.ndarray = scale[part].astype(np.float32)[..., index]
-            result: np.ndarray = (values.astype(np.float32) - 8) * scales
-            return result
+    def decoded_shape(self, stored: BoundExpr, scale: BoundExpr) -> tuple[int, ...]:
+        (group,) = self.block
+        shape = (*scale.shape, group // self.packed)
+        if stored.shape != shape or not scale.shape:
+            raise MappingError(
+                f"the blocks have shape {list(stored.shape)}; with scales of shape"
+                f" {list(scale.shape)} they need {list(shape)}"
+            )
+        is_exponent = scale.dtype in (np.dtype(np.uint8), _E8M0)
+        _check(stored, "the blocks", "uint8", stored.dtype == np.uint8)
+        _check(scale, "the scales", "uint8 or float8_e8m0fnu", is_exponent)
+        return (*scale.shape[:-1], scale.shape[-1] * group)
 
-        return _by_rows(region.shape, self.dtype, rows)
+
+class Int4(_Scaled):
+    """Four-bit integers, plus 8, eight in each of 32 bits."""
+
+    __slots__ = ()
+    packed = 8
+    pairs = _pairs(np.arange(-8, 8, dtype=np.float32))
+    call = "dequantize_int4({}, group={block[0]}, dtype={dtype!r})"
+
+    def decoded_shape(self, stored: BoundExpr, scale: BoundExpr) -> tuple[int, ...]:
+        (group,) = self.block
+        *rows, groups = scale.shape or (0,)
+        words = [*rows, -(-groups * group // self.packed)]
+        if not scale.shape or list(stored.shape) != words:
+            raise MappingError(
+                f"the packed values have shape {list(stored.shape)}; with scales of shape"
+                f" {list(scale.shape)} of {group} each they need {words}"
+            )
+        is_word = stored.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
+        _check(stored, "the packed values", "int32, eight in each", is_word)
+        _check(scale, "the scale", "floats", _is_float(scale.dtype))
+        return (*rows, groups * group)
 
 
 def dequantize_block(
@@ -226,7 +224,7 @@ def dequantize_mxfp4(blocks: Expr, scales: Expr, dtype: Any = "bfloat16") -> Exp
         scales: `[..., groups]` exponents, plus 127.
         dtype: The result's dtype. The result is `[..., groups * 32]`.
     """
-    return _decoded("dequantize_mxfp4", (blocks, scales), Mxfp4(as_dtype(dtype)))
+    return _decoded("dequantize_mxfp4", (blocks, scales), Mxfp4((_MXFP4_GROUP,), as_dtype(dtype)))
 
 
 def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bfloat16") -> Expr:
@@ -242,52 +240,25 @@ def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bf
     group = integer(group, "dequantize_int4(group=...)")
     if group < 1:
         raise MappingError(f"dequantize_int4: {group} is not a group size")
-    return _decoded("dequantize_int4", (packed, scale), Int4(group, as_dtype(dtype)))
+    return _decoded("dequantize_int4", (packed, scale), Int4((group,), as_dtype(dtype)))
 
 
-def _decoded(name: str, operands: tuple[Expr, ...], kernel: BlockScale | Mxfp4 | Int4) -> Expr:
-    dtype = kernel.dtype
-    if is_whole(dtype) or dtype.kind == "c":
-        raise MappingError(f"{name} gives floating-point numbers", found=dtype.name)
+def _decoded(name: str, operands: tuple[Expr, ...], kernel: _Scaled) -> Expr:
+    if not _is_float(kernel.dtype):
+        raise MappingError(f"{name} gives floating-point numbers", found=kernel.dtype.name)
     return Compute(tuple(as_expr(operand, name) for operand in operands), kernel)
 
 
 def _check(operand: BoundExpr, subject: str, expected: str, fits: bool) -> None:
-    """Refuses the dtype of an operand."""
     if not fits:
         raise MappingError(f"{subject} must be {expected}, not {operand.dtype.name}")
-
-
-def _check_scale(scale: BoundExpr) -> None:
-    _check(scale, "the scale", "floats", _is_float(scale.dtype))
 
 
 def _is_float(dtype: np.dtype[Any]) -> bool:
     return is_number(dtype) and not is_whole(dtype) and dtype.kind != "c"
 
 
-def _is_small_float(dtype: np.dtype[Any]) -> bool:
-    return _is_float(dtype) and dtype.itemsize == 1
-
-
-def _by_rows(
-    shape: tuple[int, ...], dtype: np.dtype[Any], rows: Callable[[slice], np.ndarray]
-) -> np.ndarray:
-    out = np.empty(shape, dtype)
-    step = max(1, _CHUNK_ELEMENTS * shape[0] // out.size) if out.size else 1
-    with np.errstate(all="ignore"):
-        for start in range(0, shape[0], step):
-            part = slice(start, min(start + step, shape[0]))
-            out[part] = rows(part).astype(dtype)
-    return out
-
-
-def _divide_last(region: Box, size: int) -> Box:
-    """Return the blocks of `size` along the last axis that a region touches."""
-    low, high = region.start[-1] // size, -(-region.stop[-1] // size)
-    return Box((*region.start[:-1], low), (*region.stop[:-1], high))
-
-
-def _scale_last(region: Box, size: int) -> Box:
-    low, high = region.start[-1] * size, region.stop[-1] * size
-    return Box((*region.start[:-1], low), (*region.stop[:-1], high))
+def _blocks(region: Box, sizes: Sequence[int]) -> Box:
+    start = [a // n for a, n in zip(region.start, sizes, strict=True)]
+    stop = [-(-b // n) for b, n in zip(region.stop, sizes, strict=True)]
+    return Box(tuple(start), tuple(stop))

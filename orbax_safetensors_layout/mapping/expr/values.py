@@ -34,13 +34,10 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cast:
-    """Another dtype, by numpy's rounding; integers and booleans must hold every value.
-
-    `lossy_inverse` says whether saving may cast back although loading has rounded.
-    """
+    """Another dtype, by numpy's rounding; integers and booleans must hold every value."""
 
     dtype: np.dtype[Any]
-    lossy_inverse: bool = False
+    lossy_inverse: bool = False  # whether saving may undo it although loading has rounded
 
     def __str__(self) -> str:
         return f"cast({self.dtype.name!r}{_lossy(self.lossy_inverse)})"
@@ -70,8 +67,6 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arithmetic:
-    """An operation on each element and a constant; `lossy_inverse` as in `Cast`."""
-
     constant: float
     lossy_inverse: bool = False
 
@@ -151,9 +146,6 @@ def undone(op: ValueOp, operand: np.dtype[Any], values: np.dtype[Any]) -> tuple[
 
     Arithmetic is undone in its own dtype where the leaf's holds less: a constant that is rounded to
     bfloat16 would shift all values.
-
-    Raises:
-        MappingError: It does not invert.
     """
     back, done_in = op.inverse(operand), op.result(operand)
     if isinstance(op, Cast) or values.itemsize >= done_in.itemsize:

@@ -2,16 +2,12 @@
 
 It runs before a byte is written, for the dtype of the files and not for the values of one model: a
 mapping that saves one checkpoint saves all of them.
-
-1. inverting a leaf's expression gives for each tensor the operations of loading and of saving;
-2. `first_loss` applies both to every value of the tensor's dtype (of wide ones to a selection);
-3. a value that does not come back is an error, unless an operation has `lossy_inverse`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,13 +21,10 @@ from ..expr.values import Cast, ValueOp
 
 
 def check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundExpr) -> None:
-    """Refuses a tensor of which some value cannot be restored.
+    """Refuses a tensor of dtype `stored` of which some value cannot be restored.
 
-    Args:
-        stored: The tensor's dtype.
-        ops: The operations of loading.
-        values: Elements of the tensor as an expression over a leaf, whose dtype may not be that
-            of the last operation.
+    `ops` are the operations of loading; `values` are elements of the tensor as an expression over a
+    leaf, whose dtype may not be that of the last operation.
     """
     if not ops or any(op.lossy_inverse for op in ops):
         return
@@ -44,34 +37,27 @@ def check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundEx
         ops = (*ops, Cast(leaf.dtype))
         ops[-1].result(loaded)
     Cast(stored).result(values.dtype)  # a leaf may be complex where the file is not
-    loss = first_loss(stored, ops, back)
+    loss = _first_loss(stored, ops, back)
     if loss is not None:
+        value, loaded_as, saved_as = loss
         raise MappingError(
-            f"{'.'.join(map(str, ops))} of {stored.name} does not keep every value: {loss.stored}"
-            f" is loaded as {loss.loaded}, and would be saved as {loss.saved}",
+            f"{'.'.join(map(str, ops))} of {stored.name} does not keep every value: {value}"
+            f" is loaded as {loaded_as}, and would be saved as {saved_as}",
             hint="Use a dtype that holds every result, as .cast('float32') before arithmetic;"
             " or accept the rounding with lossy_inverse=True.",
         )
 
 
-class Loss(NamedTuple):
-    """A value that loading and saving change: in the file, as loaded, and as saved."""
-
-    stored: Any
-    loaded: Any
-    saved: Any
-
-
 @functools.lru_cache(4096)
-def first_loss(
+def _first_loss(
     stored: np.dtype[Any], ops: tuple[ValueOp, ...], back: tuple[ValueOp, ...]
-) -> Loss | None:
-    """Return a value of a dtype that saving does not restore, if there is one.
+) -> tuple[Any, Any, Any] | None:
+    """Return a value that loading and saving change: as in the file, as loaded, and as saved.
 
     Tries every value of dtypes of up to 16 bits, and of wider ones those at which rounding,
     overflow and underflow begin. A NaN may become another NaN. Values that are saved in the dtype
-    of a leaf, since no operation casts them back, must be the same numbers. Values that `ops`, the
-    operations of loading, refuse do not count.
+    of a leaf, since no operation casts them back, must be the same numbers. Values that loading
+    refuses do not count.
     """
     with np.errstate(all="ignore"):
         loaded, kept = _applied(_probes(stored), ops)
@@ -83,11 +69,13 @@ def first_loss(
             expected, held = _applied(values, (Cast(saved.dtype),))
             kept &= held & _same(expected, saved)
         lost = np.flatnonzero(~kept)
-    return Loss(values[lost[0]], loaded[lost[0]], saved[lost[0]]) if lost.size else None
+    if not lost.size:
+        return None
+    first = lost[0]
+    return values[first], loaded[first], saved[first]
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where arrays of one dtype have the same bits, or NaN."""
     bits = f"V{a.itemsize}"
     same: np.ndarray = (a.view(bits) == b.view(bits)) | ((a != a) & (b != b))
     return same

@@ -1,12 +1,11 @@
 """Infers the shapes of a checkpoint's tensors from the leaves that are saved.
 
 `Expr.infer` walks an expression from a leaf's shape, whose extents are known, down to its tensors,
-whose extents may be known only as a lower bound; `Inference` joins the results of all leaves.
+whose extents may be known only as a lower bound; `InferredTensor.join` joins those of all leaves.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -54,43 +53,23 @@ def quotient(extent: Extent, known: Extent) -> Extent | None:
     return Extent(1, False)
 
 
-@dataclasses.dataclass(slots=True)
-class Inference:
-    """The shapes inferred so far.
+class InferredTensor(NamedTuple):
+    """A tensor as far as leaves tell; its dtype is that of the first leaf with elements of it."""
 
-    Attributes:
-        leaf: The current leaf.
-        dtype: Its dtype. A tensor takes that of the first leaf that has elements of it.
-    """
+    shape: tuple[Extent, ...]
+    dtype: np.dtype[Any]
+    leaf: str
 
-    leaf: str = ""
-    dtype: np.dtype[Any] = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
-    _tensors: dict[str, tuple[tuple[Extent, ...], np.dtype[Any], str]] = dataclasses.field(
-        default_factory=dict
-    )
-
-    def record(self, name: str, shape: tuple[Extent, ...]) -> None:
-        """Join the current leaf's shape of a tensor with those of other leaves.
-
-        Raises:
-            MappingError: They contradict each other.
-        """
-        before = self._tensors.get(name)
-        if before is None:
-            self._tensors[name] = (shape, self.dtype, self.leaf)
-            return
-        known, dtype, leaf = before
-        joined = [a.join(b) for a, b in zip(known, shape, strict=False)]
-        if len(known) != len(shape) or None in joined:
+    def join(self, name: str, shape: tuple[Extent, ...]) -> InferredTensor:
+        """Return it with the shape that another leaf makes it, which must not contradict."""
+        joined = [a.join(b) for a, b in zip(self.shape, shape, strict=False)]
+        if len(self.shape) != len(shape) or None in joined:
             raise MappingError(
-                f"it makes {name!r} of shape [{', '.join(map(str, shape))}], but leaf {leaf!r}"
-                f" makes it [{', '.join(map(str, known))}]"
+                f"it makes {name!r} of shape [{', '.join(map(str, shape))}], but leaf"
+                f" {self.leaf!r} makes it [{', '.join(map(str, self.shape))}]"
             )
-        self._tensors[name] = (tuple(e for e in joined if e is not None), dtype, leaf)
+        return self._replace(shape=tuple(e for e in joined if e is not None))
 
-    def specs(self) -> dict[str, TensorSpec]:
-        """Return the tensors, as small as they can be."""
-        return {
-            name: TensorSpec(tuple(extent.n for extent in shape), dtype)
-            for name, (shape, dtype, _) in self._tensors.items()
-        }
+    def spec(self) -> TensorSpec:
+        """Return the tensor, as small as it can be."""
+        return TensorSpec(tuple(extent.n for extent in self.shape), self.dtype)

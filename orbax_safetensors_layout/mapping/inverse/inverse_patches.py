@@ -4,8 +4,8 @@ A tensor's axes are taken apart into factors, as fine as the reshapes on the way
 each factor a patch has equally spaced indices. `assemble` joins patches to the tensor:
 
 1. Their axes are taken apart at the same boundaries (`coarsen`, `_confine`).
-2. `_compose` finds an axis along which they are separate ranges (a concatenation) or separate
-   remainders (interleaved), and does so again with the patches of each.
+2. `_compose` finds an axis along which they are separate ranges, or by which they are interleaved
+   and so separate once it is taken apart, and does so again with the patches of each.
 3. `_cut` cuts patches where there is no such axis.
 """
 
@@ -21,46 +21,32 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import row_major_strides
 
 from ..affine.bound import BoundExpr, WholeTensor
-from ..affine.index_builders import concatenated, interleaved, reshaped, sliced
+from ..affine.index_nodes import concatenated, reshaped, sliced
 from ..affine.window import put
 from ..shapes import TensorSpecs
 
 
 class Factor(NamedTuple):
-    """Equally spaced indices of one factor of a shape.
+    """Equally spaced indices of one factor of a shape."""
 
-    Attributes:
-        extent: Extent of the factor.
-        start: The first index.
-        step: Distance of the indices, at least 1.
-        length: Number of indices, at least 1.
-    """
-
-    extent: int
+    extent: int  # of the factor
     start: int
-    step: int
-    length: int
+    step: int  # at least 1
+    length: int  # number of indices, at least 1
 
     @property
     def stop(self) -> int:
-        """One past the last index."""
         return self.start + self.step * (self.length - 1) + 1
 
 
 class Patch(NamedTuple):
-    """Elements of an array and their values.
+    """Elements of an array and their values."""
 
-    Attributes:
-        values: An expression over a leaf, with one axis for each factor.
-        factors: The array's shape, taken apart; without factors of extent 1.
-    """
-
-    values: BoundExpr
-    factors: tuple[Factor, ...]
+    values: BoundExpr  # over a leaf, with one axis for each factor
+    factors: tuple[Factor, ...]  # the array's shape, taken apart; without those of extent 1
 
     @classmethod
     def whole(cls, values: BoundExpr) -> Patch:
-        """Return all elements of an array."""
         extents = tuple(n for n in values.shape if n > 1)
         return cls(reshaped(values, extents), tuple(Factor(n, 0, 1, n) for n in extents))
 
@@ -70,7 +56,6 @@ class Patch(NamedTuple):
         return row_major_strides([factor.extent for factor in self.factors])
 
     def replaced(self, number: int, values: BoundExpr, *factors: Factor, count: int = 1) -> Patch:
-        """Replace `count` factors."""
         others = self.factors[number + count :]
         return Patch(values, (*self.factors[:number], *factors, *others))
 
@@ -82,9 +67,9 @@ class Patch(NamedTuple):
         return self.replaced(number, reshaped(values, shape[:number] + shape[number + 1 :]))
 
     def restrict(self, number: int, start: int, stop: int, *, keep: bool = False) -> Patch | None:
-        """Restrict a factor to indices `start` to `stop`, then relative to `start`.
+        """Restrict a factor to indices `start` to `stop`, then relative to `start`; None if empty.
 
-        Returns None where it has none. With `keep` a factor of extent 1 remains.
+        With `keep` a factor of extent 1 remains.
         """
         _, first, step, count = self.factors[number]
         low = max(0, -(-(start - first) // step))
@@ -110,11 +95,7 @@ def whole_tensor(name: str, specs: TensorSpecs) -> WholeTensor:
 
 
 def assemble(shape: Sequence[int], patches: Sequence[Patch]) -> BoundExpr:
-    """Join patches that have as many elements as an array, which is not empty.
-
-    Raises:
-        MappingError: They overlap and leave gaps.
-    """
+    """Join patches that have as many elements as an array; refuses ones that overlap."""
     own = set(steps_of(shape))
     coarse = [coarsen(patch, own) for patch in patches]
     steps = sorted(own.union(*(patch.boundaries for patch in coarse)), reverse=True)
@@ -128,7 +109,6 @@ def assemble(shape: Sequence[int], patches: Sequence[Patch]) -> BoundExpr:
 
 
 def _compose(extents: tuple[int, ...], patches: Sequence[Patch]) -> BoundExpr:
-    """Join patches along the axes on which they are separate."""
     if len(patches) == 1 and patches[0].values.shape == extents:
         return patches[0].values
     for axis, extent in enumerate(extents):
@@ -137,16 +117,16 @@ def _compose(extents: tuple[int, ...], patches: Sequence[Patch]) -> BoundExpr:
             return _concatenated(axis, extents, stretches)
         step = math.gcd(*_steps(axis, patches))
         if 1 < step <= extent:
-            turns = _turns(axis, step, patches)
-            if len(turns) == step:
-                return _interleaved(axis, extents, turns)
+            interleaved = _by_remainder(axis, step, extents, patches)
+            if interleaved is not None:
+                return interleaved
     if len(patches) == 1:
         raise MappingError(f"only some of its elements are in {leaves_of(patches)}")
     return _cut(extents, patches)
 
 
 def _cut(extents: tuple[int, ...], patches: Sequence[Patch]) -> BoundExpr:
-    """Cut patches that are separate on no axis until some are.
+    """Cut patches that are separate on no axis until some are, and join them.
 
     Long patches with several steps along an axis are cut by remainders of the steps' common
     multiple, others where any of them begins or ends.
@@ -165,10 +145,10 @@ def _cut(extents: tuple[int, ...], patches: Sequence[Patch]) -> BoundExpr:
                 break
             return _concatenated(axis, extents, stretches)
         if period > 1:
-            turns = _turns(axis, period, patches)
-            if len(turns) < period:
+            interleaved = _by_remainder(axis, period, extents, patches)
+            if interleaved is None:
                 break
-            return _interleaved(axis, extents, turns)
+            return interleaved
     raise overlap(patches)
 
 
@@ -212,32 +192,26 @@ def _concatenated(axis: int, extents: tuple[int, ...], stretches: Sequence[_Stre
     return concatenated(operands, axis)
 
 
-def _turns(axis: int, period: int, patches: Iterable[Patch]) -> dict[int, list[Patch]]:
-    """Split patches by the remainder of their indices by `period`; the indices become quotients."""
-    turns: dict[int, list[Patch]] = {}
-    for patch in patches:
-        extent, start, step, count = patch.factors[axis]
-        apart = period // math.gcd(step, period)  # after so many indices the remainder is the same
-        for first in range(min(apart, count)):
-            length = -(-(count - first) // apart)
-            values = sliced(patch.values, axis, first, length, apart if length > 1 else 1)
-            quotient, rest = divmod(start + first * step, period)
-            each = step * apart // period if length > 1 else 1
-            factor = Factor(len(range(rest, extent, period)), quotient, each, length)
-            turns.setdefault(rest, []).append(patch.replaced(axis, values, factor))
-    return turns
-
-
-def _interleaved(axis: int, extents: tuple[int, ...], turns: dict[int, list[Patch]]) -> BoundExpr:
-    operands = []
-    for rest, patches in sorted(turns.items()):
-        n = len(range(rest, extents[axis], len(turns)))
-        operands.append(_compose(put(extents, axis, n), patches))
-    return interleaved(operands, axis)
+def _by_remainder(
+    axis: int, period: int, extents: tuple[int, ...], patches: Sequence[Patch]
+) -> BoundExpr | None:
+    """Join patches after an axis is taken apart by `period`; None if they lack a remainder."""
+    remainders: set[int] = set()
+    for _, start, step, length in (patch.factors[axis] for patch in patches):
+        distinct = min(length, period // math.gcd(step, period))
+        remainders.update((start + j * step) % period for j in range(distinct))
+    if len(remainders) < period:
+        return None
+    outer, rest = divmod(extents[axis], period)
+    if rest:
+        whole = outer * period
+        first, last = _within(axis, 0, whole, patches), _within(axis, whole, whole + rest, patches)
+        return _concatenated(axis, extents, [first, last]) if last.patches else None
+    parts = [part for patch in patches for part in divide(patch, axis, period)]
+    return reshaped(_compose(put(extents, axis, outer, period), parts), extents)
 
 
 def _steps(axis: int, patches: Iterable[Patch]) -> list[int]:
-    """Return the steps of the patches that have several indices of an axis."""
     factors = (patch.factors[axis] for patch in patches)
     return [factor.step for factor in factors if factor.length > 1]
 
@@ -281,9 +255,7 @@ def _confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
 def refine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
     """Split a patch into such with factors at all of some boundaries.
 
-    Args:
-        patch: The patch.
-        boundaries: Strides of factors, in elements. Each divides the next larger one.
+    These are strides in elements, each of which divides the next larger one.
     """
     patches = [patch]
     for boundary in boundaries:
@@ -298,13 +270,13 @@ def _refine(patch: Patch, boundary: int) -> list[Patch]:
     number = next(i for i, step in enumerate(steps) if step < boundary)
     step, extent = steps[number], patch.factors[number].extent
     if boundary % step == 0 and (step * extent) % boundary == 0:
-        return list(_divide(patch, number, boundary // step))
+        return list(divide(patch, number, boundary // step))
     # The factor begins or ends where no boundary is needed.
     first = number if boundary % step else number - 1
     return [part for both in joined(patch, first) for part in _refine(both, boundary)]
 
 
-def _divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
+def divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
     """Cut a factor in two, the inner one of extent `inner`; in several patches if need be."""
     extent, start, step, count = patch.factors[number]
     outer = extent // inner
@@ -331,7 +303,7 @@ def _divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
     for low, high in ((0, first), (first, count)):
         factor = Factor(extent, start + low * step, step, high - low)
         values = sliced(patch.values, number, low, high - low)
-        yield from _divide(patch.put(number, factor, values), number, inner)
+        yield from divide(patch.put(number, factor, values), number, inner)
 
 
 def _join(patch: Patch, number: int) -> Patch | None:

@@ -15,11 +15,9 @@ from typing import TypeAlias
 from orbax_safetensors_layout.errors import MappingError
 
 from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
-from ..affine.decoded import Computed
-from ..affine.index_builders import permuted, reshaped, sliced
 from ..affine.index_nodes import (
+    Computed,
     Concatenated,
-    Padded,
     Permuted,
     Repeated,
     Reshaped,
@@ -27,8 +25,11 @@ from ..affine.index_nodes import (
     Stacked,
     Taken,
     inverse_permutation,
+    permuted,
+    reshaped,
+    sliced,
 )
-from ..expr.choices import Copies
+from ..expr.choices import Compared
 from ..expr.values import ValueOp, undone
 from ..problems import Problem, Problems, within
 from ..shapes import Shapes, TensorSpecs
@@ -37,6 +38,7 @@ from .inverse_patches import (
     Factor,
     Patch,
     assemble,
+    divide,
     joined,
     leaves_of,
     overlap,
@@ -45,15 +47,11 @@ from .inverse_patches import (
     whole_tensor,
 )
 
-_OnAxis: TypeAlias = Stacked | Concatenated | Sliced | Taken | Padded | Repeated
+_OnAxis: TypeAlias = Stacked | Concatenated | Sliced | Taken | Repeated
 
 
 def invert(expressions: Mapping[str, BoundExpr], leaves: Shapes) -> dict[str, BoundExpr]:
-    """Return each tensor as an expression over leaves.
-
-    Args:
-        expressions: Each saved leaf as an expression over tensors.
-        leaves: Shape and dtype of the leaves.
+    """Return each tensor as an expression over leaves, of those of each saved leaf over tensors.
 
     Raises:
         Problems: Operations do not invert, or leaves overlap in a tensor or leave gaps.
@@ -110,13 +108,7 @@ def _trace(
 ) -> Iterator[tuple[WholeTensor, Patch]]:
     """Yields the patches of tensors that hold a patch of an expression over them.
 
-    Args:
-        node: The expression.
-        patch: The patch.
-        ops: Operations of loading on its values.
-
-    Raises:
-        MappingError: An operation of the expression does not invert, or not exactly.
+    `ops` are the operations of loading on its values. A `Constant` has no patches.
     """
     if isinstance(node, WholeTensor):
         check_exact(node.dtype, ops, patch.values)
@@ -133,19 +125,17 @@ def _trace(
         for op in undone(node.op, node.operand.dtype, values.dtype):
             values = Valued.of(values, op)
         yield from _trace(node.operand, patch._replace(values=values), (node.op, *ops))
-    elif isinstance(node, Copies):
+    elif isinstance(node, Computed) and isinstance(node.decoder, Compared):
         for operand in node.operands:
             yield from _trace(operand, patch, ops)
     elif isinstance(node, Computed):
         raise MappingError("a value that is decoded or computed by a function does not invert")
-    elif isinstance(node, Stacked | Concatenated | Sliced | Taken | Padded | Repeated):
+    elif isinstance(node, Stacked | Concatenated | Sliced | Taken | Repeated):
         patches, number = _single(node, patch, node.axis)
         for part in patches:
             for operand, below in _along_axis(node, part, number):
                 if below is not None:
                     yield from _trace(operand, below, ops)
-    elif not isinstance(node, Constant):
-        raise MappingError(f"{node!r} does not invert")
 
 
 def _along_axis(
@@ -159,10 +149,11 @@ def _along_axis(
             yield operand, patch.restrict(number, *ends)
         return
     operand, n = node.operand, node.operand.shape[node.axis]
-    if isinstance(node, Padded):
-        yield operand, patch.restrict(number, node.before, node.before + n)
-    elif isinstance(node, Repeated):
-        yield operand, _every(patch, number, node.count)
+    if isinstance(node, Repeated):
+        for rows in divide(patch, number, node.count):
+            first = rows.restrict(number + 1, 0, 1)
+            if first is not None:
+                yield operand, first.put(number, first.factors[number], first.values)
     elif isinstance(node, Sliced):
         yield operand, _move(patch, number, n, node.start, node.step)
     else:
@@ -177,7 +168,6 @@ def _along_axis(
 
 
 def _span(node: BoundExpr, patch: Patch, axis: int) -> range:
-    """Return the factors of an axis."""
     size = math.prod(node.shape[axis + 1 :])
     steps = patch.boundaries
     start = sum(step >= size * node.shape[axis] for step in steps)
@@ -207,17 +197,3 @@ def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patc
         start, step = start + (count - 1) * step, -step
         values = sliced(values, number, count - 1, count, -1)
     return patch.put(number, Factor(extent, start, step if count > 1 else 1, count), values)
-
-
-def _every(patch: Patch, number: int, n: int) -> Patch | None:
-    """Return the first of each `n` indices of a factor."""
-    extent, start, step, count = patch.factors[number]
-    period = n // math.gcd(step, n)
-    starts = [j for j in range(min(period, count)) if (start + j * step) % n == 0]
-    if not starts:
-        return None
-    (low,) = starts
-    kept = -(-(count - low) // period)
-    values = sliced(patch.values, number, low, kept, period)
-    factor = Factor(extent // n, (start + low * step) // n, step * period // n, kept)
-    return patch.put(number, factor, values)
