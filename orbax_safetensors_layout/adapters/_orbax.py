@@ -34,7 +34,6 @@ STATE = checkpoint_layout.STATE_CHECKPOINTABLE_KEY
 STEP_INDICATOR = orbax_layout.ORBAX_CHECKPOINT_INDICATOR_FILE
 STEP_METADATA = orbax_layout.CHECKPOINT_METADATA
 
-CommitFuture = future.CommitFuture
 NoEntryError = registration.NoEntryError
 PartialSave = partial_saving._PartialSavePyTree
 get_context = context.get_context
@@ -56,19 +55,17 @@ def end_waits(operation: str) -> None:
     future.set_signals(tuple(synchronization.HandlerAwaitableSignal), operation_id=operation)
 
 
-def wrap_resolution(layout_class: Any, for_save: Any, for_load: Any) -> None:
-    """Puts functions in front of those that resolve layouts and handlers; see `routing`.
-
-    Each is called with the function of Orbax that it replaces, and then with that one's arguments.
-    """
-    registry.get_layout_class = partial(layout_class, registry.get_layout_class)
-    registration.resolve_handler_for_save = partial(for_save, registration.resolve_handler_for_save)
-    registration.resolve_handler_for_load = partial(for_load, registration.resolve_handler_for_load)
+# Orbax's own resolution of layouts and handlers, before `replace_resolution`.
+get_layout_class = registry.get_layout_class
+resolve_handler_for_save = registration.resolve_handler_for_save
+resolve_handler_for_load = registration.resolve_handler_for_load
 
 
-def resolve_handler_for_save(handlers: Any, checkpointable: Any, *, name: str) -> Any:
-    """The handler that Orbax takes, with `wrap_resolution` in effect."""
-    return registration.resolve_handler_for_save(handlers, checkpointable, name=name)
+def replace_resolution(layout_class: Any, for_save: Any, for_load: Any) -> None:
+    """Puts other functions in place of those three; see `routing`."""
+    registry.get_layout_class = layout_class
+    registration.resolve_handler_for_save = for_save
+    registration.resolve_handler_for_load = for_load
 
 
 def layout_used(layout: Any) -> Any:

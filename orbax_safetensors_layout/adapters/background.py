@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,6 +12,7 @@ import jax
 import jax.experimental
 
 _jax: Any = jax  # its configuration is untyped, differently so from release to release
+_enable_x64 = _jax.enable_x64 if hasattr(_jax, "enable_x64") else _jax.experimental.enable_x64
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -18,15 +20,14 @@ _R = TypeVar("_R")
 def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function` for another thread, where it sees what the caller of this sees now.
 
-    Context variables are captured, and whether x64 is on: `jax.enable_x64` is local to a thread
-    and no context variable, so inside such a block a worker would otherwise refuse, or narrow,
-    64-bit values.
+    That is context variables, and whether x64 is on: `jax.enable_x64` is local to a thread and no
+    context variable, so a worker would otherwise refuse, or narrow, 64-bit values.
     """
     context = contextvars.copy_context()
     x64 = bool(_jax.config.jax_enable_x64)
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _x64(x64):
+        with _enable_x64(x64):
             return context.run(function, *args, **kwargs)
 
     return run
@@ -40,11 +41,10 @@ def in_background(
     A thread cannot be stopped: a coroutine that is cancelled ends when the thread has, so that
     nothing goes on behind whoever cancelled it.
     """
-    captured = in_callers_context(function)
+    captured = functools.partial(in_callers_context(function), *args, **kwargs)
 
     async def run() -> _R:
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(None, lambda: captured(*args, **kwargs))
+        running = asyncio.get_running_loop().run_in_executor(None, captured)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -52,9 +52,3 @@ def in_background(
             raise
 
     return run()
-
-
-def _x64(enabled: bool) -> Any:
-    if hasattr(_jax, "enable_x64"):  # since jax 0.8
-        return _jax.enable_x64(enabled)
-    return _jax.experimental.enable_x64(enabled)

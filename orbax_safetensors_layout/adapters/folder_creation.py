@@ -1,7 +1,7 @@
 """Waits for the folders that Orbax makes for a save, and reports those that it cannot make.
 
 Orbax makes the folders of a save on its first process; the others wait for it, up to five minutes.
-Where it makes them in the background (v0's default), handlers wait with `FoldersBeingMade`.
+Where it makes them in the background (v0's default), handlers wait by `folders_being_made`.
 Otherwise its functions are watched, for every handler:
 
 1. The first process remembers an error, tells it the others, and meets them as if all were well.
@@ -18,7 +18,9 @@ import inspect
 import os
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 
@@ -35,50 +37,27 @@ _create_paths = _orbax.folder_creation_v1._create_paths
 _making: dict[str, list[Any]] = {}  # by the operation, of which the last counts
 
 
-class FoldersBeingMade(NamedTuple):
-    """Futures of the folders that Orbax v0 is making in the background: a step's, its items'.
+@contextlib.asynccontextmanager
+async def folders_being_made(directory: Any) -> AsyncIterator[Callable[[], None] | None]:
+    """Gives what waits for the folders; None, on all processes, where handlers need not wait.
 
-    Orbax tells handlers only that the folders are there: if one cannot be made, they wait until
-    `coordination_timeout`, five minutes. On processes that make none, the futures are done.
+    Orbax v0 tells handlers only that the folders are there: if one cannot be made, they wait until
+    `coordination_timeout`, five minutes. Our wait ends then, with an `OSError`.
+
+    Ends the making of folders if the block raises, as the item cannot be saved then. If the
+    program ends, or closes the checkpointer, while Orbax v0 makes them for `training.Checkpointer`,
+    a thread of Orbax waits for them for five minutes. The item's folder is in Orbax v1 a
+    `PathAwaitingCreation`.
     """
-
-    operation: str
-    futures: Sequence[Any]
-
-    def wait(self) -> None:
-        """Waits; if one cannot be made, an `OSError`, and threads end that wait for it."""
-        for number, future in enumerate(self.futures, 1):
-            try:
-                future.result()
-            except BaseException:
-                for waiting in self.futures[number:]:
-                    waiting.cancel()
-                _orbax.end_waits(self.operation)
-                raise
-
-
-def folders_being_made() -> FoldersBeingMade | None:
-    """Those of the current operation; None, on all processes, where handlers need not wait."""
     operation = _orbax.current_operation()
     futures = tuple(_making.get(operation, ()))
-    return FoldersBeingMade(operation, futures) if futures else None
-
-
-@contextlib.asynccontextmanager
-async def abandoned_on_error(directory: Any) -> AsyncIterator[None]:
-    """Ends the making of folders if the block raises, as the item cannot be saved then.
-
-    If the program ends, or closes the checkpointer, while Orbax v0 makes them for
-    `training.Checkpointer`, a thread of Orbax waits for them for five minutes. The item's folder
-    is in Orbax v1 a `PathAwaitingCreation`.
-    """
+    wait = partial(_wait_for, operation, futures) if futures else None
     try:
-        yield
+        yield wait
     except BaseException:
-        being_made = folders_being_made()
-        if being_made is not None:
+        if wait is not None:
             with contextlib.suppress(Exception):
-                await asyncio.to_thread(being_made.wait)
+                await asyncio.to_thread(wait)
         creation = getattr(getattr(directory, "_base_path", directory), "_awaitable", None)
         if (
             inspect.iscoroutine(creation)
@@ -88,47 +67,45 @@ async def abandoned_on_error(directory: Any) -> AsyncIterator[None]:
         raise
 
 
-class _WatchedPath:
-    """Has the one method of a `TemporaryPath` that makes it."""
-
-    def __init__(
-        self, path: Any, subdirectories: Sequence[str], on_error: Callable[[Exception], None]
-    ) -> None:
-        self._path = path
-        self._subdirectories = subdirectories
-        self._on_error = on_error
-
-    async def create(self) -> Any:
+def _wait_for(operation: str, futures: Sequence[Any]) -> None:
+    """Waits for folders; on processes that make none, the futures are done."""
+    for number, future in enumerate(futures, 1):
         try:
-            folder = await self._path.create()
-            await asyncio.gather(*(_orbax.make_folder(folder / n) for n in self._subdirectories))
-        except Exception as error:
-            self._on_error(error)
-        return self._path.get()
+            future.result()
+        except BaseException:
+            for waiting in futures[number:]:
+                waiting.cancel()
+            _orbax.end_waits(operation)  # of Orbax's threads
+            raise
 
 
 async def _make_watched(
     operation: str,
     paths: Sequence[Any],
     subdirectories: Sequence[str],
-    make: Callable[[Sequence[_WatchedPath]], Awaitable[None]],
+    make: Callable[[Sequence[Any]], Awaitable[None]],
 ) -> None:
     """Makes `TemporaryPath`s and folders in each of them with `make`, which ends with a barrier."""
-    folder = os.fspath(paths[0].get())
-    key = f"{_PREFIX}/{operation}/{urllib.parse.quote(folder, safe='')}"
+    first = os.fspath(paths[0].get())
+    key = f"{_PREFIX}/{operation}/{urllib.parse.quote(first, safe='')}"
     errors: list[Exception] = []
 
-    def report(error: Exception) -> None:
-        errors.append(error)
-        text = f"process {jax.process_index()} failed while making the folder: {error}"
-        DistributedStore.connect().renew(key, text)
+    async def create(path: Any) -> Any:
+        try:
+            folder = await path.create()
+            await asyncio.gather(*(_orbax.make_folder(folder / n) for n in subdirectories))
+        except Exception as error:
+            errors.append(error)
+            text = f"process {jax.process_index()} failed while making the folder: {error}"
+            DistributedStore.connect().renew(key, text)
+        return path.get()
 
-    await make([_WatchedPath(path, subdirectories, report) for path in paths])
+    await make([SimpleNamespace(create=partial(create, path)) for path in paths])
     if errors:
         raise errors[-1]
     text = DistributedStore.connect().peek(key)
     if text is not None:
-        raise PeerError(text, file=folder)
+        raise PeerError(text, file=first)
 
 
 def _create_all_watched(paths: Sequence[Any], **options: Any) -> Any:
@@ -141,15 +118,13 @@ def _create_all_watched(paths: Sequence[Any], **options: Any) -> Any:
 def _create_paths_watched(
     path: Any, *, subdirectories: Any, operation_id: str, **options: Any
 ) -> Any:
-    def create(path: Any, subdirectories: Any) -> Any:
-        return _create_paths(
-            path, subdirectories=subdirectories, operation_id=operation_id, **options
-        )
-
+    create = partial(_create_paths, operation_id=operation_id, **options)
     if jax.process_count() == 1:
-        return create(path, subdirectories)
+        return create(path, subdirectories=subdirectories)
     names = tuple(subdirectories)
-    return _make_watched(operation_id, [path], names, lambda watched: create(watched[0], ()))
+    return _make_watched(
+        operation_id, [path], names, lambda watched: create(watched[0], subdirectories=())
+    )
 
 
 def _create_all_remembered(*args: Any, **kwargs: Any) -> Any:

@@ -49,10 +49,6 @@ def begin_load(
 
     `switch` says how a user of the calling API lets the checkpoint hold more than the tree names,
     for the hint of the `UnexpectedTensorError`.
-
-    Raises:
-        FormatError: A header, the index or the manifest is malformed, or a file is truncated.
-        InvalidManifestError: A part of the item is gone.
     """
     check_remains(path)
     opening = _open_checked(path, abstract, mapping, options)
@@ -110,10 +106,8 @@ def check_remains(folder: _PathLike) -> None:
     """
     path = ocp.path.Path(folder)
     has_manifest, has_data = (path / MANIFEST).exists(), is_safetensors_checkpoint(path)
-    if has_manifest and has_data:
-        return
     if has_manifest:
-        is_lost = True
+        is_lost = not has_data
     elif (path / _orbax.ITEM_METADATA).exists():
         metadata = _read_json(path / _orbax.ITEM_METADATA)
         is_lost = MANIFEST in metadata or (not has_data and HINT in str(metadata))

@@ -15,11 +15,10 @@ from orbax_safetensors_layout.format import MANIFEST
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.save import PreparedSave, save_group
-from orbax_safetensors_layout.storage import open_storage
+from orbax_safetensors_layout.storage import open_storage, storage_errors
 
 from . import _orbax
 from .background import in_callers_context
-from .folder_creation import FoldersBeingMade
 
 _PathLike = str | os.PathLike[str]
 HINT = (
@@ -62,7 +61,7 @@ class ItemSave:
         tree: As for `osl.save`, as are the options and the mapping.
         custom: A JSON value to keep with it.
         dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
-        making: What `write` waits for; None if the folder is there when it is called.
+        wait: Waits for the folder, in `write`; None if it is there when that is called.
     """
 
     def __init__(
@@ -74,13 +73,13 @@ class ItemSave:
         mapping: LeafMapping | None,
         custom: object = None,
         dtypes: Sequence[Any] | None,
-        making: FoldersBeingMade | None,
+        wait: Callable[[], None] | None,
     ) -> None:
         self._retries = options.retries
         has_manifest = mapping is None or options.layout == "sharded"
         metadata = _WITH_MANIFEST if has_manifest else _ITEM_METADATA
         self._sidecar_files = {_orbax.ITEM_METADATA: json.dumps(metadata).encode() + b"\n"}
-        self._making = making
+        self._wait = wait
         self._group = save_group(folder, options)
         with _turns_lock:
             self._turn = _turns.setdefault(os.fspath(folder), _Turn())
@@ -103,22 +102,23 @@ class ItemSave:
         """Whether the caller may change the arrays; if not yet, `write` will come to that."""
         return self._prepared.wait_captured(0)
 
-    def wait_captured(self, writing: Callable[[], bool]) -> None:
-        """Waits for that, as long as `writing` says that `write` runs or will run."""
-        while not self._prepared.wait_captured(_POLL_SECONDS) and writing():
-            pass
-
     def start(self, folder: _PathLike) -> concurrent.futures.Future[None]:
         """Writes in a thread, and waits until the caller may change the arrays."""
         pool = concurrent.futures.ThreadPoolExecutor(1, "safetensors_save")
         future = pool.submit(self.write, folder)
         pool.shutdown(wait=False)
-        self.wait_captured(lambda: not future.done())
+        while not self._prepared.wait_captured(_POLL_SECONDS) and not future.done():
+            pass
         return future
 
     def _write(self, folder: _PathLike) -> None:
         with self._group:
-            self._await_folder(folder)
+            if self._wait is not None:
+                with (
+                    self._group.together("making the folder"),
+                    storage_errors("the folder cannot be made", os.fspath(folder)),
+                ):
+                    self._wait()
             storage, target = open_storage(folder, retries=self._retries)
             with self._turn.lock, storage:
                 if self._turn.newest != self._group.number:
@@ -126,15 +126,3 @@ class ItemSave:
                 self._prepared.write(
                     target, group=self._group, storage=storage, sidecar_files=self._sidecar_files
                 )
-
-    def _await_folder(self, folder: _PathLike) -> None:
-        """Waits until Orbax has made the folder; where it cannot, all processes fail."""
-        if self._making is None:
-            return
-        with self._group.together("making the folder"):
-            try:
-                self._making.wait()
-            except OSError as error:
-                raise StorageError(
-                    "the folder cannot be made", file=os.fspath(folder), found=error
-                ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
@@ -15,7 +15,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError
 from . import _orbax, routing, settings
 from .background import in_background
 from .item_load import begin_load
-from .metadata import CheckpointMetadata, describe_v1
+from .metadata import CheckpointMetadata, metadata_v1
 from .v0 import SafetensorsCheckpointHandler, SafetensorsRestore, SafetensorsSave
 
 _NOT_GIVEN: Any = object()
@@ -52,12 +52,11 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
 
     async def get_checkpointable_names(self, path: ocp.path.Path) -> list[str]:
         """Names of what is at `path`, `"state"` first, the others sorted."""
-        return await in_background(_names, path)
+        return [*await in_background(_items, path)]
 
     async def validate_checkpointables(self, path: ocp.path.Path) -> None:
         """Checks, by names alone, that there is a checkpoint; else an `InvalidLayoutError`."""
-        if not await in_background(_names, path):
-            raise ocp.errors.InvalidLayoutError(await in_background(_why_not, path))
+        await in_background(_required_items, path)
 
     async def validate(self, path: ocp.path.Path, checkpointable_name: str | None) -> None:
         """Checks, by names alone, that it is there; else an `InvalidLayoutError`."""
@@ -67,7 +66,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         """Shapes and dtypes of one checkpointable.
 
         Orbax v0 gives a path alone, for `SafetensorsCheckpointHandler.metadata`. For v1, it is a
-        coroutine: the tree as `describe_v1` gives it, with the times and the custom metadata that
+        coroutine: the tree as `metadata_v1` gives it, with the times and the custom metadata that
         Orbax recorded, else when the last file was written and the strings of `__metadata__`.
         """
         if checkpointable_name is _NOT_GIVEN:
@@ -78,10 +77,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         self, path: ocp.path.Path, checkpointable_name: str | None
     ) -> ocp.CheckpointMetadata[Any]:
         mapping = settings.current(self.own).mapping
-        item_path = await in_background(_locate, path, checkpointable_name)
-        metadata = await in_background(CheckpointMetadata.read, item_path, mapping)
-        tree = describe_v1(metadata)
-        return await _with_record(path, tree, metadata.modified_nsecs, metadata.custom_metadata)
+        item = await in_background(_locate, path, checkpointable_name)
+        return await _with_record(path, await in_background(metadata_v1, item, mapping))
 
     async def checkpointables_metadata(
         self, path: ocp.path.Path
@@ -91,15 +88,17 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         Without a record of Orbax, `custom_metadata` has the strings of one alone, or else those of
         each under its name.
         """
-        names = await in_background(_names, path)
-        by_name = {name: await self._metadata(path, name) for name in names}
-        trees = {name: metadata.metadata for name, metadata in by_name.items()}
-        custom = {name: metadata.custom_metadata for name, metadata in by_name.items()}
-        times = [metadata.commit_timestamp_nsecs for metadata in by_name.values()]
-        last = max((time for time in times if time is not None), default=None)
-        return await _with_record(
-            path, trees, last, custom[names[0]] if len(names) == 1 else custom
+        mapping = settings.current(self.own).mapping
+        items = await in_background(_items, path)
+        read = {name: await in_background(metadata_v1, items[name], mapping) for name in items}
+        custom = {name: metadata.custom for name, metadata in read.items()}
+        times = [m.modified_nsecs for m in read.values() if m.modified_nsecs is not None]
+        metadata = CheckpointMetadata(
+            {name: metadata.tree for name, metadata in read.items()},
+            custom if len(custom) != 1 else next(iter(custom.values())),
+            max(times, default=None),
         )
+        return await _with_record(path, metadata)
 
     async def load(
         self,
@@ -132,24 +131,25 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         Raises:
             CheckpointNotFoundError: Some of the names are not there.
         """
-        names = await in_background(_names, path)
-        others = await in_background(_other_names, path, names)
-        abstracts = dict(abstract_checkpointables or dict.fromkeys([*names, *others]))
-        absent = [name for name in abstracts if name not in names and name not in others]
+        items = await in_background(_items, path)
+        others = await in_background(_other_names, path, items)
+        names = [*items, *others]
+        abstracts = dict(abstract_checkpointables or dict.fromkeys(names))
+        absent = [name for name in abstracts if name not in names]
         if absent:
             raise CheckpointNotFoundError(
                 "the checkpoint does not hold these checkpointables",
                 file=path,
                 expected=", ".join(absent),
-                found=", ".join([*names, *others]),
+                found=", ".join(names),
             )
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
 
         def load_ours() -> dict[str, Any]:
             return {
-                name: begin_load(_locate(path, name), abstract, mapping, options)()
+                name: begin_load(items[name], abstract, mapping, options)()
                 for name, abstract in abstracts.items()
-                if name in names
+                if name in items
             }
 
         theirs = {name: abstract for name, abstract in abstracts.items() if name in others}
@@ -167,9 +167,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         that others have handlers for are left to these.
         """
         context = _orbax.get_context()
-        resolve, known = _orbax.resolve_handler_for_save, context.checkpointables.registry
         handlers = {
-            name: routing.handler_for_save(resolve, known, value, name, self.own)
+            name: routing.handler_for_save(context.checkpointables.registry, value, name, self.own)
             for name, value in checkpointables.items()
         }
         writing = [
@@ -178,12 +177,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         return _write(path, writing, context.multiprocessing.primary_host)
 
 
-class _Save(SafetensorsSave):
-    pass  # what `ocp.Checkpointer(SafetensorsLayout()).save(path, tree)` makes of a plain tree
+class _Save(SafetensorsSave): ...  # what `ocp.Checkpointer(SafetensorsLayout())` makes of a tree
 
 
-class _Restore(SafetensorsRestore):
-    pass  # what `ocp.Checkpointer(SafetensorsLayout()).restore(path)` asks for
+class _Restore(SafetensorsRestore): ...  # and of a path alone
 
 
 _orbax.register_args(SafetensorsLayout, _Save, _Restore)
@@ -259,64 +256,54 @@ async def _join(names: Iterable[str], *loading: Awaitable[dict[str, Any]]) -> di
     return {name: loaded[name] for name in names}
 
 
-async def _with_record(
-    path: ocp.path.Path, tree: Any, modified_nsecs: int | None, custom: Any
-) -> ocp.CheckpointMetadata[Any]:
-    """Times and custom metadata are Orbax's record of the step; of others' folders, those given."""
-    if not (path / _orbax.STEP_METADATA).exists():
-        return ocp.CheckpointMetadata(
-            path,
-            metadata=tree,
-            commit_timestamp_nsecs=modified_nsecs,
-            custom_metadata=custom,
-        )
-    record = await _orbax.read_step_metadata(path)
-    return ocp.CheckpointMetadata(
-        path,
-        metadata=tree,
-        init_timestamp_nsecs=record.init_timestamp_nsecs,
-        commit_timestamp_nsecs=record.commit_timestamp_nsecs,
-        custom_metadata=record.custom_metadata,
-    )
+async def _with_record(path: ocp.path.Path, own: CheckpointMetadata) -> ocp.CheckpointMetadata[Any]:
+    """Metadata with the times and custom metadata of Orbax's record of the step, if it has one."""
+    fields = {"commit_timestamp_nsecs": own.modified_nsecs, "custom_metadata": own.custom}
+    if (path / _orbax.STEP_METADATA).exists():
+        record = await _orbax.read_step_metadata(path)
+        fields = {name: getattr(record, name) for name in ("init_timestamp_nsecs", *fields)}
+    return ocp.CheckpointMetadata(path, metadata=own.tree, **fields)
 
 
-def _names(path: ocp.path.Path) -> list[str]:
+def _items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
+    """The paths of the checkpointables, by name."""
     if is_safetensors_checkpoint(path):
-        return [_orbax.STATE]
-    if not path.is_dir():
-        return []
-    folders = [child for child in path.iterdir() if child.is_dir()]
-    names = [folder.name for folder in folders if is_safetensors_checkpoint(folder)]
-    return sorted(names, key=lambda name: (name != _orbax.STATE, name))
+        return {_orbax.STATE: path}
+    folders = path.iterdir() if path.is_dir() else ()
+    items = {item.name: item for item in folders if item.is_dir()}
+    names = [name for name, item in items.items() if is_safetensors_checkpoint(item)]
+    return {name: items[name] for name in sorted(names, key=lambda n: (n != _orbax.STATE, n))}
 
 
-def _other_names(path: ocp.path.Path, names: list[str]) -> list[str]:
+def _required_items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
+    items = _items(path)
+    if items:
+        return items
+    if path.is_dir():
+        text = f"Directory '{path}' does not contain any '.safetensors' files, nor does one in it."
+    elif path.exists():
+        text = f"File '{path}' does not have a '.safetensors' suffix."
+    else:
+        text = f"Path '{path}' is neither a file nor a directory or does not exist."
+    raise ocp.errors.InvalidLayoutError(text)
+
+
+def _other_names(path: ocp.path.Path, items: Collection[str]) -> list[str]:
     """Names of items that other handlers saved in a step of Orbax."""
     if not (path / _orbax.STEP_METADATA).exists():
         return []
     others = {child.name for child in path.iterdir() if child.is_dir()}
-    return sorted(others.difference(names, _orbax.RESERVED))
+    return sorted(others.difference(items, _orbax.RESERVED))
 
 
 def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
-    """The path of a checkpointable."""
-    if is_safetensors_checkpoint(path):
-        if name in (None, _orbax.STATE):
-            return path
-    elif name is not None and is_safetensors_checkpoint(path / name):
-        return path / name
-    names = _names(path)
-    if not names:
-        raise ocp.errors.InvalidLayoutError(_why_not(path))
+    """The path of a checkpointable; None is `path` itself."""
+    items = _required_items(path)
+    if name in items:
+        return items[name]
+    if name is None and path in items.values():
+        return path
     missing = "a checkpoint of its own" if name is None else f"a checkpointable named '{name}'"
     raise ocp.errors.InvalidLayoutError(
-        f"'{path}' does not hold {missing}; it holds: {', '.join(names)}."
+        f"'{path}' does not hold {missing}; it holds: {', '.join(items)}."
     )
-
-
-def _why_not(path: ocp.path.Path) -> str:
-    if path.is_dir():
-        return f"Directory '{path}' does not contain any '.safetensors' files, nor does one in it."
-    if path.exists():
-        return f"File '{path}' does not have a '.safetensors' suffix."
-    return f"Path '{path}' is neither a file nor a directory or does not exist."

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import (
-    Leaf,
+    Container,
     Manifest,
     NamedRecord,
     ShardingRecord,
     TensorEntry,
     TensorLeaf,
-    ValueLeaf,
     leaf_names,
-    leaves as tree_leaves,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.plan import array_sources
 from orbax_safetensors_layout.pytree import HostLeaf, decode_treedef, prng
 from orbax_safetensors_layout.sharding import decode_sharding
@@ -33,180 +32,157 @@ from . import _orbax
 from .item_load import check_remains
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
-_HOST_KINDS = ("numpy", "numpy_scalar")
-_AXIS_TYPES = {name.lower(): kind for name, kind in AxisType.__members__.items()}
 
 
 class HostArrayMetadata(ocp.metadata.ArrayMetadata):
     """Metadata of a leaf that was a numpy array, and is restored as such."""
 
 
-class StoredArrayMetadata(NamedTuple):
-    """One tensor of a checkpoint, as a leaf of its tree."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredArray:
+    """One array of a checkpoint, as a leaf of its tree."""
 
-    name: str
     shape: tuple[int, ...]  # of typed PRNG keys, theirs and not their data's
     dtype: Any
-    sharding: ShardingRecord | None  # as recorded when it was saved
-    on_host: bool  # whether it was a numpy array
     chunk_shape: tuple[int, ...]  # of the largest piece in which it is stored
+    record: ShardingRecord | None = None  # of its sharding when it was saved
+    on_host: bool = False  # whether it was a numpy array
 
     @property
-    def placement(self) -> jax.sharding.Sharding | None:
+    def sharding(self) -> Sharding | None:
         """The recorded sharding, where this program has the devices."""
-        return None if self.sharding is None else decode_sharding(self.sharding)
+        return None if self.record is None else decode_sharding(self.record)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckpointMetadata:
-    """The headers of a checkpoint, and its manifest.
+# Given the name, and the array, or the number or string of a tree's leaf.
+_Describe = Callable[[str, StoredArray | bool | int | float | str], Any]
+
+
+class CheckpointMetadata(NamedTuple):
+    """The headers of a checkpoint, and its manifest, as one of Orbax's APIs describes them.
 
     Attributes:
-        modified_nsecs: When the last of its files was written, in nanoseconds since the epoch; None
-            where an index lists no files.
-        leaves: The leaves that a mapping makes of the tensors, if one was given.
+        tree: As it was saved; of the tensors of others' checkpoints a flat dict, and so of the
+            leaves that a mapping makes.
+        custom: As it was saved; of others' checkpoints the strings in the files.
+        modified_nsecs: When the last file was written, in nanoseconds since the epoch; None where
+            an index lists no files.
     """
 
-    tensors: Mapping[str, TensorEntry]
-    strings: Mapping[str, str]  # the `__metadata__` of the files
+    tree: Any
+    custom: Any
     modified_nsecs: int | None
-    manifest: Manifest | None
-    leaves: Mapping[str, TensorSpec] | None
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], mapping: LeafMapping | None) -> Self:
-        """Reads all headers; refuses an item of which a part is gone."""
+    def read(
+        cls, path: str | os.PathLike[str], mapping: LeafMapping | None, describe: _Describe
+    ) -> Self:
+        """Reads all headers, and describes each leaf; refuses an item of which a part is gone."""
         check_remains(path)
         with Catalog.open(path) as catalog:
-            leaves = None
-            if mapping is not None:
-                sources = array_sources(catalog, mapping).items()
-                leaves = {name: TensorSpec(source.shape, source.dtype) for name, source in sources}
-            manifest = catalog.manifest() if mapping is None else None
-            tree = None if manifest is None else manifest.tree
-            recorded = [] if tree is None else [*tree_leaves(tree)]
-            names = [leaf.tensor for leaf in recorded if isinstance(leaf, TensorLeaf)]
             times = [int(1e9 * catalog.storage.modified_seconds(file)) for file in catalog.files]
-            return cls(
-                catalog.entries([*catalog.names, *names]),
-                catalog.metadata(),
-                max(times, default=None),
-                catalog.manifest(),
-                leaves,
-            )
-
-    @property
-    def custom_metadata(self) -> Any:
-        """The custom metadata that were saved; of others' checkpoints, the strings in the files."""
-        if self.manifest is None:
-            return dict(self.strings)
-        if self.manifest.custom is not None:
-            return self.manifest.custom
-        return dict(self.manifest.metadata) or None
-
-    def tree(
-        self,
-        array: Callable[[StoredArrayMetadata], Any],
-        value: Callable[[str, bool | int | float | str], Any],
-    ) -> Any:
-        """The tree as it was saved, or a flat dict of the tensors of a checkpoint of others.
-
-        Its leaves are what `array` and `value` return for tensors, and for numbers and strings.
-        """
-        if self.leaves is not None:
-            return {
-                name: array(
-                    StoredArrayMetadata(name, spec.shape, spec.dtype, None, False, spec.shape)
-                )
-                for name, spec in self.leaves.items()
-            }
-        if self.manifest is None or self.manifest.tree is None:
-            return {name: array(self._array(TensorLeaf(name))) for name in self.tensors}
-        node = self.manifest.tree
-        names = (name for name, _ in leaf_names(node))
-
-        def describe(leaf: Leaf) -> Any:
-            name = next(names)
-            if isinstance(leaf, ValueLeaf):
-                return value(name, leaf.value)
-            return array(self._array(leaf))
-
-        return decode_treedef(node, describe)
-
-    def _array(self, leaf: TensorLeaf) -> StoredArrayMetadata:
-        entry, manifest = self.tensors[leaf.tensor], self.manifest
-        shape: tuple[int, ...] = entry.shape
-        dtype: Any = entry.dtype.numpy
-        if leaf.key_impl is not None:
-            keys = prng.keys_of(shape, dtype, leaf.key_impl, file=entry.file, tensor=leaf.tensor)
-            shape, dtype = keys.shape, keys.dtype
-        record = chunk = None
-        if manifest is not None and leaf.sharding is not None:
-            record = manifest.shardings[leaf.sharding]
-        if manifest is not None and manifest.pieces is not None:
-            boxes = (stored.box for stored in manifest.pieces.boxes(leaf.tensor))
-            chunk = max(boxes, key=lambda box: box.size).shape
-        on_host = leaf.kind in _HOST_KINDS
-        return StoredArrayMetadata(leaf.tensor, shape, dtype, record, on_host, chunk or entry.shape)
+            manifest = catalog.manifest()
+            if manifest is None:
+                custom: Any = catalog.metadata()
+            else:
+                custom = manifest.custom
+                custom = (dict(manifest.metadata) or None) if custom is None else custom
+            if mapping is None:
+                tree = _saved_tree(catalog, manifest, describe)
+            else:
+                tree = {
+                    name: describe(name, StoredArray(source.shape, source.dtype, source.shape))
+                    for name, source in array_sources(catalog, mapping).items()
+                }
+            return cls(tree, custom, max(times, default=None))
 
 
-def describe_v0(directory: os.PathLike[str], checkpoint: CheckpointMetadata) -> Any:
-    """A `TreeMetadata` with the structure that was saved.
+def _saved_tree(catalog: Catalog, manifest: Manifest | None, describe: _Describe) -> Any:
+    node = None if manifest is None else manifest.tree
+    if node is None:
+        names = tuple(catalog.names)
+        node = Container("dict", tuple(map(TensorLeaf, names)), names)
+    leaves = [*leaf_names(node)]
+    tensors = [leaf.tensor for _, leaf in leaves if isinstance(leaf, TensorLeaf)]
+    entries = catalog.entries([*catalog.names, *tensors])
+    described = (
+        describe(leaf.tensor, _stored_array(leaf, entries[leaf.tensor], manifest))
+        if isinstance(leaf, TensorLeaf)
+        else describe(name, leaf.value)
+        for name, leaf in leaves
+    )
+    return decode_treedef(node, lambda _: next(described))
 
-    Arrays are `ocp.metadata.ArrayMetadata`, numbers `ScalarMetadata`, strings `StringMetadata`. A
-    checkpoint that others wrote is a flat dict from tensor name to `ArrayMetadata`.
-    """
 
-    def array(stored: StoredArrayMetadata) -> ocp.metadata.ArrayMetadata:
-        kind = HostArrayMetadata if stored.on_host else ocp.metadata.ArrayMetadata
-        return kind(
-            name=stored.name,
-            directory=directory,
-            shape=stored.shape,
-            sharding=_sharding_v0(stored),
-            dtype=stored.dtype,
-            storage=ocp.metadata.StorageMetadata(chunk_shape=stored.chunk_shape),
-        )
+def _stored_array(leaf: TensorLeaf, entry: TensorEntry, manifest: Manifest | None) -> StoredArray:
+    shape: tuple[int, ...] = entry.shape
+    dtype: Any = entry.dtype.numpy
+    if leaf.key_impl is not None:
+        keys = prng.keys_of(shape, dtype, leaf.key_impl, file=entry.file, tensor=leaf.tensor)
+        shape, dtype = keys.shape, keys.dtype
+    record, chunk_shape = None, entry.shape
+    if manifest is not None and leaf.sharding is not None:
+        record = manifest.shardings[leaf.sharding]
+    if manifest is not None and manifest.pieces is not None:
+        boxes = (stored.box for stored in manifest.pieces.boxes(leaf.tensor))
+        chunk_shape = max(boxes, key=lambda box: box.size).shape
+    return StoredArray(shape, dtype, chunk_shape, record, leaf.kind in ("numpy", "numpy_scalar"))
 
-    def value(name: str, saved: bool | int | float | str) -> Any:
-        if isinstance(saved, str):
-            return ocp.metadata.StringMetadata(name=name, directory=directory)
-        dtype = np.dtype(type(saved))
+
+def metadata_v0(directory: os.PathLike[str], mapping: LeafMapping | None) -> Any:
+    """A `TreeMetadata`, which also serves as the tree to restore."""
+    describe = functools.partial(_describe_v0, directory)
+    checkpoint = CheckpointMetadata.read(directory, mapping, describe)
+    return _orbax.tree_metadata(checkpoint.tree, custom_metadata=checkpoint.custom)
+
+
+def _describe_v0(directory: os.PathLike[str], name: str, leaf: Any) -> Any:
+    if isinstance(leaf, str):
+        return ocp.metadata.StringMetadata(name=name, directory=directory)
+    if not isinstance(leaf, StoredArray):
+        dtype = np.dtype(type(leaf))
         return ocp.metadata.ScalarMetadata(name=name, directory=directory, dtype=dtype)
+    kind = HostArrayMetadata if leaf.on_host else ocp.metadata.ArrayMetadata
+    return kind(
+        name=name,
+        directory=directory,
+        shape=leaf.shape,
+        sharding=_sharding_v0(leaf),
+        dtype=leaf.dtype,
+        storage=ocp.metadata.StorageMetadata(chunk_shape=leaf.chunk_shape),
+    )
 
-    tree = checkpoint.tree(array, value)
-    return _orbax.tree_metadata(tree, custom_metadata=checkpoint.custom_metadata)
 
-
-def _sharding_v0(stored: StoredArrayMetadata) -> Any:
+def _sharding_v0(stored: StoredArray) -> Any:
     """As Orbax records shardings; of one over devices that are not here, without devices."""
-    placement, record = stored.placement, stored.sharding
-    if isinstance(placement, NamedSharding):
-        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(placement)
-    if isinstance(placement, SingleDeviceSharding):
-        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(placement)
+    sharding, record = stored.sharding, stored.record
+    if isinstance(sharding, NamedSharding):
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    if isinstance(sharding, SingleDeviceSharding):
+        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
     if not isinstance(record, NamedRecord):
         return None
+    axis_types = (name.capitalize() for name in record.mesh.axis_types)
     return ocp.metadata.NamedShardingMetadata(
         shape=np.array(record.mesh.sizes),
         axis_names=list(record.mesh.axis_names),
         partition_spec=record.spec,
-        axis_types=tuple(_AXIS_TYPES.get(name, AxisType.Auto) for name in record.mesh.axis_types),
+        axis_types=tuple(AxisType.__members__.get(name, AxisType.Auto) for name in axis_types),
     )
 
 
-def describe_v1(checkpoint: CheckpointMetadata) -> Any:
-    """The tree of a checkpoint, which also serves as the tree to load.
+def metadata_v1(path: str | os.PathLike[str], mapping: LeafMapping | None) -> CheckpointMetadata:
+    """Metadata whose tree also serves as the tree to load.
 
-    Arrays are `jax.ShapeDtypeStruct`s, with the sharding that they were saved with where this
-    program has the devices; numpy arrays have a shape and a dtype alone; numbers and strings are
-    their types. A checkpoint that others wrote is a flat dict from tensor name to
-    `jax.ShapeDtypeStruct`.
+    Arrays are `jax.ShapeDtypeStruct`s, with the recorded sharding where this program has the
+    devices; numpy arrays have a shape and a dtype alone; numbers and strings are their types.
     """
+    return CheckpointMetadata.read(path, mapping, _describe_v1)
 
-    def array(stored: StoredArrayMetadata) -> Any:
-        if stored.on_host:
-            return HostLeaf(stored.shape, stored.dtype)
-        return _struct(stored.shape, stored.dtype, sharding=stored.placement)
 
-    return checkpoint.tree(array, lambda _, value: type(value))
+def _describe_v1(_: str, leaf: Any) -> Any:
+    if not isinstance(leaf, StoredArray):
+        return type(leaf)
+    if leaf.on_host:
+        return HostLeaf(leaf.shape, leaf.dtype)
+    return _struct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -19,7 +19,7 @@ from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 from . import _orbax
-from .folder_creation import abandoned_on_error
+from .folder_creation import folders_being_made
 from .v0 import SAVE_AND_RESTORE, SafetensorsCheckpointHandler, item_of
 from .v1 import SafetensorsHandler, item_name
 
@@ -148,7 +148,7 @@ async def _save_reported(
 ) -> Any:
     """Saves with a method of a handler of Orbax, after `report` of the folder."""
     await asyncio.sleep(0)  # the step's other items begin before this one goes on
-    async with abandoned_on_error(directory):
+    async with folders_being_made(directory):  # and are not if this raises
         report(directory)
     return await save(directory, *args, **kwargs)
 

@@ -14,7 +14,7 @@ from orbax_safetensors_layout.mapping import Expr, Mapping, rule, tensor
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.pytree import dotted_name, prng, unboxed_name
 
-from .metadata import CheckpointMetadata, StoredArrayMetadata
+from .metadata import CheckpointMetadata, StoredArray
 
 
 def load_resized(
@@ -35,23 +35,23 @@ def load_resized(
     numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]
     if not numbers:
         return load_others(abstract)
-    stored: dict[str, StoredArrayMetadata] = {}
-    CheckpointMetadata.read(path, None).tree(
-        lambda array: stored.update({array.name: array}), lambda *_: None
-    )
+    stored: dict[str, Any] = {}
+    CheckpointMetadata.read(path, None, stored.__setitem__)
     abstract, rules = {}, []
     for number in numbers:
         key_path, leaf = pairs[number]
-        array = stored.get(dotted_name(key_path)) or stored.get(unboxed_name(key_path) or "")
-        shape = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
-        if array is None or shape is None or not _is_resizable(leaf, array, tuple(shape)):
+        name = dotted_name(key_path)
+        name = name if name in stored else unboxed_name(key_path) or name
+        array = stored.get(name)
+        shape: Any = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
+        if not isinstance(array, StoredArray) or not _is_resizable(leaf, array, shape):
             continue
         abstract[str(number)] = ocp.ArrayRestoreArgs(
             dtype=leaf.dtype or array.dtype,
-            sharding=leaf.sharding or array.placement,
+            sharding=leaf.sharding or array.sharding,
             global_shape=tuple(shape),
         )
-        rules.append(rule(str(number), _resized(array, tuple(shape))))
+        rules.append(rule(str(number), _resized(name, array.shape, shape)))
         leaves[number] = ...
     values = load_others(jax.tree.unflatten(structure, leaves))
     if not abstract:
@@ -63,19 +63,19 @@ def load_resized(
     return jax.tree.unflatten(structure, leaves)
 
 
-def _is_resizable(leaf: Any, stored: StoredArrayMetadata, shape: tuple[int, ...]) -> bool:
-    if not hasattr(leaf, "sharding") or prng.is_key(stored):
+def _is_resizable(leaf: Any, stored: StoredArray, shape: Any) -> bool:
+    if shape is None or not hasattr(leaf, "sharding") or prng.is_key(stored):
         return False
     if stored.on_host and leaf.sharding is None:
         return False
-    return shape != stored.shape and len(shape) == len(stored.shape)
+    return tuple(shape) != stored.shape and len(shape) == len(stored.shape)
 
 
-def _resized(stored: StoredArrayMetadata, shape: tuple[int, ...]) -> Expr:
-    expr = tensor(stored.name)
-    for axis, (size, wanted_size) in enumerate(zip(stored.shape, shape, strict=True)):
-        if wanted_size < size:
-            expr = expr.slice(axis, 0, wanted_size)
-        elif wanted_size > size:
-            expr = expr.pad(axis, 0, wanted_size - size)
+def _resized(name: str, stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> Expr:
+    expr = tensor(name)
+    for axis, (stored, size) in enumerate(zip(stored_shape, shape, strict=True)):
+        if size < stored:
+            expr = expr.slice(axis, 0, size)
+        elif size > stored:
+            expr = expr.pad(axis, 0, size - stored)
     return expr

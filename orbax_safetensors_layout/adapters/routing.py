@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
@@ -62,7 +62,7 @@ def connect(layout_class: type) -> None:
     """Lets contexts take our layout; done once, when its module is imported."""
     global _layout_class
     _layout_class = layout_class
-    _orbax.wrap_resolution(_resolve_layout, _for_save, _for_load)
+    _orbax.replace_resolution(_resolve_layout, _for_save, _for_load)
     others = _Layouts._missing_
 
     def missing(_: Any, value: Any) -> Any:
@@ -80,11 +80,7 @@ def connect(layout_class: type) -> None:
 
 
 def check(layout: Any, layout_class: type) -> None:
-    """Checks that Orbax takes a class for a `checkpoint_layout`, by Orbax's own resolution.
-
-    Raises:
-        SafetensorsLayoutError: It takes another layout, or other handlers.
-    """
+    """Refuses a `checkpoint_layout` for which Orbax takes another class, or other handlers."""
     context = ocp.Context()
     context.checkpoint_layout = layout
     handlers = _orbax.handlers_used(context, {"probe": np.zeros(1)})
@@ -104,53 +100,49 @@ def is_installed() -> bool:
     return _orbax.safetensors.SafetensorsLayout is _layout_class
 
 
-def handler_for_save(
-    resolve: Any, registry: Any, checkpointable: Any, name: str, own: Settings
-) -> Any:
+def handler_for_save(registry: Any, checkpointable: Any, name: str, own: Settings) -> Any:
     """Ours in the place of Orbax's pytree handler, and for what no handler takes.
 
-    What a user registered handlers for, or what brings its own way to be saved, keeps that.
-    `resolve` is Orbax's own resolution, `own` the settings that the layout was made with.
-
-    Raises:
-        SafetensorsLayoutError: It is a part for `ocp.partial`, which knows Orbax's format only.
+    What a user registered handlers for, or what brings its own way to be saved, keeps that. `own`
+    are the settings that the layout was made with.
     """
     if isinstance(checkpointable, _orbax.PartialSave):
         raise SafetensorsLayoutError(
             "a checkpoint in safetensors cannot be saved part by part",
             hint="Use `ocp.save`, or `ocp.partial.save` in a context of another layout.",
         )
+    ours = SafetensorsHandler(own)
     try:
-        handler = resolve(registry, checkpointable, name=name)
+        handler = _orbax.resolve_handler_for_save(registry, checkpointable, name=name)
+        return _ours_or(handler, ours)
     except _orbax.NoEntryError:
-        if not SafetensorsHandler().is_handleable(checkpointable):
+        if not ours.is_handleable(checkpointable):
             raise
-        return SafetensorsHandler(own)
-    return SafetensorsHandler(own) if _is_replaced(handler) else handler
+        return ours
 
 
-def _is_replaced(handler: Any) -> bool:
-    return isinstance(handler, ocp.handlers.PyTreeHandler) or type(handler) is SafetensorsHandler
+def _ours_or(handler: Any, ours: SafetensorsHandler) -> Any:
+    replaced = isinstance(handler, ocp.handlers.PyTreeHandler) or type(handler) is type(ours)
+    return ours if replaced else handler
 
 
 def _own() -> Settings | None:
     """The settings of our layout in Orbax's context; None where the layout is another."""
     option: Any = _orbax.get_context().checkpoint_layout
     if isinstance(option, _LayoutOption):
-        own: Settings = option.layout.own
-        return own
+        return cast(Settings, option.layout.own)
     return NOTHING if option is _Layouts.SAFETENSORS and is_installed() else None
 
 
-async def _resolve_layout(original: Any, layout: Any, path: Any = None) -> Any:
+async def _resolve_layout(layout: Any, path: Any = None) -> Any:
     is_ours = isinstance(layout, _LayoutOption)
     if path is not None and (is_ours or _has_handler()):
         await in_background(check_step, path, has_layout=is_ours)
     if not is_ours:
-        return await original(layout, path)
+        return await _orbax.get_layout_class(layout, path)
     if path is not None and await in_background(_is_orbaxs, ocp.path.Path(path)):
-        return await original(_Layouts.ORBAX, path)
-    await original(_Layouts.SAFETENSORS, path)  # its checks of the path
+        return await _orbax.get_layout_class(_Layouts.ORBAX, path)
+    await _orbax.get_layout_class(_Layouts.SAFETENSORS, path)  # its checks of the path
     return lambda: layout.layout
 
 
@@ -168,24 +160,17 @@ def _is_orbaxs(path: ocp.path.Path) -> bool:
     return any(map(is_orbax_item, items)) and not any(map(is_safetensors_checkpoint, items))
 
 
-def _for_save(original: Any, registry: Any, checkpointable: Any, *, name: str) -> Any:
+def _for_save(registry: Any, checkpointable: Any, *, name: str) -> Any:
     own = _own()
     if own is None:
-        return original(registry, checkpointable, name=name)
-    return handler_for_save(original, registry, checkpointable, name, own)
+        return _orbax.resolve_handler_for_save(registry, checkpointable, name=name)
+    return handler_for_save(registry, checkpointable, name, own)
 
 
-def _for_load(
-    original: Any,
-    registry: Any,
-    abstract_checkpointable: Any,
-    *,
-    name: str,
-    handler_typestr: str | None = None,
-) -> Any:
+def _for_load(*args: Any, handler_typestr: str | None = None, **kwargs: Any) -> Any:
     """Our handler loads items that it saved, whatever the context's registry has."""
     resolve = functools.partial(
-        original, registry, abstract_checkpointable, name=name, handler_typestr=handler_typestr
+        _orbax.resolve_handler_for_load, *args, handler_typestr=handler_typestr, **kwargs
     )
     own = _own()
     is_ours = handler_typestr == _orbax.typestr(SafetensorsHandler)
@@ -193,7 +178,6 @@ def _for_load(
         return resolve()
     ours = SafetensorsHandler(own or NOTHING)
     try:
-        handler = resolve()
+        return _ours_or(resolve(), ours)
     except _orbax.NoEntryError:
         return ours
-    return ours if _is_replaced(handler) else handler

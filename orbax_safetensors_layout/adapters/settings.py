@@ -87,15 +87,10 @@ def current(own: Settings) -> Settings:
 
 
 def read_options_v1(own: Settings) -> ReadOptions:
-    """Return the options for reading with Orbax v1.
+    """The options for reading with Orbax v1; without `own` or a `using`, those of Orbax's context.
 
-    `using(read=...)`, or the layout's own, decides alone. Without it,
-    `ctx.memory.read_concurrent_bytes` of Orbax's context is the memory budget and
-    `ctx.safetensors.read_chunk_bytes` the largest request. `ctx.safetensors.max_over_read_ratio`
-    has no counterpart: what is read through is decided by the cost model of `StorageProfile`.
-
-    Raises:
-        ValueError: An option of Orbax's context is not a positive number.
+    Its `safetensors.max_over_read_ratio` has no counterpart: what is read through is decided by the
+    cost model of `StorageProfile`.
     """
     read = current(own).read
     if read is not None:
@@ -106,15 +101,7 @@ def read_options_v1(own: Settings) -> ReadOptions:
 
 
 def write_options_v1(own: Settings) -> WriteOptions:
-    """Return the options for writing with Orbax v1.
-
-    `using(write=...)`, or the layout's own, decides alone. Without it, the smaller of
-    `ctx.memory.write_concurrent_bytes` and `transfer_concurrent_bytes` of Orbax's context is the
-    memory budget.
-
-    Raises:
-        ValueError: An option of Orbax's context is not a positive number.
-    """
+    """The options for writing with Orbax v1, likewise; the smaller byte count is the budget."""
     write = current(own).write
     if write is not None:
         return write
@@ -135,34 +122,30 @@ def _byte_count(group: str, name: str) -> int | None:
 def storage_dtypes_v1(tree: Any) -> Sequence[Any] | None:
     """The dtype that Orbax's context asks for, for each leaf; None where it says nothing.
 
-    Of `context.array.saving.storage_options`, and of what `scoped_storage_options_creator` returns
-    for a leaf, the `dtype` counts; the others are about how Orbax's own format stores arrays.
-
-    Raises:
-        ValueError: An option is not `StorageOptions`, or its dtype is not one of numpy's.
+    Other storage options are about how Orbax's own format stores arrays.
     """
     saving = _orbax.get_context().array.saving
     create = saving.scoped_storage_options_creator
     usual = _dtype(saving.storage_options, "storage_options")
-    if create is None:
-        return None if usual is None else [usual for _ in jax.tree.leaves(tree)]
+    if create is None and usual is None:
+        return None
 
     def dtype_of(path: Any, leaf: Any) -> Any:
-        scoped = _dtype(create(path, leaf), "scoped_storage_options_creator")
+        scoped = create and _dtype(create(path, leaf), "scoped_storage_options_creator")
         return usual if scoped is None else scoped
 
     return [dtype_of(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _dtype(options: Any, name: str) -> Any:
-    if options is not None and not isinstance(options, _StorageOptions):
+    if options is None:
+        return None
+    if not isinstance(options, _StorageOptions):
         raise ValueError(
             f"context.array.saving.{name} gives {options!r}; it must be `StorageOptions` or None."
         )
-    if options is None or options.dtype is None:
-        return None
     try:
-        return np.dtype(options.dtype)
+        return None if options.dtype is None else np.dtype(options.dtype)
     except TypeError as error:
         raise ValueError(
             f"context.array.saving.{name} gives the dtype {options.dtype!r}, which is not a dtype"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -20,10 +20,10 @@ from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 from . import _orbax, settings
-from .folder_creation import FoldersBeingMade, abandoned_on_error, folders_being_made
+from .folder_creation import folders_being_made
 from .item_load import begin_load, is_orbax_item
 from .item_save import ItemSave
-from .metadata import CheckpointMetadata, describe_v0
+from .metadata import metadata_v0
 from .resizing import load_resized
 from .settings import Settings
 from .v0_args import abstract_tree_of, leaf_dtypes, restore_orbax_item
@@ -85,20 +85,16 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             SafetensorsLayoutError: Leaves that cannot be saved.
         """
         self.used_items.add(item_of(directory))
-        making = folders_being_made()
-        async with abandoned_on_error(directory):
-            save = self._begin(directory, args, making)
-        commit = _commit(save, directory, at_once=making is not None)
-        if not save.is_captured:
-            await asyncio.to_thread(save.wait_captured, partial(_is_writing, commit))
-        return [commit]
+        async with folders_being_made(directory) as wait:
+            save = self._begin(directory, args, wait)
+        return [await asyncio.to_thread(save.start, directory)]
 
     def save(self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs) -> None:
         """Saves, and waits for it; also inside a running event loop."""
-        _commit(self._begin(directory, args, None), directory, at_once=False).result()
+        self._begin(directory, args, None).start(directory).result()
 
     def _begin(
-        self, directory: os.PathLike[str], args: Any, making: FoldersBeingMade | None
+        self, directory: os.PathLike[str], args: Any, wait: Callable[[], None] | None
     ) -> ItemSave:
         return ItemSave(
             directory,
@@ -107,7 +103,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             mapping=self._mapping(args),
             custom=getattr(args, "custom_metadata", None),
             dtypes=leaf_dtypes(args),
-            making=making,
+            wait=wait,
         )
 
     def _mapping(self, args: Any) -> LeafMapping | None:
@@ -152,32 +148,12 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         """
         if is_orbax_item(directory):
             return ocp.StandardCheckpointHandler().metadata(ocp_v1.path.Path(directory))
-        return describe_v0(directory, CheckpointMetadata.read(directory, self._mapping(None)))
+        return metadata_v0(directory, self._mapping(None))
 
 
 def item_of(directory: str | os.PathLike[str]) -> tuple[str, str]:
     """The folder of the steps that an item is in, and the item's name."""
     return os.path.dirname(os.path.dirname(os.fspath(directory))), item_name(directory)
-
-
-def _commit(save: ItemSave, directory: os.PathLike[str], *, at_once: bool) -> future.Future:
-    """Starts the background phase: `at_once`, or when Orbax tells that the folder is there."""
-
-    async def write() -> None:
-        save.write(directory)  # the thread is its own
-
-    kind: Any = _orbax.CommitFuture if at_once else future.CommitFutureAwaitingContractedSignals
-    commit: future.Future = kind(write(), name="safetensors_save")
-    return commit
-
-
-def _is_writing(commit: future.Future) -> bool:
-    """Whether the background phase runs or will run; raises where it failed."""
-    try:
-        commit.result(timeout=0)
-    except TimeoutError:
-        return True
-    return False
 
 
 @ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_save=True)

@@ -27,10 +27,7 @@ _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 def leaf_dtypes(args: Any) -> Sequence[Any] | None:
     """The dtype that `save_args` ask for, for each leaf of `item`; None where they say nothing.
 
-    Of `ocp.SaveArgs` the `dtype` counts; the others are about how Orbax's own format stores arrays.
-
-    Raises:
-        MismatchError: `save_args` is not a tree of the item's structure.
+    Other `ocp.SaveArgs` are about how Orbax's own format stores arrays.
     """
     save_args = getattr(args, "save_args", None)
     if save_args is None:
@@ -54,10 +51,6 @@ def abstract_tree_of(args: Any) -> Any:
     no sharding comes back as it was saved, with `fallback_sharding` in place of one that is not to
     be had; `ocp.RestoreArgs()` alone brings anything back as it was saved; and what was saved as
     typed PRNG keys comes back so where the item has their data.
-
-    Raises:
-        SafetensorsLayoutError: The arguments ask for a transformation.
-        MismatchError: `restore_args` has leaves that the item does not have.
     """
     for name in ("transforms", "legacy_transform_fn"):
         if getattr(args, name, None) is not None:
@@ -143,12 +136,10 @@ def _described(leaf: Any) -> Any:
 
 
 def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
-    if item is None:
-        return jax.tree.map(lambda args: _merge(args, args), overrides)
-    pairs = tree_flatten_with_path(overrides)[0]
-    by_name = {dotted_name(path): args for path, args in pairs}
+    by_name = {dotted_name(path): args for path, args in tree_flatten_with_path(overrides)[0]}
     merged = tree_map_with_path(
-        lambda path, leaf: _merge(leaf, by_name.pop(dotted_name(path), None)), item
+        lambda path, leaf: _merge(leaf, by_name.pop(dotted_name(path), None)),
+        overrides if item is None else item,
     )
     if by_name and not partial:
         raise MismatchError(
@@ -190,12 +181,14 @@ def _merge(leaf: Any, args: Any) -> Any:
             shape = leaf.shape if shape is None else shape
             dtype = leaf.dtype if dtype is None else dtype
         sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
-    if isinstance(kind, type) and issubclass(kind, jax.Array):
+    if not isinstance(kind, type):
+        return args
+    if issubclass(kind, jax.Array):
         strict = getattr(args, "strict", True)
         return ocp.ArrayRestoreArgs(
             dtype=dtype, sharding=sharding, global_shape=shape, strict=strict
         )
-    if isinstance(kind, type) and issubclass(kind, np.ndarray) and shape is not None:
+    if issubclass(kind, np.ndarray) and shape is not None:
         return HostLeaf(tuple(shape), dtype)
     return args
 
@@ -210,14 +203,12 @@ def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
     if leaf.sharding is None:
         return SavedLeaf(tuple(leaf.shape), leaf.dtype, fallback)
     if layouts and isinstance(leaf, jax.Array):
-        leaf = _struct(leaf.shape, leaf.dtype, sharding=_format(leaf))
+        array: Any = leaf
+        placement = array.sharding if prng.is_key(array) else array.format
+        leaf = _struct(array.shape, array.dtype, sharding=placement)
     if leaf.dtype != np.uint32:
         return leaf
     keeps_layout = not isinstance(leaf, jax.Array) and hasattr(leaf, "format")
     placement = leaf.format if keeps_layout and leaf.format.layout is not None else leaf.sharding
     # Restore arguments take keys for their data.
     return ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=placement, global_shape=leaf.shape)
-
-
-def _format(array: Any) -> Any:
-    return array.sharding if prng.is_key(array) else array.format

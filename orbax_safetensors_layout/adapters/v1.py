@@ -22,10 +22,10 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 from . import _orbax, settings
 from .background import in_background
-from .folder_creation import FoldersBeingMade, abandoned_on_error, folders_being_made
+from .folder_creation import folders_being_made
 from .item_load import begin_load, is_orbax_item
 from .item_save import ItemSave
-from .metadata import CheckpointMetadata, describe_v1
+from .metadata import metadata_v1
 from .settings import NOTHING, Settings
 
 _VALUES = (bool, int, float, str)
@@ -66,8 +66,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             ValueError: The tree is an empty container, or an option of Orbax's context is invalid.
             SafetensorsLayoutError: Leaves that cannot be saved, or processes that do not take part.
         """
-        making = folders_being_made()
-        async with abandoned_on_error(directory):
+        async with folders_being_made(directory) as wait:
             _check_processes()
             _note_use(directory.path)
             save = ItemSave(
@@ -76,12 +75,19 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
                 settings.write_options_v1(self._own),
                 mapping=settings.current(self._own).mapping,
                 dtypes=settings.storage_dtypes_v1(checkpointable),
-                making=making,
+                wait=wait,
             )
+
+        async def folder() -> ocp.path.Path:
+            return directory.path if wait else await directory.await_creation()
+
+        async def write() -> None:
+            await in_background(save.write, await folder())
+
         if save.is_captured:
-            return _write(save, directory, making)
+            return write()
         # More than the memory budget: the caller waits until files have taken up the rest.
-        return _join(save.start(await _folder(directory, making)))
+        return _join(save.start(await folder()))
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
@@ -97,24 +103,24 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             orbaxs: Any = ocp.handlers.PyTreeHandler()
             return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
         options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
-        partial = _orbax.get_context().pytree.loading.partial_load
+        strict = not _orbax.get_context().pytree.loading.partial_load
         # Of what is raised later Orbax says that the handler is incompatible.
         load = await in_background(
             begin_load,
             directory,
             abstract_checkpointable,
             mapping,
-            dataclasses.replace(options, strict=not partial),
+            dataclasses.replace(options, strict=strict),
             "`context.pytree.loading.partial_load = True`",
         )
         return in_background(load)
 
     async def metadata(self, directory: ocp.path.Path) -> Any:
-        """Shapes, dtypes and shardings, as `describe_v1` gives them."""
+        """Shapes, dtypes and shardings, as `metadata_v1` gives them."""
         if await in_background(is_orbax_item, directory):
             return await ocp.handlers.PyTreeHandler().metadata(directory)
         mapping = settings.current(self._own).mapping
-        return describe_v1(await in_background(CheckpointMetadata.read, directory, mapping))
+        return (await in_background(metadata_v1, directory, mapping)).tree
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether it is a tree of leaves that `osl.save` takes."""
@@ -139,11 +145,7 @@ def _note_use(directory: str | os.PathLike[str]) -> None:
         used.add(item_name(directory))
 
 
-async def _holds_data(directory: ocp.path.Path) -> bool:
-    return await in_background(is_safetensors_checkpoint, directory)
-
-
-_orbax.count_as_data(_holds_data)
+_orbax.count_as_data(lambda directory: in_background(is_safetensors_checkpoint, directory))
 
 
 def _check_processes() -> None:
@@ -162,19 +164,6 @@ def _check_processes() -> None:
             expected="context.multiprocessing.primary_host: 0",
             found=None,
         )
-
-
-async def _folder(
-    directory: ocp.path.PathAwaitingCreation, making: FoldersBeingMade | None
-) -> ocp.path.Path:
-    """The item's folder, which `ItemSave` waits for if it is being made."""
-    return await directory.await_creation() if making is None else directory.path
-
-
-async def _write(
-    save: ItemSave, directory: ocp.path.PathAwaitingCreation, making: FoldersBeingMade | None
-) -> None:
-    await in_background(save.write, await _folder(directory, making))
 
 
 async def _join(writing: concurrent.futures.Future[None]) -> None:

@@ -24,26 +24,19 @@ _SCALARS = (bool, int, float, str)
 class AbstractLeaf(NamedTuple):
     """What the caller asks for of one leaf; None takes the file's shape and dtype.
 
-    Attributes:
-        unboxed: The name without the attribute of a flax box around the leaf, if it has one.
-        placement: Sharding or format of a `jax.Array`; None for a host value.
-        scalar: The Python type of a scalar leaf, `np.generic` for a numpy scalar; None for arrays.
-        is_placed: Whether the tree names a placement. Otherwise a sharding that was saved with the
-            tensor replaces `placement`.
-        key_impl: Of an array of typed PRNG keys, whose data is read, the implementation's name.
-        takes_keys: Whether typed keys are returned as such, although the data is asked for: Orbax's
-            restore arguments describe keys by it.
-        as_saved: Whether numpy arrays and numbers are returned as such, whatever `placement` is.
+    Where the tree does not place an array (`is_placed`), a sharding that was saved replaces
+    `placement`. `takes_keys` returns typed keys, although the data is asked for: Orbax's restore
+    arguments describe keys by it. `as_saved` returns numpy arrays and numbers as such.
     """
 
     name: str  # the dotted key path
-    unboxed: str | None = None
+    unboxed: str | None = None  # the same without a flax box around the leaf, if there is one
     shape: tuple[int, ...] | None = None
     dtype: np.dtype | None = None
-    placement: Placement | None = None
-    scalar: type[bool | int | float | str | np.generic] | None = None
+    placement: Placement | None = None  # None for a host value
+    scalar: type[bool | int | float | str | np.generic] | None = None  # None for arrays
     is_placed: bool = True
-    key_impl: str | None = None
+    key_impl: str | None = None  # of typed PRNG keys, whose data is read
     takes_keys: bool = False
     as_saved: bool = False
 
@@ -89,8 +82,8 @@ class AbstractTree(NamedTuple):
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
         parsed = [None if leaf is ... else _parse_leaf(path, leaf) for path, leaf in paths]
         left_out = [path for path, leaf in paths if leaf is ...]
-        names = {name for path in left_out for name in (dotted_name(path), unboxed_name(path))}
-        skipped = {name for name in names if name is not None}
+        skipped = {unboxed_name(path) or dotted_name(path) for path in left_out}
+        skipped |= {dotted_name(path) for path in left_out}
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)
         return cls([leaf for _, leaf in paths], parsed, skipped, build)
 

@@ -10,8 +10,7 @@ from orbax_safetensors_layout.errors import MappingError
 
 def component(key: object) -> Any:
     """Return one key of a key path: a dict key, an index, an attribute name, else its text."""
-    # DictKey and FlattenedIndexKey, SequenceKey, GetAttrKey
-    for attribute in ("key", "idx", "name"):
+    for attribute in ("key", "idx", "name"):  # of DictKey and FlattenedIndexKey, SequenceKey, ...
         if hasattr(key, attribute):
             return getattr(key, attribute)
     return str(key)
@@ -41,11 +40,9 @@ def nested_dicts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unboxed_name(path: Sequence[object]) -> str | None:
-    """Return the name of a leaf in a box such as `flax.nnx.Variable`, without the box.
+    """Return the name of a leaf without the flax box around it; None where there is no box.
 
-    Flax's boxes (`nnx.Variable`, `linen.Partitioned`) are pytree nodes with one attribute,
-    `value`. Returns None where the path does not end in such an attribute.
+    Boxes (`nnx.Variable`, `linen.Partitioned`) are pytree nodes with one attribute, `value`.
     """
-    if len(path) > 1 and getattr(path[-1], "name", None) == "value":
-        return dotted_name(path[:-1])
-    return None
+    is_boxed = len(path) > 1 and getattr(path[-1], "name", None) == "value"
+    return dotted_name(path[:-1]) if is_boxed else None

@@ -48,11 +48,7 @@ def wrap(values: jax.Array, name: str) -> jax.Array:
 
 
 def keys_of(shape: tuple[int, ...], dtype: Any, name: str, *, file: str | None, tensor: str) -> Any:
-    """Return the abstract keys of an implementation whose data has a shape and a dtype.
-
-    Raises:
-        InvalidManifestError: JAX has no such implementation, or its keys have other data.
-    """
+    """Return the abstract keys of an implementation whose data has a shape and a dtype."""
     struct: Any = jax.ShapeDtypeStruct
     try:
         return jax.eval_shape(functools.partial(wrap, name=name), struct(shape, dtype))

@@ -20,16 +20,10 @@ KeyPath = tuple[Any, ...]
 
 
 def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
-    """Return the structure of any pytree.
+    """Return the structure of any pytree; one nested too deeply is a `ValueError`.
 
-    Args:
-        tree: The pytree; `None` in it is a node without leaves, as for JAX.
-        leaf: Called with the key path and the value of each leaf, in the order of
-            `jax.tree_util.tree_leaves(tree)`. The path leaves out the attribute of a flax box
-            around the leaf (`nnx.Variable`, `linen.Partitioned`).
-
-    Raises:
-        ValueError: The tree is nested too deeply, or two keys of one node have the same text.
+    `leaf` is called with the key path and the value of each leaf, in JAX's order. The path leaves
+    out the attribute of a flax box around the leaf (`nnx.Variable`, `linen.Partitioned`).
     """
     return _Encoder(leaf).node((), tree)
 
@@ -187,10 +181,9 @@ def _namedtuple_class(type_name: str, fields: tuple[str, ...]) -> type[tuple[Any
     module_name, _, qualname = type_name.partition(":")
     kind: object = sys.modules.get(module_name)
     for part in qualname.split("."):
-        if not isinstance(kind, types.ModuleType | type):
-            return _stand_in(type_name, fields)
+        is_namespace = isinstance(kind, types.ModuleType | type)
         # Plain attribute access could call a module's `__getattr__`, which may import.
-        kind = object.__getattribute__(kind, "__dict__").get(part)
+        kind = object.__getattribute__(kind, "__dict__").get(part) if is_namespace else None
     is_class = isinstance(kind, type) and issubclass(kind, tuple)
     if is_class and getattr(kind, "_fields", None) == fields:
         return cast("type[tuple[Any, ...]]", kind)

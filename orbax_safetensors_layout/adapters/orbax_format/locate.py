@@ -14,8 +14,6 @@ from orbax_safetensors_layout.options import ReadOptions
 from .._orbax import ITEM_METADATA, STEP_METADATA
 from .orbax_reader import OrbaxReader
 
-_STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")
-
 
 def locate(path: str, *, step: int | None = None, item: str | None = None) -> CheckpointRef:
     """Resolves a path to a tree; the item is by default the only one, `default` or `state`.
@@ -29,8 +27,7 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Ch
     if item is None and _is_tree(folder):
         return CheckpointRef(folder, not is_safetensors_checkpoint(folder), None)
     items = [name for name in _folders(folder) if _is_tree(os.path.join(folder, name))]
-    usual = [name for name in USUAL_ITEMS if name in items]
-    candidates = [item] if item is not None else items if len(items) == 1 else usual
+    candidates = (item,) if item is not None else items if len(items) == 1 else USUAL_ITEMS
     chosen = next((name for name in candidates if name in items), None)
     if chosen is None:
         raise CheckpointNotFoundError(
@@ -47,18 +44,15 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Ch
 def _hint(folder: str, items: list[str], step: int | None) -> str | None:
     if items:
         return "Name the item's folder; `convert` also takes item= (--item)."
-    numbers = map(_step_number, _folders(folder))
-    steps = sorted(number for number in numbers if number is not None)
-    if steps and step is None and not is_orbax_checkpoint(folder):
-        return (
-            f"Name the step's folder; `convert` also takes step= (--step). There are {steps[-5:]}."
-        )
-    return None
+    steps = sorted(_steps(folder).values())
+    if not steps or step is not None or is_orbax_checkpoint(folder):
+        return None
+    return f"Name the step's folder; `convert` also takes step= (--step). There are {steps[-5:]}."
 
 
 def holds_checkpoint(folder: str) -> bool:
     """Whether a folder is a checkpoint of either kind, or a step."""
-    return _is_tree(folder) or is_orbax_checkpoint(folder)
+    return is_safetensors_checkpoint(folder) or is_orbax_checkpoint(folder)
 
 
 def is_orbax_checkpoint(folder: str) -> bool:
@@ -81,21 +75,22 @@ def _is_tree(path: str) -> bool:
     return is_safetensors_checkpoint(path) or os.path.isfile(os.path.join(path, ITEM_METADATA))
 
 
-def _step_number(folder_name: str) -> int | None:
-    match = _STEP.fullmatch(folder_name)
-    return None if match is None else int(match[1])
-
-
 def _step_folder(path: str, step: int) -> str:
-    folders = _folders(path)
-    names = [name for name in folders if _step_number(name) == step]
+    steps = _steps(path)
+    names = [name for name, number in steps.items() if number == step]
     if len(names) != 1:
         raise CheckpointNotFoundError(
             f"there is no step {step}" if not names else f"several folders are step {step}",
             file=path,
-            found=names or folders[-10:],
+            found=names or _folders(path)[-10:],
         )
     return os.path.join(path, names[0])
+
+
+def _steps(path: str) -> dict[str, int]:
+    """The steps that folders are named after, as `step_0007` is."""
+    matches = {name: re.fullmatch(r"(?:.*[^0-9])?0*([0-9]+)", name) for name in _folders(path)}
+    return {name: int(match[1]) for name, match in matches.items() if match is not None}
 
 
 def _folders(path: str) -> list[str]:

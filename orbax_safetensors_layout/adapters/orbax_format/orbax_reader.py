@@ -63,18 +63,14 @@ class OrbaxReader:
                 "Orbax cannot read its own metadata", file=path, found=repr(error)
             ) from error
         self.tree = jax.tree.map(_source_leaf, tree)
-        arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, _OpenArray)]
-        self._open = {array.name: array for array in arrays if array.problem is None}
-        problems = [
-            StorageError(
-                "the array cannot be opened",
-                file=path,
-                tensor=array.name,
-                found=_first_line(array.problem),
-            )
-            for array in arrays
-            if array.problem is not None
-        ]
+        self._open: dict[str, _OpenArray] = {}
+        problems = []
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, _OpenArray) and leaf.problem is None:
+                self._open[leaf.name] = leaf
+            elif isinstance(leaf, _OpenArray):
+                text = "the array cannot be opened"
+                problems.append(_storage_error(text, path, leaf.name, leaf.problem))
         if on_error is not None:
             for problem in problems:
                 on_error(problem)
@@ -92,31 +88,23 @@ class OrbaxReader:
         return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
     def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
-        """None: whole chunks are decoded."""
-        return None
+        return None  # whole chunks are decoded
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
-        """Whole chunks."""
         return cut(array.shape, array.dtype.itemsize, most_bytes, chunk=self.chunk(array))
 
     def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
-        """Some of the blocks."""
         reads = [self._open[array.stored].store[box.slices].read() for array, box in blocks]
         arrays = []
         for (array, box), values in zip(blocks, reads, strict=True):
             try:
                 arrays.append(np.ascontiguousarray(values.result()).reshape(box.shape))
             except ValueError as error:  # TensorStore's
-                raise StorageError(
-                    f"reading {list(box.start)} to {list(box.stop)} failed",
-                    file=self.path,
-                    tensor=array.name,
-                    found=_first_line(error),
-                ) from error
+                text = f"reading {list(box.start)} to {list(box.stop)} failed"
+                raise _storage_error(text, self.path, array.name, error) from error
         return arrays
 
     def chunk(self, array: SourceArray) -> tuple[int, ...]:
-        """Shape of what is decoded at once."""
         return self._open[array.stored].chunk
 
     def chunk_count(self, array: SourceArray) -> int:
@@ -125,7 +113,6 @@ class OrbaxReader:
         return math.prod(-(-n // max(1, step)) for n, step in zip(array.shape, chunk, strict=True))
 
     def close(self) -> None:
-        """Lets go of the open arrays."""
         self._open.clear()
 
 
@@ -141,7 +128,6 @@ class _OpenArray:
 
     @property
     def chunk(self) -> tuple[int, ...]:
-        """Shape of what is decoded at once."""
         shape = self.store.chunk_layout.read_chunk.shape or ()  # None without dimensions
         return tuple(n or extent for n, extent in zip(shape, self.store.shape, strict=True))
 
@@ -220,5 +206,9 @@ def _source_leaf(leaf: Any) -> Any:
     return SourceArray(leaf.name, leaf.name, shape, dtype, "jax" if leaf.is_jax else "numpy")
 
 
-def _first_line(error: Exception) -> str:
+def _storage_error(text: str, path: str, tensor: str, cause: object) -> StorageError:
+    return StorageError(text, file=path, tensor=tensor, found=_first_line(cause))
+
+
+def _first_line(error: object) -> str:
     return str(error).split("\n")[0][:_MOST_TEXT]

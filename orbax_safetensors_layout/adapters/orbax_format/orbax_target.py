@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -53,13 +54,9 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class OrbaxTarget:
     """A tree that Orbax restores, its arrays in chunks that are shards of a target topology.
 
-    Args:
-        tree: The tree: `TargetArray`s, numbers and strings.
-        source: Gives typed PRNG keys and custom metadata.
-        topology: What arrays are cut for; None leaves each in one chunk, as far as memory allows.
-        options: The dtype and the format.
-        most_chunk_bytes: What a chunk may hold, unless a single element is more.
-        item: The item's name in a step; None for a checkpoint that is the tree alone.
+    Typed PRNG keys and custom metadata are those of `source`. Arrays are cut for `topology`; None
+    leaves each in one chunk. No chunk holds more than `most_chunk_bytes`, unless a single element
+    does. `item` is the item's name in a step; None for a checkpoint that is the tree alone.
 
     Raises:
         SafetensorsLayoutError: Leaves that Orbax does not hold; names all.
@@ -85,10 +82,17 @@ class OrbaxTarget:
             topology.raise_misfits()
         _refuse_values(tree)
         self.leaves: Sequence[TargetArray] = [
-            dataclasses.replace(array, dtype=_dtype(array, options)) for array in streamed
+            dataclasses.replace(array, dtype=options.dtype)
+            if options.dtype is not None and is_floating(array.dtype)
+            else array
+            for array in streamed
         ]
         self._tree = jax.tree.map(lambda leaf: _with_keys(leaf, source, arrays), tree)
-        self._options = options
+        self._use_ocdbt = options.use_ocdbt
+        self._zarr_options = {
+            "use_zarr3": options.use_zarr3,
+            "use_compression": options.use_compression,
+        }
         self._item = item
         self._custom = source.custom
         self._most_chunk_bytes = most_chunk_bytes
@@ -107,7 +111,7 @@ class OrbaxTarget:
                 f"Orbax stores no arrays without elements: {empty[:10]}", tensor=empty[0]
             )
         names = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
-        if names and not self._options.use_ocdbt:  # each array is a folder of its name
+        if names and not self._use_ocdbt:  # each array is a folder of its name
             raise SafetensorsLayoutError(
                 f"arrays cannot have folders of these names: {names[:10]}",
                 tensor=names[0],
@@ -136,51 +140,45 @@ class OrbaxTarget:
 
     def _spec(self, leaf: TargetArray, folder: str, process: int) -> dict[str, Any]:
         """TensorStore's specification of a leaf that a process writes, as Orbax makes it."""
-        options, shard, most_bytes = self._options, self._shards[leaf.name], self._most_chunk_bytes
-        nbytes = int(np.prod(shard, dtype=np.int64)) * leaf.dtype.itemsize
+        shard, most_bytes = self._shards[leaf.name], self._most_chunk_bytes
+        nbytes = math.prod(shard) * leaf.dtype.itemsize
         info = _handlers.ParamInfo(
             name=leaf.name,
             parent_dir=ocp_v1.path.Path(folder),
-            is_ocdbt_checkpoint=options.use_ocdbt,
-            use_zarr3=options.use_zarr3,
-            use_compression=options.use_compression,
+            is_ocdbt_checkpoint=self._use_ocdbt,
             ts_context=self._context,
+            **self._zarr_options,
         )
         spec: dict[str, Any] = _handlers.get_json_tspec_write(
             info,
-            use_ocdbt=options.use_ocdbt,
+            use_ocdbt=self._use_ocdbt,
             global_shape=leaf.shape,
             local_shape=shard,
             dtype=leaf.dtype,
             # A database beside that of what Orbax writes itself; a save merges all.
-            process_index=f"converted{process}" if options.use_ocdbt else None,
+            process_index=f"converted{process}" if self._use_ocdbt else None,
             arg=ocp.SaveArgs(chunk_byte_size=most_bytes if nbytes > most_bytes else None),
         )
         return spec
 
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
-        """Whole chunks."""
         chunk = self._chunk(leaf)
         assert chunk is not None
         boxes = cut(leaf.shape, leaf.dtype.itemsize, most_bytes, chunk=chunk)
         return [LeafRegion(leaf, box) for box in boxes]
 
     def describe(self) -> object:
-        """The format, the tree and its shards, as Orbax is given them."""
         leaves, structure = jax.tree.flatten(self._tree)
         values = [leaf for leaf in leaves if not isinstance(leaf, TargetArray)]
-        options = self._options
-        flags = (options.use_ocdbt, options.use_zarr3, options.use_compression)
         shards = sorted(self._shards.items())
+        flags = (self._use_ocdbt, *self._zarr_options.values())
         return flags, self._item, self._custom, shards, str(structure), values
 
     def open(self, folder: str, process: int) -> None:
-        """Begins, or continues, to write arrays."""
         self._written, self._process = os.path.join(folder, _WRITTEN), process
         os.makedirs(self._written, exist_ok=True)
 
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
-        """Writes whole chunks, and waits until they are on the disk."""
         self._open_stores([region.leaf for region in regions])
         pairs = zip(regions, values, strict=True)
         writes = [self._stores[leaf.name][box.slices].write(v) for (leaf, box), v in pairs]
@@ -190,12 +188,11 @@ class OrbaxTarget:
     def _open_stores(self, leaves: Sequence[TargetArray]) -> None:
         with self._lock:
             missing = {leaf.name: leaf for leaf in leaves if leaf.name not in self._stores}
-            opening = {}
-            for name, leaf in missing.items():
-                spec = ts.Spec(self._spec(leaf, self._written, self._process))
-                opening[name] = ts.open(spec, create=True, open=True, context=self._context)
-            for name, store in opening.items():
-                self._stores[name] = self._wait(store, missing[name])
+            specs = [self._spec(leaf, self._written, self._process) for leaf in missing.values()]
+            flags = {"create": True, "open": True, "context": self._context}
+            opening = [ts.open(ts.Spec(spec), **flags) for spec in specs]
+            for store, leaf in zip(opening, missing.values(), strict=True):
+                self._stores[leaf.name] = self._wait(store, leaf)
 
     def _wait(self, done: Any, leaf: TargetArray) -> Any:
         try:
@@ -211,28 +208,22 @@ class OrbaxTarget:
             ) from error
 
     def flush(self) -> None:
-        """Lets go of the arrays of a group; each write has waited for itself."""
-        self._stores.clear()
+        self._stores.clear()  # each write has waited for itself
 
-    def close(self) -> None:
-        """Lets go of all."""
-        self._stores.clear()
+    close = flush
 
     def commit(self, folder: str) -> None:
-        """Lets Orbax make a checkpoint of what is written, on this process alone."""
-        alone = ocp.options.MultiprocessingOptions()
+        alone = ocp.options.MultiprocessingOptions()  # on this process
         if jax.process_count() > 1:
             process = jax.process_index()
             alone = ocp.options.MultiprocessingOptions(
                 primary_host=process, active_processes={process}
             )
-        adopting = _Adopting(self._written)
         handler: Any = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=self._options.use_ocdbt,
-            use_zarr3=self._options.use_zarr3,
-            use_compression=self._options.use_compression,
-            type_handler_registry=type_handler_registry({TargetArray: adopting}),
+            type_handler_registry=type_handler_registry({TargetArray: _Adopting(self._written)}),
             multiprocessing_options=alone,
+            use_ocdbt=self._use_ocdbt,
+            **self._zarr_options,
         )
         args: Any = ocp.args.PyTreeSave(item=self._tree, custom_metadata=self._custom)
         if self._item is not None:
@@ -267,12 +258,6 @@ class _Adopting(_NumpyHandler):
         folder = os.fspath(info.parent_dir)
         for name in os.listdir(self._written):
             link_tree(os.path.join(self._written, name), os.path.join(folder, name))
-
-
-def _dtype(array: TargetArray, options: ConvertOptions) -> np.dtype:
-    floating = is_floating(array.dtype)
-    dtype: np.dtype = options.dtype if options.dtype is not None and floating else array.dtype
-    return dtype
 
 
 def _refuse_values(tree: Any) -> None:

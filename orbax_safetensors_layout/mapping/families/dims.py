@@ -111,19 +111,14 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
     hidden = read.integer("hidden_size")
     heads = read.integer("num_attention_heads", bounds=(1, hidden))
-    latent = _latent(read) if family == "deepseek_v3" else None
     head_dim = read.integer("head_dim", hidden // heads)
+    latent = _latent(read) if family == "deepseek_v3" else None
+    sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
     layer_types = read.texts("layer_types")
     if layer_types and len(layer_types) != layers:
         read.refuse("layer_types", f"one for each of {layers:,} layers", layer_types)
-    dense, experts, shared_experts, extra = tuple(range(layers)), 0, False, 0
-    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"):
-        experts = read.integer(read.need(*_EXPERTS), bounds=(1, _MOST_EXPERTS // layers))
-        dense = _dense(family, read, layers)
-    if latent:
-        shared = read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS))
-        extra = read.integer("num_nextn_predict_layers", 0, bounds=(0, _MOST_LAYERS))
-        shared_experts = shared > 0
+    most_experts = (1, _MOST_EXPERTS // layers)
+    extra = "num_nextn_predict_layers"
     return Dims(
         family=family,
         layers=layers,
@@ -136,10 +131,11 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         headless=_headless(outer),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
-        experts=experts,
-        dense=dense,
-        shared_experts=shared_experts,
-        extra=extra,
+        experts=read.integer(read.need(*_EXPERTS), bounds=most_experts) if sparse else 0,
+        dense=_dense(family, read, layers) if sparse else tuple(range(layers)),
+        shared_experts=latent is not None
+        and read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS)) > 0,
+        extra=read.integer(extra, 0, bounds=(0, _MOST_LAYERS)) if latent else 0,
         latent=latent,
         biased=_biased(family, read),
         quantized=weight_format(family, read.section("quantization_config")),

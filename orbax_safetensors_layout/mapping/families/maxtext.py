@@ -17,8 +17,8 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
 from .dims import Dims
-from .steps import FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
-from .tensors import EMBEDDING, EMBEDDING_TENSOR, HEAD, ROUTER, VECTOR, fused_experts, layer_tensors
+from .steps import EMBEDDING, VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
+from .tensors import fused_experts, layer_tensors
 
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
@@ -73,11 +73,7 @@ _GPT_OSS_CYCLE = 2
 
 
 def tree(dims: Dims) -> Tree:
-    """Return the leaves of a model.
-
-    Raises:
-        MappingError: MaxText has no such model.
-    """
+    """Return the leaves of a model; refuses one that MaxText does not have."""
     norm, embedding = VECTOR, EMBEDDING
     groups = {"gemma2": _gemma2, "gemma3": _gemma3, "deepseek_v3": _deepseek, "gpt_oss": _gpt_oss}
     if dims.family in ("gemma2", "gemma3"):
@@ -88,10 +84,12 @@ def tree(dims: Dims) -> Tree:
         factor = float(np.float32(root) if dims.family == "gemma2" else ml_dtypes.bfloat16(root))
         norm, embedding = _gemma_norm(VECTOR), dataclasses.replace(EMBEDDING, factor=factor)
     return Tree(
-        FamilyLeaf("token_embedder.embedding", EMBEDDING_TENSOR, embedding),
-        FamilyLeaf("decoder.logits_dense.kernel", HEAD, ROUTER),
-        FamilyLeaf("decoder.decoder_norm.scale", "norm.weight", norm),
+        "token_embedder.embedding",
+        "decoder.logits_dense.kernel",
+        "decoder.decoder_norm.scale",
         groups.get(dims.family, _uniform)(dims),
+        embedding,
+        norm,
     )
 
 

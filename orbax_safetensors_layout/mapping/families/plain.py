@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .dims import Dims
 from .steps import FamilyLeaf, LayerGroup, Tree, renamed
-from .tensors import EMBEDDING, EMBEDDING_TENSOR, HEAD, ROUTER, VECTOR, fused_experts, layer_tensors
+from .tensors import fused_experts, layer_tensors
 
 _NAMES = (
     (r"experts\.\{e\}", "experts"),
@@ -25,14 +25,14 @@ _NAMES = (
 
 def tree(dims: Dims) -> Tree:
     """Return the leaves of a model."""
-    names = ("dense_layers.", "moe_layers.") if dims.dense and dims.sparse else ("layers.",) * 2
+    dense, sparse = ("dense_", "moe_") if dims.dense and dims.sparse else ("", "")
     return Tree(
-        FamilyLeaf("embed_tokens.embedding", EMBEDDING_TENSOR, EMBEDDING),
-        FamilyLeaf("lm_head.kernel", HEAD, ROUTER),
-        FamilyLeaf("norm.scale", "norm.weight", VECTOR),
+        "embed_tokens.embedding",
+        "lm_head.kernel",
+        "norm.scale",
         (
-            LayerGroup(names[0], "layers.{n}.", dims.dense, _leaves(dims, sparse=False)),
-            LayerGroup(names[1], "layers.{n}.", dims.sparse, _leaves(dims, sparse=True)),
+            LayerGroup(f"{dense}layers.", "layers.{n}.", dims.dense, _leaves(dims, sparse=False)),
+            LayerGroup(f"{sparse}layers.", "layers.{n}.", dims.sparse, _leaves(dims, sparse=True)),
         ),
     )
 

@@ -14,7 +14,7 @@ from ..argument_checks import integer
 from ..expr.values import as_dtype
 from ..rules import Mapping
 from . import maxtext, plain, tunix
-from .build import FamilySettings, build
+from .build import MappingBuilder
 from .config import SIZES, Config, count_stored, find_prefix, read_config, stored_names
 from .dims import FAMILIES, Dims, dims_of
 from .steps import Tree
@@ -149,20 +149,22 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}")
-    name = options.get("target", "plain")
-    side = _TARGETS.get(name)
+    target = options.get("target", "plain")
+    side = _TARGETS.get(target)
     if side is None:
-        raise MappingError(f"there is no target {name!r}", expected=f"one of {', '.join(_TARGETS)}")
+        raise MappingError(
+            f"there is no target {target!r}", expected=f"one of {', '.join(_TARGETS)}"
+        )
     if family not in side.families:
         raise MappingError(
-            f"there is no ready mapping from {family} to {name}",
+            f"there is no ready mapping from {family} to {target}",
             expected=f"one of {', '.join(side.families)}",
         )
     _check_type(family, parsed, options.get("model_type"))
     dims, names = dims_of(family, parsed), stored_names(config)
-    settings = _settings(dims, names, name, side, options)
-    _check_counts(dims, names, f"{settings.prefix}layers.")
-    return build(dims, settings, side.tree(dims))
+    builder = _builder(dims, names, target, options)
+    _check_counts(dims, names, f"{builder.prefix}layers.")
+    return builder.build(side.tree(dims))
 
 
 def _family_of(model_type: object) -> str:
@@ -212,27 +214,26 @@ def _check_counts(dims: Dims, names: Sequence[str], before: str) -> None:
             )
 
 
-def _settings(
-    dims: Dims, names: Sequence[str], name: str, side: _Target, options: Options
-) -> FamilySettings:
-    scan, axis = options.get("scan"), options.get("scan_axis")
+def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) -> MappingBuilder:
+    side, scan, axis = _TARGETS[target], options.get("scan"), options.get("scan_axis")
     if scan and side.scan is None:
-        raise MappingError(f"scan=True: {name} has no models with stacked layers")
+        raise MappingError(f"scan=True: {target} has no models with stacked layers")
     if axis is not None and axis < 0:
         raise MappingError(f"scan_axis={axis} must be 0 or more")
     vocab = options.get("vocab_size")
     if vocab is not None and not SIZES[0] <= integer(vocab, "vocab_size=") <= SIZES[1]:
         raise MappingError(f"vocab_size={vocab} must be in {SIZES[0]:,}..{SIZES[1]:,}")
+    quantized = options.get("quantized", "decode")
+    if quantized not in ("decode", "keep"):
+        raise MappingError(f"quantized={quantized!r}", expected="'decode' or 'keep'")
+    if quantized == "keep" and target != "plain":
+        raise MappingError(f"quantized='keep': {target} has no quantised leaves of that kind")
     dtype, root = options.get("dtype"), options.get("root")
     root = side.root if root is None else root
     prefixes = (options.get("prefix"), find_prefix(names), _PREFIXES[dims.multimodal])
     prefix = next(prefix for prefix in prefixes if prefix is not None)
-    quantized = options.get("quantized", "decode")
-    if quantized not in ("decode", "keep"):
-        raise MappingError(f"quantized={quantized!r}", expected="'decode' or 'keep'")
-    if quantized == "keep" and name != "plain":
-        raise MappingError(f"quantized='keep': {name} has no quantised leaves of that kind")
-    return FamilySettings(
+    return MappingBuilder(
+        dims=dims,
         scan=bool(side.scan) if scan is None else scan,
         scan_axis=side.scan_axis if axis is None else axis,
         dtype=None if dtype is None else as_dtype(dtype).name,

@@ -46,6 +46,13 @@ class TensorStep:
         return source if dtype in (None, "float32") else source.cast(dtype)
 
 
+AS_IT_IS = TensorStep("... -> ...")
+VECTOR = TensorStep("e -> e")
+EMBEDDING = TensorStep("v e -> v e")  # rows of tokens
+LINEAR = TensorStep("o i -> i o", projection=True)  # PyTorch's `[out, in]` as `[in, out]`
+ROUTER = TensorStep("o i -> i o")  # a kernel that no checkpoint quantises
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilyLeaf:
     """A leaf, or in a group of layers the leaf of each: names are then those after the layer's.
@@ -75,21 +82,20 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tree:
-    """All leaves of a model."""
+    """The names of the leaves of a model that belong to no layer, and its layers."""
 
-    embedding: FamilyLeaf  # [vocab, hidden]
-    head: FamilyLeaf  # the output kernel, [hidden, vocab]
-    norm: FamilyLeaf  # the one before the output kernel
+    embedding: str  # [vocab, hidden]
+    head: str  # the output kernel, [hidden, vocab]
+    norm: str  # the one before the output kernel
     groups: tuple[LayerGroup, ...]
+    embedding_step: TensorStep = EMBEDDING
+    norm_step: TensorStep = VECTOR
 
 
 def renamed(
     steps: Mapping[str, TensorStep], names: Sequence[tuple[str, str]]
 ) -> tuple[FamilyLeaf, ...]:
-    """Return a leaf for each tensor of a layer.
-
-    Its name is the tensor's, with the regular expressions of `names` replaced one after the other.
-    """
+    """Return leaves named after tensors, with regular expressions replaced one after the other."""
     leaves = []
     for tensor, step in steps.items():
         name = tensor

@@ -6,17 +6,11 @@ Modules are those of transformers 5.23.0 (`modeling_<family>.py`); of Mixtral th
 from __future__ import annotations
 
 from .dims import Dims, Latent
-from .steps import FamilyLeaf, TensorStep
+from .steps import LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
 
-EMBEDDING_TENSOR, HEAD = "embed_tokens.weight", "lm_head.weight"
-
-AS_IT_IS = TensorStep("... -> ...")
-VECTOR = TensorStep("e -> e")
-EMBEDDING = TensorStep("v e -> v e")  # rows of tokens
-LINEAR = TensorStep("o i -> i o", projection=True)  # PyTorch's `[out, in]` as `[in, out]`
-ROUTER = TensorStep("o i -> i o")  # a kernel that no checkpoint quantises
-
+EMBEDDING_TENSOR, NORM_TENSOR = "embed_tokens.weight", "norm.weight"
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_OUT_OF_HEADS = "e (h d) -> h d e"
 
 
 def head_name(prefix: str) -> str:
@@ -25,23 +19,18 @@ def head_name(prefix: str) -> str:
     >>> head_name("model."), head_name("language_model.model."), head_name("model.language_model.")
     ('lm_head.weight', 'language_model.lm_head.weight', 'lm_head.weight')
     """
-    return HEAD if prefix.startswith("model.") else prefix.removesuffix("model.") + HEAD
+    return ("" if prefix.startswith("model.") else prefix.removesuffix("model.")) + "lm_head.weight"
 
 
-def heads(h: int, d: int, pattern: str = "e h d") -> TensorStep:
-    """A projection to heads: `[heads * d, hidden]` as `pattern`, `[hidden, heads, d]`."""
-    return TensorStep(f"(h d) e -> {pattern}", (("h", h), ("d", d)), projection=True)
-
-
-def _out_of_heads(h: int, d: int) -> TensorStep:
-    """A projection from heads: `[hidden, heads * d]` as `[heads, d, hidden]`."""
-    return TensorStep("e (h d) -> h d e", (("h", h), ("d", d)), projection=True)
+def heads(h: int, d: int, pattern: str = "(h d) e -> e h d") -> TensorStep:
+    """A projection to heads: `[heads * d, hidden]` as `[hidden, heads, d]`, or another pattern."""
+    return TensorStep(pattern, (("h", h), ("d", d)), projection=True)
 
 
 def layer_tensors(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
-    """Return the step of each tensor of a layer with (`sparse`) or without experts.
+    """Return the step of each tensor of a layer, by its name after the layer's.
 
-    Names are those after the layer's. GPT-OSS's experts are in `fused_experts`.
+    `sparse` layers have experts; GPT-OSS's are in `fused_experts`.
     """
     norms = ["input_layernorm", "post_attention_layernorm"]
     if dims.family in ("gemma2", "gemma3"):
@@ -54,35 +43,34 @@ def layer_tensors(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
 
 def _attention(dims: Dims) -> dict[str, TensorStep]:
     h, k, d = dims.heads, dims.kv_heads, dims.head_dim
-    steps = {f"{x}_proj.weight": heads(n, d) for x, n in (("q", h), ("k", k), ("v", k))}
-    steps["o_proj.weight"] = _out_of_heads(h, d)
+    steps = {}
     for x, n in (("q", h), ("k", k), ("v", k)):
+        steps[f"{x}_proj.weight"] = heads(n, d)
         if f"{x}_proj" in dims.biased:
             steps[f"{x}_proj.bias"] = TensorStep("(h d) -> h d", (("h", n), ("d", d)))
+    steps["o_proj.weight"] = heads(h, d, _OUT_OF_HEADS)
     if "o_proj" in dims.biased:
         steps["o_proj.bias"] = VECTOR
     if dims.family in ("qwen3", "qwen3_moe", "gemma3"):
         # All heads share these; one over all heads at once, as in OLMoE, has another size.
-        steps |= dict.fromkeys(
-            ("q_norm.weight", "k_norm.weight"), TensorStep("d -> d", (("d", d),))
-        )
+        norm = TensorStep("d -> d", (("d", d),))
+        steps |= {"q_norm.weight": norm, "k_norm.weight": norm}
     if dims.family == "gpt_oss":
         steps["sinks"] = VECTOR
     return steps
 
 
 def _latent(dims: Dims, latent: Latent) -> dict[str, TensorStep]:
-    queries = heads(dims.heads, latent.query_dim)
     steps = {
         "kv_a_layernorm.weight": VECTOR,
         "kv_a_proj_with_mqa.weight": LINEAR,
         "kv_b_proj.weight": heads(dims.heads, latent.key_value_dim),
-        "o_proj.weight": _out_of_heads(dims.heads, latent.value_dim),
+        "o_proj.weight": heads(dims.heads, latent.value_dim, _OUT_OF_HEADS),
     }
-    if not latent.query_rank:
-        return {**steps, "q_proj.weight": queries}
-    low_rank = {"q_a_layernorm.weight": VECTOR, "q_a_proj.weight": LINEAR}
-    return {**steps, **low_rank, "q_b_proj.weight": queries}
+    if latent.query_rank:
+        steps |= {"q_a_layernorm.weight": VECTOR, "q_a_proj.weight": LINEAR}
+    queries = "q_b_proj.weight" if latent.query_rank else "q_proj.weight"
+    return steps | {queries: heads(dims.heads, latent.query_dim)}
 
 
 def _mlp(dims: Dims, module: str) -> dict[str, TensorStep]:
@@ -103,11 +91,10 @@ def _experts(dims: Dims) -> dict[str, TensorStep]:
 
 
 def fused_experts(names: tuple[str, str, str], kernel: str, bias: str) -> tuple[FamilyLeaf, ...]:
-    """Return the leaves of GPT-OSS's experts.
+    """Return the leaves of GPT-OSS's experts, with the names of gate, up and down in place of `{}`.
 
-    Their kernels are `[in, out]` already, and gate and up take turns along the last axis
-    (`GptOssExperts`; MaxText's `interleave`). `names` are those of gate, up and down, in the place
-    of `{}` in `kernel` and `bias`.
+    Kernels are `[in, out]` already, and gate and up take turns along the last axis
+    (`GptOssExperts`; MaxText's `interleave`).
     """
     leaves = []
     gate, up, down = names

@@ -7,8 +7,8 @@ beside them. Layers are never stacked. Norms and embeddings are those of the che
 from __future__ import annotations
 
 from .dims import Dims
-from .steps import FamilyLeaf, LayerGroup, Tree, renamed
-from .tensors import EMBEDDING, EMBEDDING_TENSOR, HEAD, ROUTER, VECTOR, heads, layer_tensors
+from .steps import VECTOR, FamilyLeaf, LayerGroup, Tree, renamed
+from .tensors import heads, layer_tensors
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3")
 
@@ -31,20 +31,13 @@ _GEMMA_NAMES = (
 
 
 def tree(dims: Dims) -> Tree:
-    """Return the leaves of a model.
-
-    Raises:
-        MappingError: Tunix has no such model.
-    """
+    """Return the leaves of a model; refuses one that Tunix does not have."""
     dims.check_uniform("Tunix")
     gemma = dims.family in ("gemma2", "gemma3")
     leaves = _gemma(dims) if gemma else _qwen(dims)
-    return Tree(
-        FamilyLeaf("embedder.input_embedding", EMBEDDING_TENSOR, EMBEDDING),
-        FamilyLeaf("lm_head.w", HEAD, ROUTER),
-        FamilyLeaf("final_norm.scale" if gemma else "final_norm.w", "norm.weight", VECTOR),
-        (LayerGroup("layers.", "layers.{n}.", tuple(range(dims.layers)), leaves),),
-    )
+    layers = LayerGroup("layers.", "layers.{n}.", tuple(range(dims.layers)), leaves)
+    norm = "final_norm.scale" if gemma else "final_norm.w"
+    return Tree("embedder.input_embedding", "lm_head.w", norm, (layers,))
 
 
 def _qwen(dims: Dims) -> tuple[FamilyLeaf, ...]:
@@ -58,11 +51,7 @@ def _qwen(dims: Dims) -> tuple[FamilyLeaf, ...]:
 
 
 def _gemma(dims: Dims) -> tuple[FamilyLeaf, ...]:
-    """Gemma 2 and 3.
-
-    Queries, keys and values are one leaf where there are as many of each
-    (`use_qkv_einsum`), else keys and values are.
-    """
+    """Joins queries, keys and values where there are as many of each, else keys and values."""
     after = "post_attn_norm" if dims.family == "gemma2" else "post_attention_norm"
     q, k, v = (f"self_attn.{x}_proj.weight" for x in "qkv")
     steps = {
@@ -71,8 +60,8 @@ def _gemma(dims: Dims) -> tuple[FamilyLeaf, ...]:
         if tensor not in (q, k, v) and not tensor.endswith(".bias")
     }
     leaves = renamed(steps, (*_GEMMA_NAMES, ("post_attention_layernorm", after), *_NAMES))
-    step = heads(dims.kv_heads, dims.head_dim, "1 h e d")  # one of several along the first axis
-    if dims.heads == dims.kv_heads:
+    step = heads(dims.kv_heads, dims.head_dim, "(h d) e -> 1 h e d")
+    if dims.heads == dims.kv_heads:  # `use_qkv_einsum`
         return (*leaves, FamilyLeaf("attn.qkv_einsum.w", (q, k, v), step))
-    queries = FamilyLeaf("attn.q_einsum.w", q, heads(dims.heads, dims.head_dim, "h e d"))
+    queries = FamilyLeaf("attn.q_einsum.w", q, heads(dims.heads, dims.head_dim, "(h d) e -> h e d"))
     return (*leaves, queries, FamilyLeaf("attn.kv_einsum.w", (k, v), step))

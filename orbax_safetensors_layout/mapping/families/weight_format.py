@@ -74,11 +74,7 @@ class WeightFormat:
 
 
 def weight_format(family: str, config: Section | None) -> WeightFormat | None:
-    """Return what a `quantization_config` says; None where there is none.
-
-    Raises:
-        MappingError: It is malformed, or there is no ready mapping for it.
-    """
+    """Return what a `quantization_config` says; None where there is none."""
     if not config:
         return None
     method = config.text("quant_method")
@@ -124,8 +120,7 @@ def _int4(family: str, config: Section) -> WeightFormat:
         )
     plain = config.texts("ignore")
     for pattern in plain:
-        if pattern.startswith(_REGEX):
-            _check_regex(config, pattern)
+        _check_regex(config, pattern)
     return WeightFormat("int4", group=weights.integer("group_size"), plain=plain)
 
 
@@ -135,15 +130,14 @@ def _check_regex(config: Section, pattern: str) -> None:
     Time is exponential in nested repetitions, and grows by a power for each other one; published
     expressions have two.
     """
+    if not pattern.startswith(_REGEX):
+        return
     repetitions = len(re.findall(r"[*+?{]", pattern))
-    is_safe = repetitions <= _MOST_REPETITIONS and not re.search(r"\)[*+{]", pattern)
     try:
         re.compile(pattern.removeprefix(_REGEX))
+        is_safe = repetitions <= _MOST_REPETITIONS and not re.search(r"\)[*+{]", pattern)
     except (re.error, RecursionError, OverflowError):
         is_safe = False
     if not is_safe:
-        config.refuse(
-            "ignore",
-            f"regular expressions with at most {_MOST_REPETITIONS} repetitions, none of a group",
-            pattern,
-        )
+        most = f"at most {_MOST_REPETITIONS} repetitions, none of a group"
+        config.refuse("ignore", f"regular expressions with {most}", pattern)
