@@ -12,17 +12,12 @@ import numpy.typing as npt
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.options import KIB
 
-Buffer: TypeAlias = memoryview
-"""A writable, contiguous memoryview of bytes."""
-
-ByteBuffer: TypeAlias = "memoryview | npt.NDArray[np.uint8]"
-"""Contiguous bytes to be written: what has the buffer protocol and `nbytes`."""
-
+Buffer: TypeAlias = memoryview  # of bytes, writable and contiguous
+ByteBuffer: TypeAlias = "memoryview | npt.NDArray[np.uint8]"  # contiguous bytes to be written
 
 FIRST_READ_BYTES = 256 * KIB
-"""What a reader asks of a file first. It holds the header of about 2,000 tensors; at 100 MB/s it
-costs less than one more request does. A storage that must ask for a file's size fetches as much
-along with it."""
+"""Read of a file first, or along with its size: the header of about 2,000 tensors, which at
+100 MB/s costs less than one more request."""
 
 Rank: TypeAlias = "Callable[[str], int | None]"
 """When the file of a name appears, among those of a checkpoint; None for others."""
@@ -32,11 +27,7 @@ class FileWriter(Protocol):
     """A new file of known size that appears under its name only when it is complete."""
 
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
-        """Writes `buffers`, one after the other, from byte `offset` on.
-
-        Ranges written by several calls, also from several threads, do not overlap and together
-        are the whole file.
-        """
+        """Writes `buffers` from byte `offset` on; calls of all threads together tile the file."""
 
     def finish(self) -> None:
         """Makes the file durable, if it was asked to be, and visible under its name."""
@@ -46,13 +37,9 @@ class FileWriter(Protocol):
 
 
 class Publication(Protocol):
-    """How the files of a save appear in a folder, together if the storage can do that.
+    """How the files of a save, written to `folder`, appear at `target`: together if they can.
 
-    `begin`, `publish` and `end` are for one process; the others only write.
-
-    Attributes:
-        target: The folder, by the name that all processes know it by.
-        folder: Where the files are written.
+    The methods are for one process; the others only write.
     """
 
     target: str
@@ -60,6 +47,7 @@ class Publication(Protocol):
 
     def begin(self) -> None:
         """Claims the target, and puts back what a save that crashed left beside it."""
+        return
 
     def prepare(self) -> None:
         """Makes `folder` ready to be written to, if the target can be replaced."""
@@ -72,57 +60,37 @@ class Publication(Protocol):
 
 
 class RangeReader(Protocol):
-    """Exact ranged reads of files by name, from many threads.
+    """Exact ranged reads of files by name, from many threads."""
 
-    Attributes:
-        kind: The storage class, a key of `options.PROFILES`.
-    """
-
-    kind: str
+    kind: str  # the storage class, a key of `options.PROFILES`
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
     ) -> None:
-        """Fills `buffers`, one after the other, from the bytes that begin at `offset`.
+        """Fills `buffers`, one after the other, from the bytes of `file` that begin at `offset`.
 
-        Args:
-            file: The file's path, as `list` and `join` give it.
-            offset: First byte to read.
-            buffers: Together they are one contiguous range of the file.
-            shared: Other processes of this host may read the same range, so let caches keep it.
-
-        Raises:
-            TruncatedFileError: The file ends before the range does.
-            StorageError: The read failed; names file and range, with the cause chained.
+        Other processes of this host may read the same range if it is `shared`, so let caches keep
+        it. A file that ends too soon is a `TruncatedFileError`; a `StorageError` names the range.
         """
 
     def check_unchanged(self, file: str) -> None:
         """Raises an error if a file is not what it was when it was first opened."""
 
     def interrupt(self) -> None:
-        """Ends pauses between attempts: requests in flight may end, none is tried again.
-
-        For a caller that failed elsewhere; from any thread, also repeatedly.
-        """
+        """Ends pauses between attempts for good, from any thread; requests in flight may end."""
+        return
 
 
 class Storage(RangeReader, Protocol):
     """Ranged access to files by name, from many threads; bad access raises `StorageError`.
 
     A storage pins what it has seen: a file that is replaced, or changes its size, between two
-    reads through one storage object is an error, never a mixture of two versions.
-
-    Methods that write refuse: a storage for reading alone leaves them as they are.
-
-    Attributes:
-        lists: Whether `list` gives all files of a folder; otherwise only well-known ones.
-        appends: Whether a new file grows from its first byte to its last, so that bytes which come
-            before their turn have to wait somewhere.
-        save_hint: How to save to a storage for reading alone.
+    reads through one storage object is an error, never a mixture of two versions. A storage for
+    reading alone leaves the methods that write as they are.
     """
 
-    lists: bool
-    appends: bool = False
+    lists: bool  # or else `list` gives only well-known files of a folder
+    appends: bool = False  # files grow from the first byte to the last; bytes wait for their turn
     save_hint: str = "Save to a local folder, and upload that."
 
     def size(self, file: str) -> int:
@@ -145,11 +113,7 @@ class Storage(RangeReader, Protocol):
         """Return when `file` was last written, in seconds since the epoch."""
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
-        """Begins a new file of `size` bytes in a folder that exists.
-
-        An existing file is replaced when the new one is finished. A `durable` one survives a crash
-        of the machine once it is finished.
-        """
+        """Begins a file that replaces another when finished, and survives a crash if `durable`."""
         self._refuse(file)
 
     def make_folder(self, folder: str) -> None:
@@ -158,22 +122,18 @@ class Storage(RangeReader, Protocol):
 
     def flush_folder(self, folder: str) -> None:
         """Makes the names in a folder durable."""
-        self._refuse(folder)
+        return
 
     def check_written(self, folder: str) -> None:
         """Raises if files below a folder are not those written through this storage."""
-        self._refuse(folder)
+        return
 
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:
-        """Return how a save appears at the folder `target`.
+        """Return how a save appears at the folder `target`, or with `overwrite` replaces it.
 
-        Args:
-            target: The folder.
-            overwrite: Whether what is there is replaced.
-            rank: Which names in it belong to a checkpoint, and when they appear.
-            scratch: Folders in it that only a save uses.
+        `rank` tells which names in it belong to a checkpoint; only a save uses those in `scratch`.
         """
         self._refuse(target)
 
@@ -208,10 +168,7 @@ def read_file(
     most_bytes: int = MAX_DOCUMENT_BYTES,
     error: type[FormatError] = FormatError,
 ) -> bytes:
-    """Return the bytes of a small file, read at once; `subject` is its name in errors.
-
-    A larger file than `most_bytes`, which a hostile one may be, raises `error`.
-    """
+    """Return a small file, called `subject` in the `error` that a large, hostile one raises."""
     size = storage.size(file)
     error.check_size(subject, size, most_bytes, file=file)
     return read_range(storage, file, 0, size)
@@ -245,4 +202,4 @@ def write_file(storage: Storage, file: str, data: bytes, *, durable: bool) -> No
 
 def join(folder: str, name: str) -> str:
     """Return `folder/name` for any kind of storage."""
-    return f"{folder.rstrip('/')}/{name}" if folder != "/" else f"/{name}"
+    return f"{folder.rstrip('/')}/{name}"

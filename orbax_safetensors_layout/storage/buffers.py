@@ -64,10 +64,7 @@ def transfer(
     offset: int,
     buffers: Sequence[Buffer],
 ) -> int:
-    """Calls `os.preadv` or `os.pwritev` until `buffers` are done or it moves nothing more.
-
-    Returns the bytes that were moved.
-    """
+    """Calls `os.preadv` or `os.pwritev` until it moves nothing more; returns the bytes moved."""
     total = sum(map(len, buffers))
     done = 0
     while done < total:

@@ -1,18 +1,18 @@
 """Objects in a bucket of Google Cloud Storage, Amazon S3 (or what speaks its API), or Azure.
 
-Through `obstore`, the Python door of Rust's `object_store`. Reads, listings and deletions are
-tried again here, so that a failure elsewhere ends their pauses; uploads in parts are by the client
-itself. docs/storage.md has the figures behind the choice.
+Through `obstore` (docs/storage.md has the figures behind the choice). Reads, listings and deletions
+are tried again here, so that a failure elsewhere ends their pauses; uploads in parts by the client.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import obstore
 from obstore import exceptions
@@ -21,26 +21,52 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageErro
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import Buffer, FileWriter, Publication, Rank, Storage, join, new_file
-from .buffers import fill, truncated
+from .buffers import changed, fill, truncated
 from .cloud_client import NOT_FOUND, Client, classify, open_client
-from .cloud_commit import LONGEST_REQUEST_SECONDS, Check, InPlace, StagedCopy, allow
-from .cloud_object import Seen, call_for_all, not_alone, replaced
-from .cloud_write import CloudFileWriter, part_bytes
+from .cloud_commit import (
+    LONGEST_REQUEST_SECONDS,
+    Check,
+    InPlace,
+    StagedCopy,
+    call_for_all,
+    not_alone,
+)
+from .cloud_write import PARTS_AT_ONCE, CloudFileWriter, part_bytes
 from .retry import Retrier
-
-T = TypeVar("T")
 
 _LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
 _LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
 _LARGEST_QUICK_COPY_BYTES = 256 << 20  # 5 s at that speed
-_REQUESTS, _UPLOADS, _COPIES, _CLAIMED = "requests", "uploads", "copies", "claimed"  # of clients
+
+
+class Seen(NamedTuple):
+    """An object as it was when it was first looked at, by what the store tells of it."""
+
+    size: int
+    tag: str | None  # ETag
+    version: str | None  # or generation; not in listings
+    modified: datetime.datetime
+
+    @classmethod
+    def of(cls, meta: Any) -> Self:
+        tag = meta["e_tag"]
+        if tag and not tag.startswith(('"', "W/")):  # Azure's listings leave the quotes out
+            tag = f'"{tag}"'
+        return cls(meta["size"], tag, meta["version"], meta["last_modified"])
+
+    def is_same(self, other: Seen | None) -> bool:
+        """Whether two looks saw one object, by all that both tell."""
+        if other is None or self.size != other.size:
+            return False
+        if self.tag and other.tag and self.tag != other.tag:
+            return False
+        if self.version and other.version:
+            return self.version == other.version
+        return bool(self.tag and other.tag) or self.modified == other.modified
 
 
 class CloudStorage(Storage):
-    """The objects of a bucket, for Azure a container.
-
-    A folder is what keys have before a slash; it is never made.
-    """
+    """The objects of a bucket, for Azure a container; a folder is what keys have before a slash."""
 
     lists = True
     appends = True
@@ -49,8 +75,8 @@ class CloudStorage(Storage):
         self.kind = kind
         self._root = f"{kind}://{bucket}/"
         self._bucket = bucket
-        self._retrier = Retrier(retries or RetryPolicy())
-        self._clients: dict[str, Client] = {}
+        self._retrier = Retrier(retries or RetryPolicy(), classify)
+        self._clients: dict[tuple[float, bool], Client] = {}
         self._seen: dict[str, Seen] = {}
         self._written: dict[str, Seen] = {}
         self._lock = threading.Lock()
@@ -63,24 +89,25 @@ class CloudStorage(Storage):
         return self._look(file).modified.timestamp()
 
     def folders(self, folder: str) -> list[str]:
-        key = self._key(folder)
-        prefixes = self._entries(key, folder)["common_prefixes"]
-        return sorted(path.removeprefix(f"{key}/").rstrip("/") for path in prefixes)
+        prefix, entries = self._entries(folder)
+        return sorted(path.removeprefix(prefix).rstrip("/") for path in entries["common_prefixes"])
 
     def list(self, folder: str) -> list[str]:
-        key = self._key(folder)
-        prefix = f"{key}/" if key else ""
+        prefix, entries = self._entries(folder)
         names = []
-        for meta in self._entries(key, folder)["objects"]:
+        for meta in entries["objects"]:
             if meta["path"].startswith(prefix):  # else it is what some tools put for the folder
                 names.append(meta["path"].removeprefix(prefix))
                 self._remember(f"{self._root}{meta['path']}", Seen.of(meta))
         return sorted(names)
 
-    def _entries(self, key: str, folder: str) -> Any:
-        return self._run(
+    def _entries(self, folder: str) -> tuple[str, Any]:
+        """Return the prefix of the keys in a folder, and what is in it."""
+        key = self._key(folder)
+        entries = self._retrier.run(
             lambda: obstore.list_with_delimiter(self._client(), key or None), "listing", folder
         )
+        return f"{key}/" if key else "", entries
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
@@ -91,7 +118,7 @@ class CloudStorage(Storage):
             raise truncated(file, offset, total, seen.size)
         if total:
             doing = f"reading bytes [{offset}, {offset + total})"
-            self._run(lambda: self._fetch(file, seen, offset, total, buffers), doing, file)
+            self._retrier.run(lambda: self._fetch(file, seen, offset, total, buffers), doing, file)
 
     def _fetch(
         self, file: str, seen: Seen, offset: int, total: int, buffers: Sequence[Buffer]
@@ -102,53 +129,49 @@ class CloudStorage(Storage):
         try:
             result = obstore.get(self._client(), self._key(file), options=options)
             if not seen.is_same(Seen.of(result.meta)):  # a server that knows no If-Match
-                raise replaced(file, offset, total)
+                raise _replaced(file, offset, total)
             got = fill(buffers, result.stream(min_chunk_size=0))
         except (exceptions.PreconditionError, *NOT_FOUND):
-            raise replaced(file, offset, total) from None
+            raise _replaced(file, offset, total) from None
         if got != total:
             raise ConnectionError(f"the body has {got} bytes in place of {total}")
 
     def check_unchanged(self, file: str) -> None:
         seen = self._look(file)
-        try:
-            is_same = seen.is_same(self._head(file))
-        except CheckpointNotFoundError:
-            is_same = False
-        if not is_same:
-            raise replaced(file, 0, seen.size)
+        if not seen.is_same(self._head(file)):
+            raise _replaced(file, 0, seen.size)
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         self._forget(file)
-        key = self._key(file)
-        done = functools.partial(self._wrote, file)
-        is_small = size <= part_bytes(size)
-        client = self._client(_REQUESTS if is_small else _UPLOADS)
+        key, chunk = self._key(file), part_bytes(size)
+        client = self._client(retrying=size > chunk)
 
         def put_whole(data: Any) -> None:
-            self._run(lambda: obstore.put(client, key, data, use_multipart=False), "writing", file)
+            put = functools.partial(obstore.put, client, key, data, use_multipart=False)
+            self._retrier.run(put, "writing", file)
 
-        def put_parts(parts: Any, chunk: int, concurrency: int) -> None:
-            options: Any = {"chunk_size": chunk, "max_concurrency": concurrency}
+        def put_parts(parts: Any) -> None:
+            options: Any = {"chunk_size": chunk, "max_concurrency": PARTS_AT_ONCE}
             obstore.put(client, key, parts, use_multipart=True, **options)
 
-        if is_small:
-            return CloudFileWriter(file, size, put_whole=put_whole, done=done)
-        return CloudFileWriter(file, size, put_parts=put_parts, done=done)
+        done = functools.partial(self._wrote, file)
+        return CloudFileWriter(file, size, put_whole if size <= chunk else put_parts, done)
 
-    def copy(self, source: str, target: str, *, check: Check = allow) -> None:
+    def copy(self, source: str, target: str, *, check: Check = lambda: None) -> None:
         """Copies an object within the bucket; through this process if it is too large."""
         seen = self._look(source)
         self._forget(target)
         if seen.size <= _LARGEST_COPY_BYTES.get(self.kind, seen.size):
             keys = self._key(source), self._key(target)
-            client = self._client(_COPIES if seen.size > _LARGEST_QUICK_COPY_BYTES else _CLAIMED)
+            longest = max(_LONGEST_COPY_SECONDS, self._retrier.policy.attempt_seconds)
+            is_quick = seen.size <= _LARGEST_QUICK_COPY_BYTES
+            client = self._client(LONGEST_REQUEST_SECONDS if is_quick else longest)
 
             def copy() -> None:
                 check()
                 obstore.copy(client, *keys, overwrite=True)
 
-            self._run(copy, "copying", source)
+            self._retrier.run(copy, "copying", source)
             self._wrote(target)
             return
         step = part_bytes(seen.size)
@@ -164,9 +187,7 @@ class CloudStorage(Storage):
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> Publication:
-        if overwrite:
-            return StagedCopy(target, self, rank)
-        return InPlace(target, self, rank, scratch)
+        return StagedCopy(target, self, rank) if overwrite else InPlace(target, self, rank, scratch)
 
     def check_written(self, folder: str) -> None:
         inside = join(folder, "")
@@ -174,7 +195,7 @@ class CloudStorage(Storage):
             written = {f: seen for f, seen in self._written.items() if f.startswith(inside)}
 
         def check(file: str) -> None:
-            if not written[file].is_same(self._written_now(file)):
+            if not written[file].is_same(self._head(file)):
                 raise not_alone(file)
 
         call_for_all(check, [*written])
@@ -182,32 +203,29 @@ class CloudStorage(Storage):
     def make_folder(self, folder: str) -> None:
         pass  # it is there as soon as something is in it
 
-    def flush_folder(self, folder: str) -> None:
-        pass  # what is written is durable
-
     def look_again(self, file: str) -> None:
         """Pins an object as it is now, with the time that a head tells; listings' may differ."""
         self._forget(file)
         self._look(file)
 
     def remove_pinned(self, file: str, *, check: Check) -> None:
-        """Removes an object if it is still the one that `look_again` saw.
-
-        The client has no conditional deletion, so the object is looked at right before.
-        """
+        """Removes an object if it is still the one that `look_again` saw."""
         seen = self._look(file)
 
-        def remove() -> None:
-            with contextlib.suppress(CheckpointNotFoundError, *NOT_FOUND):
-                if not seen.is_unwritten_since(self._head(file)):
-                    raise not_alone(file, "the object that was there when the save was complete")
-                check()
-                obstore.delete(self._client(_CLAIMED), [self._key(file)])
+        def remove() -> None:  # the client has no conditional deletion
+            now = self._head(file)
+            if now is None:
+                return
+            if not seen.is_same(now) or seen.modified != now.modified:  # or an equal one
+                raise not_alone(file, "the object that was there when the save was complete")
+            check()
+            with contextlib.suppress(*NOT_FOUND):
+                obstore.delete(self._client(LONGEST_REQUEST_SECONDS), [self._key(file)])
 
-        self._run(remove, "removing", file)
+        self._retrier.run(remove, "removing", file)
         self._forget(file)
 
-    def remove(self, path: str, *, check: Check = allow) -> None:
+    def remove(self, path: str, *, check: Check = lambda: None) -> None:
         key = self._key(path)
         if not key:
             raise StorageError("a whole bucket is not removed", file=path)
@@ -220,7 +238,7 @@ class CloudStorage(Storage):
                 with contextlib.suppress(*NOT_FOUND):
                     obstore.delete(client, keys)
 
-        self._run(remove, "removing", path)
+        self._retrier.run(remove, "removing", path)
         with self._lock:
             for known in (self._seen, self._written):
                 for file in [f for f in known if f == path or f.startswith(f"{path}/")]:
@@ -234,24 +252,18 @@ class CloudStorage(Storage):
             self._closed = True
             self._clients.clear()
 
-    def _client(self, use: str = _REQUESTS) -> Client:
+    def _client(self, seconds: float = 0.0, *, retrying: bool = False) -> Client:
+        """Return a client whose requests may take `seconds`, or as long as the policy says."""
         with self._lock:
             if self._closed:
                 raise StorageError("the storage is closed", file=self._root)
-            if use not in self._clients:
+            if (seconds, retrying) not in self._clients:
                 policy = self._retrier.policy
-                seconds = {
-                    _COPIES: max(policy.attempt_seconds, _LONGEST_COPY_SECONDS),
-                    _CLAIMED: LONGEST_REQUEST_SECONDS,
-                }.get(use, policy.attempt_seconds)
-                policy = dataclasses.replace(policy, attempt_seconds=seconds)
-                self._clients[use] = open_client(
-                    self.kind, self._bucket, policy, retrying=use == _UPLOADS
-                )
-            return self._clients[use]
-
-    def _run(self, call: Callable[[], T], doing: str, path: str) -> T:
-        return self._retrier.run(call, classify, doing=doing, url=path)
+                if seconds:
+                    policy = dataclasses.replace(policy, attempt_seconds=seconds)
+                client = open_client(self.kind, self._bucket, policy, retrying=retrying)
+                self._clients[seconds, retrying] = client
+            return self._clients[seconds, retrying]
 
     def _key(self, path: str) -> str:
         if not f"{path}/".startswith(self._root):
@@ -260,26 +272,24 @@ class CloudStorage(Storage):
 
     def _look(self, file: str) -> Seen:
         """Return an object as it was first seen."""
-        with self._lock:
-            seen = self._seen.get(file)
-        return seen or self._remember(file, self._head(file))
-
-    def _head(self, file: str) -> Seen:
-        key = self._key(file)
-
-        def head() -> Seen:
-            try:
-                return Seen.of(obstore.head(self._client(), key))
-            except NOT_FOUND:
-                raise CheckpointNotFoundError("no such object", file=file) from None
-
-        if not key:
-            raise CheckpointNotFoundError("a bucket is not a file", file=file)
-        return self._run(head, "looking", file)
+        seen = self._seen.get(file) or self._head(file)
+        if seen is None:
+            raise CheckpointNotFoundError("no such object", file=file)
+        return self._remember(file, seen)
 
     def _remember(self, file: str, seen: Seen) -> Seen:
         with self._lock:
             return self._seen.setdefault(file, seen)
+
+    def _head(self, file: str) -> Seen | None:
+        key = self._key(file)
+
+        def head() -> Seen | None:
+            with contextlib.suppress(*NOT_FOUND):
+                return Seen.of(obstore.head(self._client(), key))
+            return None
+
+        return self._retrier.run(head, "looking", file) if key else None
 
     def _forget(self, file: str) -> None:
         with self._lock:
@@ -288,12 +298,14 @@ class CloudStorage(Storage):
 
     def _wrote(self, file: str) -> None:
         """Records a new object. Not all stores say the same of it after an upload."""
-        seen = self._written_now(file)
+        seen = self._head(file)
+        if seen is None:
+            raise not_alone(file)
         with self._lock:
             self._seen[file] = self._written[file] = seen
 
-    def _written_now(self, file: str) -> Seen:
-        try:
-            return self._head(file)
-        except CheckpointNotFoundError:
-            raise not_alone(file) from None
+
+def _replaced(file: str, offset: int, total: int) -> StorageError:
+    """Return the error for a read of `total` bytes of an object that is no longer the same."""
+    during = f"bytes [{offset}, {offset + total}) were read"
+    return changed(file, "the object as it was first seen", "another, or none", during)

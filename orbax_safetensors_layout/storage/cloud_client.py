@@ -14,14 +14,12 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from orbax_safetensors_layout.errors import StorageError, redact
 from orbax_safetensors_layout.options import RetryPolicy
 
-from .retry import Failure, RequestFailed, is_transient_status
+from .retry import Failure, is_transient_status
 
 Client = S3Store | GCSStore | AzureStore
 _Settings = tuple[Any, dict[str, str], bool]  # a client's class, its options, whether http is used
 
-NOT_FOUND = (exceptions.NotFoundError, FileNotFoundError)
-"""What obstore raises where there is no object: the second, as of 0.12.1."""
-
+NOT_FOUND = (exceptions.NotFoundError, FileNotFoundError)  # obstore 0.12.1 raises the second
 _LASTING = (
     *NOT_FOUND,
     exceptions.PermissionDeniedError,
@@ -44,18 +42,13 @@ _VARIABLES = {
 
 
 def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool) -> Client:
-    """Return a client of a bucket; makes no request.
+    """Return a client of a bucket; a `StorageError` tells that the environment is wrong.
 
-    Credentials and endpoints are those of obstore (the environment variables of each cloud's own
-    tools, the metadata services of machines in it, Google's application default credentials) and,
-    besides, those of `~/.aws`, and `STORAGE_EMULATOR_HOST`. `retrying` is for uploads in parts,
-    which the client must try again by itself.
-
-    Raises:
-        StorageError: The environment is incomplete, or wrong.
+    Credentials and endpoints are those that obstore finds (in variables, metadata services and
+    Google's files), and besides those of `~/.aws` and `STORAGE_EMULATOR_HOST`. `retrying` is for
+    uploads in parts, which the client must try again by itself.
     """
     seconds = policy.attempt_seconds
-    connect_seconds = min(seconds, _MOST_CONNECT_SECONDS)
     retries: Any = {
         "max_retries": policy.attempts - 1 if retrying else 0,
         "retry_timeout": datetime.timedelta(seconds=policy.total_seconds),
@@ -68,7 +61,7 @@ def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool
         store, config, allow_http = {"gs": _google, "s3": _amazon, "az": _azure}[scheme]()
         options = {
             "timeout": datetime.timedelta(seconds=seconds),
-            "connect_timeout": datetime.timedelta(seconds=connect_seconds),
+            "connect_timeout": datetime.timedelta(seconds=min(seconds, _MOST_CONNECT_SECONDS)),
             "allow_http": allow_http,
         }
         client: Client = store(bucket, config=config, client_options=options, retry_config=retries)
@@ -81,7 +74,7 @@ def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool
         file=f"{scheme}://{bucket}",
         found=cause,
         hint="docs/storage.md lists the variables and files that it is set up from.",
-    ) from RequestFailed(cause)
+    ) from Failure(cause)
 
 
 def _google() -> _Settings:
@@ -111,11 +104,7 @@ def _is_true(variable: str) -> bool:
 
 
 def _amazon_files() -> dict[str, str]:
-    """Return settings of the profile in `~/.aws`, which obstore does not read.
-
-    The environment comes first. Keys in the files are taken; not those that a profile gets from a
-    program, a role or single sign-on.
-    """
+    """Return keys and settings in `~/.aws`, which obstore does not read; the environment wins."""
     profile = os.environ.get("AWS_PROFILE", "default")
     section = profile if profile == "default" else f"profile {profile}"
     credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
@@ -137,10 +126,8 @@ def _section(file: str, name: str) -> dict[str, str]:
     try:
         parser.read(os.path.expanduser(file))
     except (configparser.Error, UnicodeDecodeError) as error:
-        problem = type(error).__name__
-    else:
-        return dict(parser.items(name)) if parser.has_section(name) else {}
-    raise ValueError(f"{file} is malformed ({problem})")
+        raise ValueError(f"{file} is malformed ({type(error).__name__})") from None
+    return dict(parser.items(name)) if parser.has_section(name) else {}
 
 
 def classify(error: Exception) -> Failure | None:
@@ -155,7 +142,7 @@ def classify(error: Exception) -> Failure | None:
     if _METADATA_HOST in text:
         passing = passing and status is not None
         text = f"no credentials in the environment, and {text}"
-    return Failure(text, passing)
+    return Failure(text, transient=passing)
 
 
 def _first_lines(error: Exception) -> str:

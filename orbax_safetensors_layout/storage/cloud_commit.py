@@ -1,8 +1,7 @@
 """How a save appears in a folder of an object store, which cannot rename anything.
 
-Every object appears complete or not at all, but several do not appear together. So the order in
-which they appear has to make sure that no part of a save passes for a checkpoint; docs/storage.md
-tells what a crash at each point leaves.
+Every object appears complete or not at all, but several do not appear together: their order makes
+sure that no part of a save passes for a checkpoint. docs/storage.md tells what a crash leaves.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 
-from .base import Rank, Storage, join, write_file
-from .cloud_object import call_for_all, not_alone
+from .base import Publication, Rank, Storage, join, write_file
 from .publish_note import partial_folder
 
+_AT_ONCE = 16
 _RENEWAL_SECONDS = 10.0
 _DEAD_SECONDS = 60.0  # a claim that was not renewed for so long is of a process that died
 
@@ -31,27 +31,17 @@ Check: TypeAlias = "Callable[[], None]"
 """Called right before every request that changes the store; raises to prevent it."""
 
 
-def allow() -> None:
-    """The check of what needs none."""
-
-
 class _CopyingStorage(Storage, Protocol):
-    def copy(self, source: str, target: str, *, check: Check) -> None:
-        """Copies a file; one that is at `target` is replaced at once."""
-
-    def look_again(self, file: str) -> None:
-        """Pins a file as it is now."""
-
-    def remove_pinned(self, file: str, *, check: Check) -> None:
-        """Removes a file if it is still the one that was pinned."""
-
-    def remove(self, path: str, *, check: Check = allow) -> None: ...
+    def copy(self, source: str, target: str, *, check: Check) -> None: ...
+    def look_again(self, file: str) -> None: ...
+    def remove_pinned(self, file: str, *, check: Check) -> None: ...
+    def remove(self, path: str, *, check: Check = ...) -> None: ...
 
 
-class InPlace:
-    """A save to a folder that has no checkpoint: files are written under their final names.
+class InPlace(Publication):
+    """A save to a folder that has no checkpoint: files appear there, in the order of their writer.
 
-    Their writer is responsible for their order.
+    It makes no claim: one in the store would outlive a process that dies.
     """
 
     def __init__(self, target: str, storage: Storage, rank: Rank, scratch: Sequence[str]) -> None:
@@ -60,9 +50,6 @@ class InPlace:
         self._rank = rank
         self._scratch = scratch
         self._is_prepared = False
-
-    def begin(self) -> None:
-        pass  # a claim in the store would outlive a process that dies
 
     def prepare(self) -> None:
         self._clear()  # what a save left that crashed before it wrote a tensor
@@ -106,8 +93,7 @@ class _Claim:
         names = [join(self._folder, name) for name in self._storage.list(self._folder)]
         now = self._storage.modified_seconds(self._file)
         others = [name for name in names if name != self._file]
-        ages = {name: now - self._storage.modified_seconds(name) for name in others}
-        if any(age < _DEAD_SECONDS for age in ages.values()):
+        if any(now - self._storage.modified_seconds(name) < _DEAD_SECONDS for name in others):
             self.release()
             raise StorageError(
                 "another save to this path is running",
@@ -137,7 +123,6 @@ class _Claim:
             self._storage.check_written(self._folder)
 
     def release(self) -> None:
-        """Gives the claim up, as far as possible."""
         self._released.set()
         with self._lock, contextlib.suppress(SafetensorsLayoutError):
             self._storage.remove(self._file)
@@ -158,7 +143,7 @@ class _Claim:
         return time.monotonic() - self._renewed
 
 
-class StagedCopy:
+class StagedCopy(Publication):
     """A save that replaces what is in a folder: written beside it, then copied by the store."""
 
     def __init__(self, target: str, storage: _CopyingStorage, rank: Rank) -> None:
@@ -239,3 +224,22 @@ def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:
     """Return a folder's names that belong to a checkpoint, in their order of appearance."""
     ranks = {name: rank(name) for name in storage.list(folder)}
     return sorted((name for name in ranks if ranks[name] is not None), key=lambda n: (ranks[n], n))
+
+
+def not_alone(file: str, expected: str = "the object that this one has written") -> StorageError:
+    """Return the error for an object that another program has written or removed."""
+    return StorageError(
+        "another program has written to the folder at the same time",
+        file=file,
+        expected=expected,
+        found="another, or none",
+        hint="Save again, each program to a folder of its own.",
+    )
+
+
+def call_for_all(call: Callable[[str], None], names: Sequence[str]) -> None:
+    """Calls for all names, several at once; raises the first one's error."""
+    if names:
+        with ThreadPoolExecutor(min(_AT_ONCE, len(names)), "safetensors-objects") as pool:
+            for _ in pool.map(call, names):
+                pass

@@ -1,8 +1,8 @@
 """Writing an object as a stream of parts, whatever the order in which its bytes come.
 
-An object store takes an object as a sequence of parts and shows it when the last has come. What
-comes before its turn is held in memory, up to a bound, and beyond that in a temporary file: to make
-the writers of later bytes wait could make them wait for each other.
+An object store shows an object when its last part has come. What comes before its turn is held in
+memory, up to a bound, and beyond that in a temporary file: to make the writers of later bytes wait
+could make them wait for each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 from absl import logging
@@ -24,19 +24,12 @@ from .base import ByteBuffer
 from .buffers import transfer
 from .cloud_client import classify
 from .local_write import storage_errors, write_fully
-from .retry import RequestFailed
+from .retry import Failure
 
-PARTS_AT_ONCE = 4
-"""Parts of one object that are on their way together; one more is being filled."""
-
-HELD_BYTES = 32 * MIB
-"""Bytes of one object that wait in memory for their turn."""
-
+PARTS_AT_ONCE = 4  # of one object, on their way together; one more is being filled
+HELD_BYTES = 32 * MIB  # of one object, waiting in memory for their turn
 _PART_BYTES = 8 * MIB  # at 8 to 16 MiB a request, S3's latency is a tenth of its time
 _MOST_PARTS = 10_000  # of S3 and GCS
-
-PutWhole = Callable[[Any], None]
-PutParts = Callable[[Iterator[Any], int, int], None]
 
 
 def part_bytes(size: int) -> int:
@@ -52,25 +45,17 @@ class _Aborted(Exception):
 class CloudFileWriter:
     """A new object of known size. Safe to use from many threads, for ranges that do not overlap.
 
-    `put_whole` stores all of a small one at once. `put_parts` stores parts, of a size and so many
-    at once, one after the other, and makes the object of them; if the iterator raises, it drops
-    them. `done` is called when the object is complete.
+    `put` stores the object of its bytes, where those are no more than one part, or else of an
+    iterator of all parts, and drops it if that raises. `done` is called when it is complete.
     """
 
     def __init__(
-        self,
-        file: str,
-        size: int,
-        *,
-        put_whole: PutWhole | None = None,
-        put_parts: PutParts | None = None,
-        done: Callable[[], None] = lambda: None,
+        self, file: str, size: int, put: Callable[[Any], None], done: Callable[[], None]
     ) -> None:
         self.file = file
         self._size = size
         self._part_bytes = part_bytes(size)
-        self._put_whole = put_whole
-        self._put_parts = put_parts
+        self._put = put
         self._done = done
         self._order = threading.Lock()  # who holds it may append
         self._position = 0
@@ -80,10 +65,13 @@ class CloudFileWriter:
         self._spill: IO[bytes] | None = None
         self._part = np.empty(0, np.uint8)
         self._filled = 0
-        self._handover = _Handover()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
         self._finished = False
+        # What writers and the uploading thread tell each other, one part at a time.
+        self._changed = threading.Condition()
+        self._ready: np.ndarray | None = None
+        self._is_last = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         sources = [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer.nbytes]
@@ -109,11 +97,13 @@ class CloudFileWriter:
                     expected=f"{self._size} bytes",
                     found=f"{self._position} bytes",
                 )
-            if self._put_whole is not None:
-                self._put_whole(self._part[: self._filled])
+            if self._size <= self._part_bytes:
+                self._put(self._part[: self._filled])
             else:
                 self._send_part()
-                self._handover.close("ended")
+                with self._changed:
+                    self._is_last = True
+                    self._changed.notify_all()
                 self._join()
                 self._check()
             self._finished = True
@@ -123,9 +113,8 @@ class CloudFileWriter:
     def abort(self) -> None:
         if self._finished:
             return
-        self._error = self._error or _Aborted()
         # Before the lock: who holds it may wait for the upload, who waits for it shall not.
-        self._handover.close("aborted")
+        self._fail(_Aborted())
         self._join()
         with self._order:
             self._join()  # who held it may have begun the upload meanwhile
@@ -179,29 +168,50 @@ class CloudFileWriter:
             )
             self._thread.start()
         part, self._part, self._filled = self._part[: self._filled], self._part[:0], 0
-        self._handover.give(part)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready is None or self._error is not None)
+            self._ready = part
+            self._changed.notify_all()
         self._check()
 
     def _upload(self) -> None:
-        assert self._put_parts is not None
         try:
-            self._put_parts(self._handover.parts(), self._part_bytes, PARTS_AT_ONCE)
+            self._put(self._parts())
         except _Aborted:
             pass
         except BaseException as error:
             if isinstance(self._error, _Aborted):
                 cause = redact(str(error).partition("\n")[0])
                 logging.warning("%s: dropping the upload failed: %s", self.file, cause)
-            self._error = self._error or self._explained(error)
-        finally:
-            self._handover.close("stopped")
+            self._fail(self._explained(error))
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        """Yields the parts as they are handed over; raises `_Aborted` if they are given up."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._ready is not None or self._is_last or self._error is not None
+                )
+                if self._error is not None:
+                    raise _Aborted
+                part, self._ready = self._ready, None
+                self._changed.notify_all()
+            if part is None:
+                return
+            yield part
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def _explained(self, error: BaseException) -> BaseException:
         failure = classify(error) if isinstance(error, Exception) else None
         if failure is None:
             return error
-        explained = StorageError("writing failed", file=self.file, found=redact(failure.cause))
-        explained.__cause__ = RequestFailed(redact(failure.cause))
+        cause = redact(failure.cause)
+        explained = StorageError("writing failed", file=self.file, found=cause)
+        explained.__cause__ = Failure(cause)
         return explained
 
     def _check(self) -> None:
@@ -216,45 +226,6 @@ class CloudFileWriter:
 
     def _drop(self) -> None:
         self._held.clear()
-        self._part = np.empty(0, np.uint8)
+        self._part, self._ready = np.empty(0, np.uint8), None
         if self._spill is not None:
             self._spill.close()
-
-
-class _Handover:
-    """One part at a time from writers to the thread that uploads."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._part: np.ndarray | None = None
-        self._state: Literal["open", "ended", "aborted", "stopped"] = "open"
-
-    def give(self, part: np.ndarray) -> None:
-        """Waits until the part before it was taken, or nothing is taken any more."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._part is None or self._state in ("aborted", "stopped")
-            )
-            self._part = part
-            self._changed.notify_all()
-
-    def close(self, state: Literal["ended", "aborted", "stopped"]) -> None:
-        """Writers have `ended` or `aborted` it, or the thread has `stopped` to take parts."""
-        with self._changed:
-            self._state = state
-            if state == "stopped":
-                self._part = None
-            self._changed.notify_all()
-
-    def parts(self) -> Iterator[np.ndarray]:
-        """Yields the parts until the end; raises `_Aborted` if they are given up."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._part is not None or self._state != "open")
-                if self._state == "aborted":
-                    raise _Aborted
-                part, self._part = self._part, None
-                self._changed.notify_all()
-            if part is None:
-                return
-            yield part

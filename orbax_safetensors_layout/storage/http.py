@@ -20,7 +20,7 @@ import urllib.parse
 import urllib.request
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from urllib3 import HTTPConnectionPool, PoolManager, ProxyManager, Timeout
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -42,12 +42,6 @@ _AS_IT_COMES: dict[str, Any] = dict.fromkeys(
 )
 _STALE = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError)
 """How a kept connection fails that the server has closed meanwhile."""
-
-
-class HttpHeaders(Protocol):
-    """Headers of an answer; names in any case."""
-
-    def get(self, name: str, /) -> str | None: ...
 
 
 class Origin(NamedTuple):
@@ -72,15 +66,12 @@ class Origin(NamedTuple):
 
 
 class _DeadlineReader(io.RawIOBase):
-    """Receives from a socket until a deadline, however slowly or often the bytes come.
-
-    The socket's time-out is how long the answer may take without its body.
-    """
+    """Receives from a socket until a deadline, however slowly or often the bytes come."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw = raw
         self._sock = sock
-        self._seconds = sock.gettimeout() or 0.0
+        self._seconds = sock.gettimeout() or 0.0  # of the answer without its body
         self.deadline = time.monotonic() + self._seconds
 
     def readable(self) -> bool:
@@ -99,16 +90,13 @@ class _DeadlineReader(io.RawIOBase):
 
 
 class Answer(http.client.HTTPResponse):
-    """A response that is received by a deadline, and whose body is still to be read.
-
-    `received` counts bytes of the body that `read_into` has put in place, also when it fails.
-    """
+    """A response that is received by a deadline, and whose body is still to be read."""
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
         self._reader = _DeadlineReader(self.fp.detach(), sock)
         self.fp = io.BufferedReader(self._reader)
-        self.received = 0
+        self.received = 0  # bytes that `read_into` has put in place, also when it fails
 
     def read_into(self, view: Buffer) -> None:
         """Fills `view` from the body; raises `OSError` or `http.client.IncompleteRead`."""
@@ -210,7 +198,6 @@ class Connections:
             pool.close()
 
     def track(self, connection: _HttpConnection) -> None:
-        """Adds a connection to those that `interrupt` breaks off."""
         with self._lock:
             if self._stopped:
                 raise ConnectionAbortedError("the request was cancelled")
@@ -248,9 +235,10 @@ class Connections:
                     options["ssl_context"] = ssl.create_default_context()
                 manager = PoolManager(**options)
                 if proxy is not None:
-                    self.sent.add(proxy.geturl(), _login(proxy))
+                    login = basic_login("Proxy-Authorization", proxy)
+                    self.sent.add(proxy.geturl(), login)
                     address = proxy._replace(netloc=proxy.netloc.rpartition("@")[2]).geturl()
-                    manager = ProxyManager(address, proxy_headers=_login(proxy), **options)
+                    manager = ProxyManager(address, proxy_headers=login, **options)
                 pool = manager.connection_from_host(origin.host, origin.port, origin.scheme)
                 is_tls = pool.scheme == "https"
                 pool.ConnectionCls = _HttpsConnection if is_tls else _HttpConnection
@@ -275,17 +263,12 @@ def _proxy(origin: Origin) -> urllib.parse.SplitResult | None:
     return urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
 
 
-def _login(parts: urllib.parse.SplitResult) -> dict[str, str]:
-    login = basic_login(parts)
-    return {} if login is None else {"Proxy-Authorization": login}
-
-
-def basic_login(parts: urllib.parse.SplitResult) -> str | None:
-    """Return the `Authorization` header for the user and password of a URL, if it has them."""
+def basic_login(header: str, parts: urllib.parse.SplitResult) -> dict[str, str]:
+    """Return a header with the user and password of a URL, if it has them."""
     if parts.username is None:
-        return None
+        return {}
     user, password = (urllib.parse.unquote(text or "") for text in (parts.username, parts.password))
-    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+    return {header: "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
 
 
 def _netloc(origin: Origin) -> str:

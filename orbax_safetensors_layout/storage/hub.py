@@ -1,41 +1,78 @@
 """`hf://` paths: repositories of the Hugging Face hub, or of a server that speaks like it.
 
-What is the hub's own is asked through `huggingface_hub`; ranges are read as from any server.
+Commits, files and tokens come through `huggingface_hub`; ranges are read as from any server.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import threading
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from huggingface_hub import HfApi, constants, errors, hf_hub_url
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
 
-from . import hub_api
-from .remote import RemoteStorage
-from .remote_file import Place
-from .retry import within
+from .http import Origin
+from .remote import AccessDenied, Place, RemoteStorage
+from .retry import Failure, is_transient_status, retry_after_seconds, within
+
+_PATH = re.compile(
+    r"(?P<root>hf://((?P<type>model|dataset|space)s/)?(?P<repo>[^/@]+/[^/@]+|[^/@]+(?=@|/?$))"
+    r"(@(?P<revision>refs/pr/\d+|refs/convert/[^/]+|[^/]+))?)(/.*)?"
+)
+_LIBRARY = "orbax-safetensors-layout"
+_MOST_SUMMED_UP = 50_000  # of more files the summary of a repository may leave out some
+
+
+class _Snapshot(NamedTuple):
+    """A repository at one commit."""
+
+    commit: str
+    modified_seconds: float
+    files: dict[str, Any]  # by path, with `size`, and `lfs.sha256` if the hub keeps it outside git
 
 
 class HubStorage(RemoteStorage):
-    """Files of a repository, all of the commit that its revision named when first asked."""
+    """Files of a repository, all of the commit that its revision named when first asked.
+
+    Its path is `hf://[models/|datasets/|spaces/]org/name[@revision][/folder]`, or has a bare `name`
+    of the hub's early days. A slash in a revision is written as `%2F`, except in `refs/pr/1` and
+    `refs/convert/x`.
+    """
 
     kind = "hf"
     lists = True
 
     def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
         super().__init__(retries)
-        self._path = hub_api.HubPath.parse(path)
-        self._repository = hub_api.Repository(self._path)
-        self._snapshot: hub_api.Snapshot | None = None
-        self._snapshot_lock = threading.Lock()
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise StorageError(
+                "cannot open the path",
+                file=path,
+                expected="hf://[datasets/|spaces/]org/name[@revision][/folder]",
+            )
+        self._root = match["root"]
+        self._repo_id = match["repo"]
+        self._repo_type = match["type"] or "model"
+        self._revision = match["revision"] and re.sub("%2f", "/", match["revision"], flags=re.I)
+        self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        self._listed: _Snapshot | None = None
+        self._listing = threading.Lock()
         self.save_hint = (
-            f"Save to a local folder and upload that: `hf upload {self._path.repo_id} FOLDER"
-            f" --repo-type {self._path.repo_type}`."
+            f"Save to a local folder and upload that: `hf upload {self._repo_id} FOLDER"
+            f" --repo-type {self._repo_type}`."
         )
 
     def is_file(self, path: str) -> bool:
-        return self._within(path) in self._listed().files
+        return self._within(path) in self._snapshot().files
 
     def folders(self, folder: str) -> list[str]:
         names = self._inside(folder)
@@ -46,33 +83,110 @@ class HubStorage(RemoteStorage):
 
     def modified_seconds(self, file: str) -> float:
         self._file(file)
-        return self._listed().modified_seconds
+        return self._snapshot().modified_seconds
 
     def _place(self, file: str) -> Place:
-        listed, name = self._listed(), self._within(file)
-        if name not in listed.files:
-            found = f"commit {listed.commit} of {self._path}, without it"
+        snapshot, name = self._snapshot(), self._within(file)
+        if name not in snapshot.files:
+            found = f"commit {snapshot.commit} of {self._root}, without it"
             raise CheckpointNotFoundError("no such file", file=file, found=found)
-        return self._repository.place(name, listed)
+        if constants.HF_HUB_OFFLINE:
+            raise self._offline()
+        url = hf_hub_url(
+            self._repo_id,
+            name,
+            repo_type=self._repo_type,
+            revision=snapshot.commit,
+            endpoint=self._endpoint,
+        )
+        entry = snapshot.files[name]
+        digest = entry.lfs.sha256 if entry.lfs else None
+        headers = build_hf_headers(library_name=_LIBRARY)
+        return Place(url, headers, self._hint, entry.size or 0, digest)
 
     def _inside(self, folder: str) -> Iterator[str]:
         prefix = f"{self._within(folder)}/".lstrip("/")
-        files = self._listed().files
+        files = self._snapshot().files
         return (name.removeprefix(prefix) for name in files if name.startswith(prefix))
 
     def _within(self, path: str) -> str:
         """Return the path inside the repository."""
-        return path.removeprefix(self._path.root).strip("/")
+        return path.removeprefix(self._root).strip("/")
 
-    def _listed(self) -> hub_api.Snapshot:
-        with self._snapshot_lock:
-            if self._snapshot is None:
+    def _snapshot(self) -> _Snapshot:
+        with self._listing:
+            if self._listed is None:
                 seconds = self._retrier.policy.attempt_seconds
-                self._connections.sent.add(*self._repository.sent())
-                self._snapshot = self._retrier.run(
-                    lambda: within(seconds, lambda: self._repository.snapshot(seconds)),
-                    hub_api.classify,
-                    doing="listing the repository",
-                    url=self._path.root,
+                headers = build_hf_headers(library_name=_LIBRARY)
+                self._connections.sent.add(self._endpoint, headers)
+                ask = functools.partial(within, seconds, lambda: self._ask(seconds))
+                self._listed = self._retrier.run(ask, "listing the repository", self._root)
+            return self._listed
+
+    def _ask(self, seconds: float) -> _Snapshot:
+        """Makes one attempt to list the files of the commit that the revision names now."""
+        try:
+            Origin.of(self._endpoint)
+        except ValueError:
+            problem, found = "HF_ENDPOINT is not an http or https URL", redact_urls(self._endpoint)
+            raise StorageError(problem, file=self._root, found=found) from None
+        try:
+            api = HfApi(endpoint=self._endpoint, library_name=_LIBRARY)
+            info = api.repo_info(
+                self._repo_id,
+                revision=self._revision,
+                repo_type=self._repo_type,
+                timeout=seconds,
+                files_metadata=True,
+            )
+            files: dict[str, Any] = {
+                file.rfilename: file for file in getattr(info, "siblings", None) or ()
+            }
+            if len(files) >= _MOST_SUMMED_UP:
+                entries = api.list_repo_tree(
+                    self._repo_id, recursive=True, revision=info.sha, repo_type=self._repo_type
                 )
-            return self._snapshot
+                files = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+            modified = info.last_modified.timestamp() if info.last_modified else 0.0
+            return _Snapshot(info.sha or "", modified, files)
+        except errors.HfHubHTTPError as error:
+            raise self._explained(error) from None
+        except errors.OfflineModeIsEnabled:
+            raise self._offline() from None
+        except errors.HFValidationError as error:
+            raise StorageError("cannot open the path", file=self._root, found=error) from None
+        except Exception as error:
+            raise Failure(f"{type(error).__name__}: {error}") from None
+
+    def _explained(self, error: errors.HfHubHTTPError) -> Exception:
+        status, headers = error.response.status_code, error.response.headers
+        root, found = self._root, f"status {status}"
+        if isinstance(error, errors.GatedRepoError) or status == 403:
+            hint = self._hint(headers.get("X-Error-Code"))
+            return AccessDenied("access denied", file=root, found=found, hint=hint)
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return CheckpointNotFoundError(
+                "the hub has no such repository, or does not show it",
+                file=root,
+                found=found,
+                hint="Check the name; for a private one, set HF_TOKEN to a token that may read it.",
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return CheckpointNotFoundError(
+                f"the repository has no revision {self._revision!r}", file=root, found=found
+            )
+        after = retry_after_seconds(headers.get("Retry-After"))
+        return Failure(found, transient=is_transient_status(status), after_seconds=after)
+
+    def _hint(self, error_code: str | None) -> str:
+        page = redact_urls(f"{self._endpoint}/{self._repo_id}")
+        if error_code == "GatedRepo":
+            return f"Accept its conditions at {page} and set HF_TOKEN to a token of that account."
+        return "Set HF_TOKEN to a token that may read it, or log in with `hf auth login`."
+
+    def _offline(self) -> StorageError:
+        return StorageError(
+            "the hub cannot be asked: offline mode is set",
+            file=self._root,
+            hint="Unset HF_HUB_OFFLINE, or load a local copy of the repository.",
+        )

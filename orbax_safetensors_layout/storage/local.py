@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from orbax_safetensors_layout.errors import StorageError
 
 from .base import Buffer, FileWriter, Publication, Rank, Storage
-from .buffers import changed
 from .local_commit import FolderExchange
-from .local_file import Identity, PinnedFile, PinnedFolder, replaced
+from .local_file import Identity, PinnedFile, PinnedFolder, check_same, replaced
 from .local_write import LocalFileWriter, flush_folder, storage_errors
 
 _MAX_OPEN_FILES = 128
@@ -60,15 +59,9 @@ class LocalStorage(Storage):
             storage_errors("cannot list the folder", folder),
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
         ):
-            above, path = self._place(folder)
-            if is_first and above is not None and len(self._folders) >= _MAX_OPEN_FOLDERS:
-                names = above.files(path)
-                if above.is_moved():
-                    raise replaced(folder)
-                return names
             for _ in range(_LIST_ATTEMPTS if is_first else 1):
-                pinned = self._folder(folder)
-                names = pinned.files()
+                pinned, path = self._folder(folder)
+                names = pinned.files(path)
                 if not pinned.is_moved():
                     return names
                 if is_first:  # what is being removed may have lost files already
@@ -108,7 +101,7 @@ class LocalStorage(Storage):
                     now = Identity.of(os.stat(path, dir_fd=folder.fd))
                 except OSError:  # the folder has been replaced since, or removed
                     continue
-                _check_same(file, seen, now)
+                check_same(file, seen, now)
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         return LocalFileWriter(file, size, durable=durable)
@@ -119,9 +112,6 @@ class LocalStorage(Storage):
 
     def flush_folder(self, folder: str) -> None:
         flush_folder(folder)
-
-    def check_written(self, folder: str) -> None:
-        pass  # a claim keeps other programs away
 
     def publication(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
@@ -135,9 +125,6 @@ class LocalStorage(Storage):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
-
-    def interrupt(self) -> None:
-        pass  # nothing here pauses
 
     def close(self) -> None:
         with self._lock:
@@ -181,18 +168,21 @@ class LocalStorage(Storage):
         folder, path = self._place(file)
         handle = PinnedFile(file, path, folder, self._lock)
         try:
-            _check_same(file, self._identities.setdefault(file, handle.identity), handle.identity)
+            check_same(file, self._identities.setdefault(file, handle.identity), handle.identity)
         except StorageError:
             handle.close()
             raise
         return handle
 
-    def _folder(self, path: str) -> PinnedFolder:
-        """Returns the folder at a path, the same one for as long as this storage is open."""
+    def _folder(self, path: str) -> tuple[PinnedFolder, str]:
+        """Returns a folder that stays open, at the path or above it, and the rest of the path."""
         with self._lock:
             if path not in self._folders:
+                above, rest = self._place(path)
+                if above is not None and len(self._folders) >= _MAX_OPEN_FOLDERS:
+                    return above, rest
                 self._folders[path] = PinnedFolder(path)
-            return self._folders[path]
+            return self._folders[path], "."
 
     def _forget(self, path: str) -> None:
         with self._lock:
@@ -207,9 +197,3 @@ class LocalStorage(Storage):
                 return None, file
             folder = os.path.dirname(folder)
         return self._folders[folder], os.path.relpath(file, folder)
-
-
-def _check_same(file: str, seen: Identity, now: Identity) -> None:
-    if now != seen:
-        expected = f"{seen.size} bytes, unchanged since its header was read"
-        raise changed(file, expected, f"{now.size} bytes, another inode or modification time")

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import json
 import os
 import shutil
 import stat
@@ -14,17 +15,17 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.errors import StorageError
 
-from .base import Rank, Storage
+from .base import Publication, Rank, Storage
 from .local_write import CFunction, flush_folder, libc_function, storage_errors
-from .publish_note import Note, aside_folder, lock_file, partial_folder
+from .publish_note import Note, aside_folder, entries_of, lock_file, partial_folder
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-class FolderExchange:
+class FolderExchange(Publication):
     """A save that is written beside its folder, and exchanged for it when it is complete."""
 
     def __init__(self, target: str, storage: Storage, rank: Rank) -> None:
@@ -32,36 +33,29 @@ class FolderExchange:
         self.folder = partial_folder(self.target)
         self._storage = storage
         self._rank = rank
-        self._claim: Claim | None = None
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
         self._claim = self._stack.enter_context(claimed(self.target))
-        self._stack.callback(self._remove_partial)
+        # What failed before is what counts.
+        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
 
     def prepare(self) -> None:
         check_replaceable(self.target)
         self._storage.make_folder(self.folder)
 
     def publish(self) -> None:
-        assert self._claim is not None
-        rank = self._rank
-        self._claim.publish(self.folder, is_replaced=lambda name: rank(name) is not None)
+        self._claim.publish(self.folder, is_replaced=lambda name: self._rank(name) is not None)
 
     def end(self) -> None:
         self._stack.close()
-
-    def _remove_partial(self) -> None:
-        with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
-            self._storage.remove(self.folder)
 
 
 class Claim:
     """The right to replace a folder, held by a lock file beside it; `claimed` gives it.
 
-    The lock goes with its holder, but the file stays when the holder is killed. It then names the
-    finished folder that was about to take the place: whoever comes next knows whether that has
-    happened, and what is left to be removed.
+    The lock goes with its holder, but the file stays when the holder is killed. Its note of the
+    finished folder tells whoever comes next whether that took the place, and what is to be removed.
     """
 
     def __init__(self, folder: str, fd: int) -> None:
@@ -70,11 +64,7 @@ class Claim:
         self._note = Note.read(fd, folder)
 
     def settle(self) -> None:
-        """Puts back, or removes, what a holder that was killed left beside the folder.
-
-        Raises:
-            StorageError: It fails, or another program has put a folder there meanwhile.
-        """
+        """Puts back, or removes, what a holder that was killed left beside the folder."""
         with storage_errors("cannot put in order what a crash left", self._folder):
             aside = aside_folder(self._folder)
             if self.was_published():
@@ -112,19 +102,22 @@ class Claim:
     def publish(self, finished: str, *, is_replaced: Callable[[str], bool], made: str = "") -> None:
         """Calls `publish_folder` for a finished folder, after a note of it for `was_published`."""
         with storage_errors("cannot note what is about to be published", self._folder):
-            self._note = Note.of(finished, self._folder, made)
+            name = os.path.relpath(finished, os.path.dirname(self._folder))
+            self._note = Note(name, made, entries_of(finished))
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, self._note.to_json(), 0)
+            os.pwrite(self._fd, json.dumps(self._note._asdict()).encode(), 0)
             os.fsync(self._fd)
         flush_folder(os.path.dirname(self._folder))
         publish_folder(finished, self._folder, is_replaced=is_replaced)
 
-    @property
-    def leaves_nothing(self) -> bool:
-        """Whether nothing that the note names is left beside the folder."""
+    def release(self) -> None:
+        """Removes the lock file, unless something that its note names is left beside the folder."""
         note = self._note
         left = () if note is None else (aside_folder(self._folder), self._beside(note.workspace))
-        return not any(map(os.path.exists, left))
+        if not any(map(os.path.exists, left)):
+            with contextlib.suppress(OSError):
+                os.unlink(lock_file(self._folder))
+        os.close(self._fd)
 
     def _beside(self, name: str) -> str:
         return os.path.join(os.path.dirname(self._folder), name)
@@ -141,11 +134,8 @@ def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], b
     Files of the old folder that are not replaced, by `is_replaced`, are in the new one, too, also
     those that another program puts there meanwhile. A crash at any moment leaves the old or the new
     folder complete at `folder`; on systems that cannot exchange two names, for an instant none,
-    with the old one at `aside_folder` and the new one still at `finished`.
-
-    Raises:
-        StorageError: A step failed; the old folder is as it was, unless only making the change
-            durable failed.
+    with the old one at `aside_folder` and the new one still at `finished`. After an error the old
+    folder is as it was, unless only making the change durable failed.
     """
     parent = os.path.dirname(folder)
     with storage_errors("cannot put the finished folder in its place", folder):
@@ -189,11 +179,7 @@ def check_replaceable(folder: str) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: str) -> Iterator[Claim]:
-    """Claims a folder (a real path) to be replaced, and settles what a crash left beside it.
-
-    Raises:
-        StorageError: Another process, or thread, holds it.
-    """
+    """Claims a folder (a real path) to be replaced, and settles what a crash left beside it."""
     path = lock_file(folder)
     with storage_errors("cannot begin to save", path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -203,20 +189,11 @@ def claimed(folder: str) -> Iterator[Claim]:
         claim.settle()
         yield claim
     finally:
-        if claim.leaves_nothing:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        os.close(fd)
+        claim.release()
 
 
 def finish_interrupted(folder: str) -> bool:
-    """Removes what a save left that was killed after it had become visible.
-
-    Returns whether there was one, and its result is still at `folder` (a real path).
-
-    Raises:
-        StorageError: A save to it is running.
-    """
+    """Removes what a killed save to a real path left; returns whether its result is there."""
     if not os.path.exists(lock_file(folder)):
         return False
     with claimed(folder) as claim:

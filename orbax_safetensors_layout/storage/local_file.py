@@ -37,16 +37,16 @@ UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 class PinnedFolder:
     """A folder that stays the same one, with what is in it, wherever it is moved.
 
-    A checkpoint is replaced by another folder in its place. Who has begun to read the old one reads
-    on in it, or is told when it is gone. Where two folders cannot be exchanged, the old one is for
-    an instant, or after a crash, at `folder_being_replaced`, and is found there.
+    A checkpoint is replaced by another folder. Who reads the old one reads on in it, or is told
+    when it is gone. Where two folders cannot be exchanged, it is found, for an instant or after a
+    crash, at `folder_being_replaced`.
     """
 
     def __init__(self, path: str) -> None:
         for _ in range(_PLACE_ATTEMPTS):  # it may come back to its place between the two looks
             with contextlib.suppress(FileNotFoundError):
                 self._open(path)
-                if not self._is_empty():
+                if os.listdir(self.fd):
                     return
                 os.close(self.fd)
             with contextlib.suppress(FileNotFoundError):
@@ -60,19 +60,12 @@ class PinnedFolder:
         self.fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._place = place
 
-    def _is_empty(self) -> bool:
-        with os.scandir(self.fd) as entries:
-            return next(entries, None) is None
-
-    def files(self, path: str = ".") -> list[str]:
-        """Return its files, or those of a folder in it, and links that lead nowhere.
-
-        Opening one of those says what is wrong.
-        """
+    def files(self, path: str) -> list[str]:
+        """Return its files, or those of a folder in it, and broken links, to fail when opened."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             with os.scandir(fd) as entries:
-                return sorted(e.name for e in entries if _is_file_or_broken_link(e, fd))
+                return sorted(e.name for e in entries if _is_file_or_broken_link(e))
         finally:
             os.close(fd)
 
@@ -101,10 +94,7 @@ class Identity(NamedTuple):
 
 
 class PinnedFile:
-    """A file as it was when it was opened, for many threads.
-
-    It is at `place` in a folder, or in the working folder; the storage's `lock` guards `users`.
-    """
+    """A file as it was when it was opened; the storage's `lock` guards its `users`."""
 
     def __init__(
         self, name: str, place: str, folder: PinnedFolder | None, lock: threading.Lock
@@ -128,9 +118,7 @@ class PinnedFile:
         self.identity = Identity.of(status)
         self.users = 0
         self._lock = lock
-        # Opened when first needed; -1 where the system has no such thing.
-        self._probe_fd: int | None = None
-        self._direct_fd: int | None = None
+        self._reopened: dict[int, int] = {}  # more descriptors, by their flags
         self._can_probe = bool(_NOWAIT and O_DIRECT)
         self._mapped: mmap.mmap | None = None
 
@@ -142,12 +130,11 @@ class PinnedFile:
             self.users -= 1
 
     def close(self) -> None:
-        for fd in (self.fd, self._probe_fd, self._direct_fd):
-            if fd is not None and fd >= 0:
+        for fd in (self.fd, *self._reopened.values()):
+            if fd >= 0:
                 os.close(fd)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer], *, shared: bool) -> None:
-        """Reads as `RangeReader.read_into`."""
         total = sum(map(len, buffers))
         if offset + total > self.identity.size:
             raise truncated(self.name, offset, total, self.identity.size)
@@ -167,7 +154,6 @@ class PinnedFile:
         self.check_unchanged(offset, total)
 
     def map(self) -> memoryview:
-        """Return the file's read-only mapped pages, which stay valid after `close`."""
         if self._mapped is None:
             try:
                 self._mapped = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
@@ -178,35 +164,27 @@ class PinnedFile:
 
     def check_unchanged(self, offset: int, total: int) -> None:
         """Raises if the file was written to, or no longer has a range."""
-        stat = os.fstat(self.fd)
-        if (stat.st_size, stat.st_mtime_ns) == self.identity[2:]:
+        now = Identity.of(os.fstat(self.fd))
+        if now == self.identity:
             return
-        if stat.st_size < offset + total:
-            raise truncated(self.name, offset, total, stat.st_size)
-        raise changed(
-            self.name,
-            f"{self.identity.size} bytes, unchanged since its header was read",
-            f"{stat.st_size} bytes, written to since",
-            f"bytes [{offset}, {offset + total}) were read",
-        )
+        if now.size < offset + total:
+            raise truncated(self.name, offset, total, now.size)
+        during = f"bytes [{offset}, {offset + total}) were read"
+        check_same(self.name, self.identity, now, during)
 
     def is_cold(self, offset: int) -> bool:
         """Whether the page at `offset` is not in the page cache.
 
-        Asked through a descriptor without read-ahead: on a cold page even a read that may not wait
-        starts it (seen with Linux 6.18), and the disk would read everything twice.
+        Asked without read-ahead, which on a cold page even a read that may not wait starts (seen
+        with Linux 6.18), so that the disk reads everything twice.
         """
         if not self._can_probe:
             return False
-        with self._lock:
-            if self._probe_fd is None:
-                self._probe_fd = self._reopen(0)
-                if self._probe_fd >= 0:
-                    os.posix_fadvise(self._probe_fd, 0, 0, os.POSIX_FADV_RANDOM)
-        if self._probe_fd < 0:
+        fd = self._reopen(0)
+        if fd < 0:
             return False
         try:
-            os.preadv(self._probe_fd, [bytearray(1)], offset, _NOWAIT)
+            os.preadv(fd, [bytearray(1)], offset, _NOWAIT)
         except BlockingIOError:
             return True
         except OSError as error:
@@ -217,10 +195,8 @@ class PinnedFile:
 
     def _read_direct(self, offset: int, buffers: Sequence[Buffer], total: int) -> bool:
         """Reads past the page cache through an aligned chunk; False where that is unsupported."""
-        with self._lock:
-            if self._direct_fd is None:
-                self._direct_fd = self._reopen(O_DIRECT)
-        if self._direct_fd < 0:
+        fd = self._reopen(O_DIRECT)
+        if fd < 0:
             return False
         scratch = direct_scratch()
         position, stop = offset, offset + total
@@ -232,7 +208,7 @@ class PinnedFile:
             in_place = whole_pages and first == position and is_on_page(rest[0])
             try:
                 into = rest[0][:whole_pages] if in_place else scratch[:length]
-                got = os.preadv(self._direct_fd, [into], first)
+                got = os.preadv(fd, [into], first)
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
@@ -251,20 +227,31 @@ class PinnedFile:
         return os.open(self._place, flags, dir_fd=self._folder_fd)
 
     def _reopen(self, flags: int) -> int:
-        """Return another descriptor of the same file; -1 where the flags are not supported."""
-        try:
-            fd = self._open(flags)
-        except OSError:
-            return -1
-        if Identity.of(os.fstat(fd))[:2] != self.identity[:2]:
-            os.close(fd)
-            return -1
-        return fd
+        """Return a descriptor without read-ahead; -1 where the flags are not supported."""
+        with self._lock:
+            if flags not in self._reopened:
+                self._reopened[flags] = -1
+                with contextlib.suppress(OSError):
+                    fd = self._open(flags)
+                    if os.path.samestat(os.fstat(fd), os.fstat(self.fd)):
+                        self._reopened[flags] = fd
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                    else:
+                        os.close(fd)
+            return self._reopened[flags]
 
 
 def is_on_page(buffer: Buffer) -> bool:
     """Whether a buffer begins with a page of memory."""
     return np.frombuffer(buffer, np.uint8).ctypes.data % _PAGE == 0
+
+
+def check_same(file: str, seen: Identity, now: Identity, during: str = "it was read") -> None:
+    """Raises if a file is no longer the one that was seen."""
+    if now != seen:
+        expected = f"{seen.size} bytes, unchanged since its header was read"
+        other = f"{now.size} bytes, another inode or modification time"
+        raise changed(file, expected, other, during)
 
 
 def replaced(file: str) -> StorageError:
@@ -274,16 +261,8 @@ def replaced(file: str) -> StorageError:
     )
 
 
-def _is_file_or_broken_link(entry: os.DirEntry[str], folder: int) -> bool:
+def _is_file_or_broken_link(entry: os.DirEntry[str]) -> bool:
     try:
-        return entry.is_file() or (entry.is_symlink() and not _leads_somewhere(entry.name, folder))
-    except OSError:  # a link to itself
+        return S_ISREG(entry.stat().st_mode) if entry.is_symlink() else entry.is_file()
+    except OSError:  # a link that leads nowhere, or to itself
         return True
-
-
-def _leads_somewhere(name: str, folder: int) -> bool:
-    try:
-        os.stat(name, dir_fd=folder)
-    except FileNotFoundError:
-        return False
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,30 +10,17 @@ from typing import NamedTuple, Self
 
 
 class Note(NamedTuple):
-    """What was about to be published.
+    """What was about to be published."""
 
-    Attributes:
-        finished: The finished folder, relative to the one that holds it and the target.
-        made: What it is.
-        entries: What it, and all in it, keep wherever it is moved, by name.
-    """
-
-    finished: str
-    made: str
-    entries: dict[str, list[int]]
-
-    @classmethod
-    def of(cls, finished: str, folder: str, made: str) -> Self:
-        """Returns a note that a finished folder goes to `folder`."""
-        name = os.path.relpath(finished, os.path.dirname(folder))
-        return cls(name, made, _entries(finished))
+    finished: str  # folder, relative to the one that holds it and the target
+    made: str  # what it is
+    entries: dict[str, list[int]]  # what it, and all in it, keep wherever it is moved, by name
 
     @classmethod
     def read(cls, fd: int, folder: str) -> Self | None:
         """Returns the note in the lock file of a folder; None for anything else that is in it.
 
-        What it names may be removed, so a name that no save or conversion to the folder works under
-        is not believed.
+        What it names is removed, so only what saves and conversions work under is believed.
         """
         try:
             noted = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
@@ -46,9 +34,6 @@ class Note(NamedTuple):
         below = note.finished[len(note.workspace) + 1 :]
         return None if below in (os.curdir, os.pardir) or os.sep in below else note
 
-    def to_json(self) -> bytes:
-        return json.dumps(self._asdict()).encode()
-
     @property
     def workspace(self) -> str:
         """The folder beside the target that it was made in."""
@@ -57,13 +42,13 @@ class Note(NamedTuple):
     def is_at(self, folder: str) -> bool:
         """Whether the folder that was about to be published is this one."""
         try:
-            entries = _entries(folder)
+            entries = entries_of(folder)
         except (OSError, ValueError):
             return False
         return all(entries.get(name) == entry for name, entry in self.entries.items())
 
 
-def _entries(folder: str) -> dict[str, list[int]]:
+def entries_of(folder: str) -> dict[str, list[int]]:
     """Returns inodes, which a later folder may get again, so also sizes and times within it."""
     entries = {"": [os.stat(folder).st_ino]}
     with os.scandir(folder) as files:
@@ -84,21 +69,12 @@ def aside_folder(folder: str) -> str:
 
 
 def folder_being_replaced(folder: str) -> str | None:
-    """Returns where the old folder (a real path) is while a new one takes its place.
-
-    None if nothing was about to take the place, or something has taken it.
-    """
-    try:
-        fd = os.open(lock_file(folder), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        note = Note.read(fd, folder)
-    finally:
-        os.close(fd)
-    if note is None or not note.is_at(os.path.join(os.path.dirname(folder), note.finished)):
-        return None
-    return aside_folder(folder)
+    """Returns where the old folder (a real path) is while a new one takes its place, or None."""
+    with contextlib.suppress(OSError), open(lock_file(folder), "rb") as file:
+        note = Note.read(file.fileno(), folder)
+        if note is not None and note.is_at(os.path.join(os.path.dirname(folder), note.finished)):
+            return aside_folder(folder)
+    return None
 
 
 def lock_file(folder: str) -> str:

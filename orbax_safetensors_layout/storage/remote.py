@@ -8,29 +8,57 @@ from __future__ import annotations
 
 import abc
 import functools
+import http.client
+import re
+import socket
+import ssl
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from orbax_safetensors_layout.errors import StorageError
-from orbax_safetensors_layout.options import RetryPolicy
+import numpy as np
 
-from .base import Buffer, Storage
-from .buffers import scatter, skip, truncated
-from .http import Connections
-from .remote_file import Place, RemoteFile, classify
-from .retry import Retrier
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.options import KIB, MIB, RetryPolicy
 
-T = TypeVar("T")
+from .base import FIRST_READ_BYTES, Buffer, Storage
+from .buffers import changed, scatter, skip, truncated
+from .http import Answer, Connections, Origin
+from .retry import Failure, Retrier, http_date, is_transient_status, retry_after_seconds
+
+_HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
+_REDIRECTS = {301, 302, 303, 307, 308}
+_MOST_REDIRECTS = 6
+_CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19})\s*", re.A)
+_EMPTY_RANGE = re.compile(r"\s*bytes\s+\*/0\s*")
+_PROGRESS_BYTES = 1 * MIB  # a body that breaks after so much is not a failed attempt
+_SMALL_BUFFER_BYTES = 64 * KIB
+_MOST_TOLD = 200  # characters of what a server says
+
+
+class AccessDenied(StorageError):
+    """A server answers 401 or 403."""
+
+
+class Place(NamedTuple):
+    """Where a file is asked for, at first or after redirects, and what is known of it before."""
+
+    url: str
+    headers: Mapping[str, str]  # credentials, sent to this URL's origin alone
+    hint: Callable[[str | None], str]  # from the `X-Error-Code` of a 401 or 403
+    size: int | None = None  # bytes
+    digest: str | None = None  # the expected `X-Linked-Etag` of redirects that have one
+    is_verified: bool = False  # a redirect has told that it is the right content
 
 
 class RemoteStorage(Storage):
-    """Ranged access to files of a server, for reading alone; see `Storage`."""
+    """Ranged access to files of a server, for reading alone."""
 
     def __init__(self, retries: RetryPolicy | None) -> None:
         retries = retries or RetryPolicy()
         self._connections = Connections(retries.attempt_seconds)
-        self._retrier = Retrier(retries, redact=self._connections.sent.redact)
+        self._retrier = Retrier(retries, _classify, redact=self._connections.sent.redact)
         self._lock = threading.Lock()
         self._files: dict[str, RemoteFile] = {}
         self._closed = False
@@ -58,7 +86,7 @@ class RemoteStorage(Storage):
         while done < total:
             start, rest = offset + done, skip(buffers, done)
             doing = f"reading bytes [{start}, {offset + total})"
-            done += self._tried(functools.partial(remote.fetch, start, rest), doing, file)
+            done += self._retrier.run(functools.partial(remote.fetch, start, rest), doing, file)
 
     def modified_seconds(self, file: str) -> float:
         remote = self._file(file)
@@ -70,7 +98,7 @@ class RemoteStorage(Storage):
         remote = self._file(file)
         if self._size(remote):
             first = memoryview(bytearray(1))
-            self._tried(lambda: remote.fetch(0, [first]), "looking at it again", file)
+            self._retrier.run(lambda: remote.fetch(0, [first]), "looking at it again", file)
 
     def interrupt(self) -> None:
         self._retrier.interrupt()
@@ -94,9 +122,187 @@ class RemoteStorage(Storage):
     def _size(self, file: RemoteFile) -> int:
         with file.lock:
             if file.size is None:
-                self._tried(file.open, "opening it", file.name)
+                self._retrier.run(file.open, "opening it", file.name)
             assert file.size is not None
             return file.size
 
-    def _tried(self, call: Callable[[], T], doing: str, file: str) -> T:
-        return self._retrier.run(call, classify, doing=doing, url=file)
+
+class RemoteFile:
+    """A file that is read by ranges. Safe to use from many threads.
+
+    What is first seen of it is pinned: the size, and the ETag or else the date. An answer that
+    has others is an error. Whoever opens it holds `lock`; `head` has its first bytes then.
+    """
+
+    def __init__(self, name: str, place: Place, connections: Connections) -> None:
+        self.name = name
+        self.size = place.size
+        self.head = memoryview(b"")
+        self.modified_seconds: float | None = None
+        self.lock = threading.Lock()
+        self._place = place
+        self._connections = connections
+        self._target = place
+        self._pin_lock = threading.Lock()
+        self._versions: dict[str, str] = {}
+
+    def open(self) -> None:
+        """Makes one attempt to fetch `head`, from which the size is known."""
+        head = memoryview(bytearray(FIRST_READ_BYTES))
+        self.head = head[: self._ask(0, [head])]
+
+    def fetch(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Makes one attempt; returns the bytes that came, fewer if it broke after a good part."""
+        total = sum(map(len, buffers))
+        got = self._ask(start, buffers)
+        if got < min(total, _PROGRESS_BYTES):
+            raise Failure(f"{got} bytes came where {total} were asked for")
+        return got
+
+    def _ask(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Follows redirects to the bytes; where the last ones have expired, from the beginning."""
+        stop = start + sum(map(len, buffers))
+        target = self._target
+        may_expire = target is not self._place
+        for _ in range(_MOST_REDIRECTS):
+            headers = {**_HEADERS, **target.headers, "Range": f"bytes={start}-{stop - 1}"}
+            with self._connections.get(target.url, headers) as answer:
+                if answer.status in _REDIRECTS:
+                    target = self._redirected(target, answer)
+                elif may_expire and 400 <= answer.status < 500 and answer.status not in (408, 429):
+                    target, may_expire = self._place, False
+                else:
+                    length = self._check(target, answer, start, stop)
+                    self._target = target
+                    return _receive(answer, buffers, length)
+        raise Failure(f"{_MOST_REDIRECTS} redirects led to no file", transient=False)
+
+    def _redirected(self, target: Place, answer: Answer) -> Place:
+        location = (answer.headers.get("Location") or "").encode("latin-1").decode(errors="replace")
+        try:
+            url = urllib.parse.urljoin(target.url, location)
+            origin, before = Origin.of(url), Origin.of(target.url)
+        except ValueError:
+            raise Failure("a redirect to no place", transient=False) from None
+        if (before.scheme, origin.scheme) == ("https", "http"):
+            cause = f"a redirect from https to unencrypted http at {self._told(origin.host)}"
+            raise Failure(cause, transient=False)
+        told, known = answer.headers.get("X-Linked-Etag"), target.digest
+        if told is not None and known is not None and told.removeprefix("W/").strip('"') != known:
+            raise changed(self.name, f"content {known}", f"content {self._told(told)}")
+        is_verified = target.is_verified or None not in (told, known)
+        headers = target.headers if origin == before else {}
+        return target._replace(url=url, headers=headers, is_verified=is_verified)
+
+    def _check(self, target: Place, answer: Answer, start: int, stop: int) -> int:
+        """Checks that an answer is the asked one, of the same file; returns the body's bytes."""
+        headers, status = answer.headers, answer.status
+        is_plain = headers.get("Content-Encoding", "identity") == "identity"
+        if status == 206 and is_plain:
+            text = headers.get("Content-Range", "")
+            match = _CONTENT_RANGE.fullmatch(text)
+            first, last, total = map(int, match.groups()) if match else (-1, -1, -1)
+            length = last + 1 - first
+            in_range = first == start and start <= last < min(stop, total)
+            if not in_range or answer.length not in (None, length):
+                size = "unknown length" if answer.length is None else f"{answer.length} bytes"
+                cause = f"Content-Range {self._told(text)!r} and a body of {size}"
+                raise Failure(f"{cause} from {self._host(target)} for bytes [{start}, {stop})")
+        elif status == 200 and is_plain and start == 0 and answer.length in range(stop + 1):
+            length = total = answer.length or 0  # a server without ranges; all of a small file
+        elif status == 416 and _EMPTY_RANGE.fullmatch(headers.get("Content-Range", "")):
+            length = total = 0
+        else:
+            raise self._refusal(target, answer, start, stop)
+        self._pin(target, headers, total)
+        return length
+
+    def _pin(self, target: Place, headers: http.client.HTTPMessage, total: int) -> None:
+        version = headers.get("ETag") or headers.get("Last-Modified") or "of unknown date"
+        # Servers may have different ETags of the same, verified content.
+        parts = urllib.parse.urlsplit(target.url)
+        server = f"{parts.netloc}{parts.path}" if target.is_verified else ""
+        with self._pin_lock:
+            expected = self._versions.setdefault(server, version)
+            if self.size is None:
+                self.size = total
+            if self.modified_seconds is None:
+                modified = http_date(headers.get("Last-Modified"))
+                self.modified_seconds = None if modified is None else modified.timestamp()
+        if (version, total) != (expected, self.size):
+            raise changed(
+                self.name,
+                f"{self.size} bytes, version {self._told(expected)}",
+                f"{total} bytes, version {self._told(version)}",
+            )
+
+    def _host(self, target: Place) -> str:
+        return self._told(Origin.of(target.url).host)
+
+    def _told(self, text: str) -> str:
+        """Returns a server's words as errors may show them: short, without what was sent to it."""
+        text = self._connections.sent.redact(text)
+        return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
+
+    def _refusal(self, target: Place, answer: Answer, start: int, stop: int) -> Exception:
+        status = answer.status
+        cause = f"status {status} from {self._host(target)}"
+        if told := answer.headers.get("X-Error-Message"):
+            cause += f": {self._told(told)}"
+        if status in (401, 403):
+            hint = target.hint(answer.headers.get("X-Error-Code"))
+            return AccessDenied("access denied", file=self.name, found=cause, hint=hint)
+        if status in (404, 410) and not self._versions:
+            return CheckpointNotFoundError("no such file", file=self.name, found=cause)
+        if status in (404, 410, 416) and self._versions:
+            return changed(self.name, f"{self.size} bytes, as before", cause)
+        if status in (200, 206):
+            return StorageError(
+                f"the server does not serve bytes [{start}, {stop}) alone, as they are",
+                file=self.name,
+                expected="status 206 to a Range request, without Content-Encoding",
+                found=cause,
+                hint="Download the checkpoint, or serve it by a server that knows ranges.",
+            )
+        after = retry_after_seconds(answer.headers.get("Retry-After"))
+        return Failure(cause, transient=is_transient_status(status), after_seconds=after)
+
+
+def _classify(error: Exception) -> Failure | None:
+    if isinstance(error, http.client.IncompleteRead):
+        lacking = "" if error.expected is None else f"{error.expected} bytes "
+        return Failure(f"the body ended {lacking}too soon")
+    if isinstance(error, http.client.BadStatusLine | http.client.UnknownProtocol) and (
+        not isinstance(error, ConnectionError)
+    ):
+        return Failure("the answer is not HTTP")  # what it is, is the server's text
+    if isinstance(error, OSError | http.client.HTTPException):
+        lasting = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL) or (
+            isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+        )
+        return Failure(f"{type(error).__name__}: {error}".rstrip(": "), transient=not lasting)
+    return None
+
+
+def _receive(answer: Answer, buffers: Sequence[Buffer], length: int) -> int:
+    """Fills `buffers` with the `length` bytes of a body, or as many as come before it breaks."""
+    staged = length < len(buffers) * _SMALL_BUFFER_BYTES  # many small ones: through a large one
+    staging = np.empty(min(length, _PROGRESS_BYTES) if staged else 0, np.uint8).data
+    done = 0
+    try:
+        while done < length:
+            rest = skip(buffers, done)
+            chunk = (staging if staged else rest[0])[: length - done]
+            answer.read_into(chunk)
+            if staged:
+                scatter(chunk, rest)
+            done += len(chunk)
+    except (OSError, http.client.HTTPException):
+        if not staged:
+            done = answer.received
+        if done < _PROGRESS_BYTES:
+            raise
+        return done
+    if done:
+        answer.check_ended()
+    return done

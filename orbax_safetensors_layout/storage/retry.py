@@ -9,8 +9,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from absl import logging
 
@@ -19,69 +19,55 @@ from orbax_safetensors_layout.options import RetryPolicy
 
 T = TypeVar("T")
 
-_PASSING_STATUS = {408, 425, 429}
-_LASTING_SERVER_STATUS = {501, 505}
 
+class Failure(Exception):
+    """One attempt of a request failed, for a `cause` in a few words.
 
-class Failure(NamedTuple):
-    """A classifier's verdict on an error of one attempt.
-
-    Attributes:
-        cause: A few words; secrets are taken out of them.
-        transient: Whether another attempt may do better.
-        after_seconds: How long the server asked to be left alone, if it did.
+    `transient` if another attempt may do better, but not before `after_seconds`, if the server
+    asked for them. What a `StorageError` chains has no secrets.
     """
 
-    cause: str
-    transient: bool
-    after_seconds: float | None = None
-
-
-Classify = Callable[[Exception], Failure | None]
-"""Tells what an error means; None for one that has nothing to do with the request."""
-
-
-class RequestFailed(Exception):
-    """The last failure of a request, as text without secrets; what a `StorageError` chains."""
+    def __init__(
+        self, cause: str, *, transient: bool = True, after_seconds: float | None = None
+    ) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.transient = transient
+        self.after_seconds = after_seconds
 
 
 class Retrier:
     """Runs requests of one storage by one policy. Safe to use from many threads.
 
-    Args:
-        policy: How often and how long to try.
-        clock: Seconds; for tests.
-        wait: Waits for some seconds, or until `interrupt`; tells whether it was that. For tests.
-        jitter: A number in [0, 1), drawn for each pause; for tests.
-        redact: Takes the secrets out of what a failed attempt tells.
+    `classify` tells what an error means; None for one that has nothing to do with the request.
+    `redact` takes the secrets out of what a failed attempt tells. The clock in seconds and pauses
+    (which tell whether `interrupt` ended them) are arguments for tests.
     """
 
     def __init__(
         self,
         policy: RetryPolicy,
+        classify: Callable[[Exception], Failure | None],
         *,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
-        jitter: Callable[[], float] = random.random,
         redact: Callable[[str], str] = redact,
     ) -> None:
         self.policy = policy
+        self._classify = classify
         self._interrupted = threading.Event()
         self._clock = clock
         self._wait = wait or self._interrupted.wait
-        self._jitter = jitter
         self._redact = redact
 
     def interrupt(self) -> None:
-        """Ends all pauses: from now on nothing is tried again."""
         self._interrupted.set()
 
-    def run(self, call: Callable[[], T], classify: Classify, *, doing: str, url: str) -> T:
+    def run(self, call: Callable[[], T], doing: str, url: str) -> T:
         """Returns the result of `call`, tried until it succeeds or another attempt is useless.
 
-        This package's own errors are passed on; `classify` judges others. A permanent failure, or
-        too many others, is a `StorageError` with what was being done (as "reading bytes [0, 8)"),
-        the URL without query string and user info, the attempts and the last cause.
+        This package's own errors are passed on. The `StorageError` for others tells what was being
+        done (as "reading bytes [0, 8)"), the attempts and the last cause.
         """
         begun = self._clock()
         for attempt in itertools.count(1):
@@ -91,15 +77,17 @@ class Retrier:
                 error.__context__ = None  # a client's error, which may show what is signed
                 raise
             except Exception as error:
-                verdict = classify(error)
-                if verdict is None:
+                judged = error if isinstance(error, Failure) else self._classify(error)
+                if judged is None:
                     raise
-            failure = verdict._replace(cause=self._redact(verdict.cause))
+                failure = judged
+                failure.__traceback__ = failure.__context__ = None  # whose frames hold buffers
+            cause = self._redact(failure.cause)
             elapsed = self._clock() - begun
             pause = self._pause(attempt, failure, self.policy.total_seconds - elapsed)
             if pause is None:
                 break
-            logging.vlog(1, "%s: %s failed: %s", redact(url), doing, failure.cause)
+            logging.vlog(1, "%s: %s failed: %s", redact(url), doing, cause)
             if self._wait(pause) or self._interrupted.is_set():
                 break
         hint = None
@@ -109,9 +97,9 @@ class Retrier:
         raise StorageError(
             f"{doing} failed after {times} in {self._clock() - begun:.1f} s",
             file=redact(url),
-            found=failure.cause,
+            found=cause,
             hint=hint,
-        ) from RequestFailed(failure.cause)
+        ) from Failure(cause)
 
     def _pause(self, attempt: int, failure: Failure, left_seconds: float) -> float | None:
         """Returns seconds until the next attempt; None if there is to be none."""
@@ -120,7 +108,7 @@ class Retrier:
         if not failure.transient or given_up or left_seconds <= 0:
             return None
         longest = min(policy.max_seconds, policy.base_seconds * 2.0 ** min(attempt - 1, 60))
-        pause = longest * (1 - policy.jitter * self._jitter())
+        pause = longest * (1 - policy.jitter * random.random())
         asked = failure.after_seconds or 0.0
         return None if asked > left_seconds else min(max(pause, asked), left_seconds)
 
@@ -140,24 +128,19 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
     # Not of a pool: those are waited for at the end of a program.
     threading.Thread(target=run, name="safetensors-request", daemon=True).start()
-    try:
-        return done.result(seconds)
-    except TimeoutError:
-        if done.done():  # by a time-out of its own
-            raise
-    raise TimeoutError(f"no complete answer in {seconds:g} s")
+    if not wait([done], seconds).done:
+        raise TimeoutError(f"no complete answer in {seconds:g} s")
+    return done.result()
 
 
 def is_transient_status(status: int) -> bool:
     """Whether an HTTP status may be another one later: 408, 425, 429 and most from 500 on."""
-    return status in _PASSING_STATUS or (status >= 500 and status not in _LASTING_SERVER_STATUS)
+    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
 
 
 def retry_after_seconds(header: str | None) -> float | None:
     """Returns the seconds of a `Retry-After` header: a number, or a date (RFC 9110, 10.2.3)."""
-    if header is None:
-        return None
-    if header.strip().isdecimal():
+    if header is not None and header.strip().isdecimal():
         return float(header)
     date = http_date(header)
     if date is None:

@@ -13,21 +13,13 @@ from orbax_safetensors_layout.options import RetryPolicy
 from .base import Storage
 from .local import LocalStorage
 
-CLOUDS = ("gs", "s3", "az")
-"""Schemes of object stores."""
-
 Opener = Callable[[str, RetryPolicy | None], tuple[Storage, str]]
 
 
 def open_storage(
     path: str | os.PathLike[str], *, retries: RetryPolicy | None = None
 ) -> tuple[Storage, str]:
-    """Return the storage that a path names, and the path in that storage's own terms.
-
-    Raises:
-        StorageError: The path is malformed, a library that it needs is not installed, or no
-            storage of this package serves its scheme.
-    """
+    """Return the storage that a path names, and the path in that storage's own terms."""
     text = os.fsdecode(path)
     if not text or "\0" in text:  # an empty one would be the working folder
         problem = "the path is empty, or has a null byte"
@@ -47,7 +39,15 @@ def open_storage(
 
 
 def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
-    _check_no_lost_slash(text)
+    scheme, _, rest = text.partition(":/")
+    if rest and f"{scheme}://" in OPENERS and not os.path.lexists(text):
+        meant = redact_urls(f"{scheme}://{rest}")
+        raise StorageError(
+            "the path lacks a slash, which `pathlib.Path` takes away from URLs",
+            file=meant.replace("://", ":/", 1),
+            expected=meant,
+            hint="Give it as a string, or as an `epath.Path`.",
+        )
     return LocalStorage(), os.path.abspath(os.path.expanduser(text))
 
 
@@ -61,19 +61,6 @@ def _open_web(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
 
     web = WebStorage(text, retries)
     return web, web.path
-
-
-def _check_no_lost_slash(text: str) -> None:
-    """Refuses a URL that `pathlib` made a local path, which does not exist."""
-    scheme, _, rest = text.partition(":/")
-    if rest and f"{scheme}://" in OPENERS and not os.path.lexists(text):
-        meant = redact_urls(f"{scheme}://{rest}")
-        raise StorageError(
-            "the path lacks a slash, which `pathlib.Path` takes away from URLs",
-            file=meant.replace("://", ":/", 1),
-            expected=meant,
-            hint="Give it as a string, or as an `epath.Path`.",
-        )
 
 
 def _open_cloud(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
@@ -115,7 +102,7 @@ def _needs(package: str, extra: str, path: str) -> Iterator[None]:
 OPENERS: dict[str, Opener] = {
     "": _open_local,
     "file://": _open_file,
-    **{f"{scheme}://": _open_cloud for scheme in CLOUDS},
+    **dict.fromkeys(("gs://", "s3://", "az://"), _open_cloud),
     "hf://": _open_hub,
     "https://": _open_web,
     "http://": _open_web,

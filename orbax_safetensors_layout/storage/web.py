@@ -10,17 +10,14 @@ from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import join
-from .http import HttpHeaders, Origin, basic_login
-from .remote import RemoteStorage
-from .remote_file import AccessDenied, Place
+from .http import Origin, basic_login
+from .remote import AccessDenied, Place, RemoteStorage
 
 ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
 """Environment variable: 1 to read `http://` paths of other machines, too."""
 
 PROBED = ("model.safetensors.index.json", "orbax_safetensors_layout.json", "model.safetensors")
 """What a folder is asked for, since it cannot be listed."""
-
-_FILE_SUFFIXES = (".safetensors", ".json")
 
 
 class WebStorage(RemoteStorage):
@@ -50,8 +47,7 @@ class WebStorage(RemoteStorage):
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
         self.path = shown.geturl()
         self._query = parts.query
-        login = basic_login(parts)
-        self._headers = {} if login is None else {"Authorization": login}
+        self._headers = basic_login("Authorization", parts)
         is_safe = origin.scheme == "https" or origin.is_loopback
         if not is_safe and os.environ.get(ALLOW_HTTP) != "1":
             raise StorageError(
@@ -62,7 +58,7 @@ class WebStorage(RemoteStorage):
 
     def is_file(self, path: str) -> bool:
         # Servers answer for folders, too: with a page, or with a refusal.
-        return path.endswith(_FILE_SUFFIXES) and super().is_file(path)
+        return path.endswith((".safetensors", ".json")) and super().is_file(path)
 
     def folders(self, folder: str) -> list[str]:
         return []
@@ -87,8 +83,5 @@ class WebStorage(RemoteStorage):
 
     def _place(self, file: str) -> Place:
         url = urllib.parse.urlsplit(file)._replace(query=self._query)
-        return Place(url.geturl(), self._headers, hint=_hint)
-
-
-def _hint(headers: HttpHeaders) -> str:
-    return "Check the path, and the credentials in it if it needs any."
+        hint = "Check the path, and the credentials in it if it needs any."
+        return Place(url.geturl(), self._headers, lambda error_code: hint)

@@ -31,13 +31,17 @@ class Sink:
         self.sizes: list[int] = []
         self.ended = False
 
-    def __call__(self, parts, chunk, concurrency):
+    def __call__(self, parts):
         for part in parts:
-            assert part.nbytes <= chunk
+            assert part.nbytes <= part_bytes(SIZE)
             self.sizes.append(part.nbytes)
             self.sums.append(int(part[:: 64 * 1024].sum()))
             del part
         self.ended = True
+
+
+def nothing() -> None:
+    """What follows on a complete upload."""
 
 
 def pattern(start, stop):
@@ -60,7 +64,7 @@ def test_memory_is_bounded_in_any_order(order):
     sink = Sink()
     tracemalloc.start()
     try:
-        writer = CloudFileWriter("gs://bucket/f", SIZE, put_parts=sink)
+        writer = CloudFileWriter("gs://bucket/f", SIZE, sink, nothing)
         write(writer, order)
         writer.finish()
         peak = tracemalloc.get_traced_memory()[1]
@@ -79,7 +83,7 @@ def test_memory_is_bounded_in_any_order(order):
 def test_bytes_before_their_turn_leave_no_file_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     descriptors = len(os.listdir("/proc/self/fd"))
-    writer = CloudFileWriter("gs://bucket/f", SIZE, put_parts=Sink())
+    writer = CloudFileWriter("gs://bucket/f", SIZE, Sink(), nothing)
     for start in range(STEP, SIZE, STEP):  # the first bytes are missing
         writer.write_at(start, [pattern(start, min(start + STEP, SIZE))])
     with pytest.raises(osl.StorageError, match="not complete"):
@@ -91,12 +95,12 @@ def test_bytes_before_their_turn_leave_no_file_behind(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_a_failing_upload_is_told_to_who_writes(after):
-    def failing(parts, chunk, concurrency):
+    def failing(parts):
         for number, _ in enumerate(parts):
             if number == after:
                 raise ConnectionResetError("connection reset")
 
-    writer = CloudFileWriter("gs://bucket/f", SIZE, put_parts=failing)
+    writer = CloudFileWriter("gs://bucket/f", SIZE, failing, nothing)
 
     def write_all():
         write(writer, "forwards")
@@ -111,14 +115,14 @@ def test_a_failing_upload_is_told_to_who_writes(after):
 def test_aborting_wakes_who_waits_for_a_slow_upload():
     begun, release = threading.Event(), threading.Event()
 
-    def slow(parts, chunk, concurrency):
+    def slow(parts):
         next(parts)
         begun.set()
         assert release.wait(60)
         for _ in parts:
             pass
 
-    writer = CloudFileWriter("gs://bucket/f", SIZE, put_parts=slow)
+    writer = CloudFileWriter("gs://bucket/f", SIZE, slow, nothing)
     with ThreadPoolExecutor(2) as pool:
         writing = pool.submit(write, writer, "forwards")
         assert begun.wait(60)

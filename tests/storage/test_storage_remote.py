@@ -33,8 +33,8 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.format.index import MAIN_INDEX
 from orbax_safetensors_layout.format.manifest import MANIFEST
-from orbax_safetensors_layout.storage import hub_api, web
-from orbax_safetensors_layout.storage.hub_api import HubPath
+from orbax_safetensors_layout.storage import hub as hub_storage, web
+from orbax_safetensors_layout.storage.hub import HubStorage
 from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
@@ -206,7 +206,7 @@ def test_revisions_types_folders_and_files(hub, folder, tmp_path):
 @pytest.mark.parametrize("path", ["hf://", "hf:///x", "hf://org/model@", "hf://@main"])
 def test_a_path_that_names_no_repository(path):
     with pytest.raises(osl.StorageError, match="cannot open the path"):
-        HubPath.parse(path)
+        HubStorage(path)
     assert not osl.is_safetensors_checkpoint(path)
 
 
@@ -224,7 +224,7 @@ def test_a_renamed_repository_is_found(hub, folder):
 
 def test_a_repository_of_more_files_than_its_summary_has(hub, folder, monkeypatch):
     hub.add("org/model", folder)
-    monkeypatch.setattr(hub_api, "_MOST_SUMMED_UP", 2)
+    monkeypatch.setattr(hub_storage, "_MOST_SUMMED_UP", 2)
     assert_same(osl.load("hf://org/model"), TENSORS)
     assert any("/tree/" in request.path for request, _ in hub.hub.log)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from remote_checks import shown
@@ -61,10 +62,9 @@ def lasting(error: Exception) -> Failure:
 
 
 def run(clock, call, classify=passing, *, jitter=0.0, **policy):
-    retrier = Retrier(
-        osl.RetryPolicy(**policy), clock=clock.read, wait=clock.wait, jitter=lambda: jitter
-    )
-    return retrier.run(call, classify, doing="reading bytes [3, 9)", url=URL)
+    retrier = Retrier(osl.RetryPolicy(**policy), classify, clock=clock.read, wait=clock.wait)
+    with mock.patch("random.random", return_value=jitter):
+        return retrier.run(call, "reading bytes [3, 9)", URL)
 
 
 def test_pauses_double_up_to_the_longest():
@@ -140,7 +140,8 @@ def test_errors_of_this_package_and_foreign_ones_pass():
 
 def test_a_failure_elsewhere_ends_pauses():
     """A worker that waits an hour between attempts does not hold up an error of another."""
-    retrier = Retrier(osl.RetryPolicy(base_seconds=3600, max_seconds=3600, total_seconds=7200))
+    policy = osl.RetryPolicy(base_seconds=3600, max_seconds=3600, total_seconds=7200)
+    retrier = Retrier(policy, passing)
     failed_once = threading.Event()
 
     def unreachable():
@@ -148,7 +149,7 @@ def test_a_failure_elsewhere_ends_pauses():
         raise ConnectionResetError("connection reset")
 
     def retried():
-        retrier.run(unreachable, passing, doing="reading", url=URL)
+        retrier.run(unreachable, "reading", URL)
 
     def broken():
         assert failed_once.wait(60)
@@ -165,11 +166,11 @@ def test_a_failure_elsewhere_ends_pauses():
 
 
 def test_interrupted_requests_are_not_tried_again():
-    retrier = Retrier(osl.RetryPolicy())
+    retrier = Retrier(osl.RetryPolicy(), passing)
     retrier.interrupt()
     clock = Clock()
     with pytest.raises(osl.StorageError, match="after 1 attempt"):
-        retrier.run(clock.fail_times(1), passing, doing="reading", url=URL)
+        retrier.run(clock.fail_times(1), "reading", URL)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_no_secret_in_an_error_or_what_it_chains(text):
         raise ConnectionError(text)
 
     with pytest.raises(osl.StorageError) as caught:
-        Retrier(osl.RetryPolicy(attempts=1)).run(call, passing, doing="reading", url=URL)
+        Retrier(osl.RetryPolicy(attempts=1), passing).run(call, "reading", URL)
     error = caught.value
     shown = "".join(traceback.format_exception(error))
     assert "hunter2" not in shown + repr(error) + repr(error.__cause__)

@@ -43,7 +43,7 @@ class FaultyStorage(LocalStorage):
         self._random = random.Random(seed)
         self._guard = threading.Lock()
         self._shares = (passing, lasting)
-        self._retrier = Retrier(QUICK)
+        self._retrier = Retrier(QUICK, classify)
 
     def draw(self) -> str | None:
         """The next fault; storms of the same kind come together."""
@@ -85,7 +85,7 @@ class FaultyStorage(LocalStorage):
 
         total = sum(len(buffer) for buffer in buffers)
         doing = f"reading bytes [{offset}, {offset + total})"
-        self._retrier.run(attempt, classify, doing=doing, url=file)
+        self._retrier.run(attempt, doing, file)
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         return _FaultyWriter(self, file, super().create(file, size, durable=durable))
@@ -97,7 +97,7 @@ class FaultyStorage(LocalStorage):
             self.barrier(self.draw(), file)
             call()
 
-        self._retrier.run(attempt, classify, doing=doing, url=file)
+        self._retrier.run(attempt, doing, file)
 
     def interrupt(self) -> None:
         self._retrier.interrupt()
