@@ -24,7 +24,6 @@ from orbax_safetensors_layout.plan import (
     ClusterPlan,
     ClusterTensor,
     Cost,
-    TensorClass,
     plan_cluster,
     plan_cluster_writes,
 )
@@ -173,7 +172,7 @@ def estimate(
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
     )
-    shards = [(kind.first.entry.name, _shard_bytes(kind)) for kind in cluster.kinds]
+    shards = [(kind.first.entry.name, kind.shard_bytes) for kind in cluster.kinds]
     return ClusterEstimate(
         path=place,
         grid=grid,
@@ -187,7 +186,7 @@ def estimate(
         processes=tuple(range(grid.processes)),
         costs=tuple(cluster.cost(process) for process in range(grid.processes)),
         process_parameters=_process_parameters(cluster, parameters),
-        device_bytes=sum(kind.tensors * _shard_bytes(kind) for kind in cluster.kinds),
+        device_bytes=sum(kind.tensors * kind.shard_bytes for kind in cluster.kinds),
         largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
         leaf_costs=_leaf_costs(cluster),
         rules=rule_uses(rules, placed.values()),
@@ -202,10 +201,6 @@ def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstima
         raise ValueError("saves are planned of tensors as stored, without a mapping or pieces")
     costs = plan_cluster_writes(load.cluster.leaves, load.grid, options)
     return dataclasses.replace(load, costs=costs, leaf_costs=(), cluster=None, saves=options.layout)
-
-
-def _shard_bytes(kind: TensorClass) -> int:
-    return -(-kind.shard_elements * kind.first.entry.dtype.bits // 8)
 
 
 def _process_parameters(cluster: ClusterPlan, parameters: dict[str, int]) -> tuple[int, ...]:
@@ -227,9 +222,10 @@ def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
     for kind in cluster.kinds:
         (entry, spec), costs = kind.first, []
         for shape in kind.shapes:
-            pairs = [request.cost(cluster.profile) for request in shape.fetches]
-            read, requests = (sum(pair[part] for pair in pairs) for part in (0, 1))
-            needed = sum(r.read.runs.total_bytes for f in shape.fetches for r in f.regions)
+            read = sum(request.read_bytes for request in shape.requests)
+            requests = sum(request.requests for request in shape.requests)
+            regions = [region for request in shape.requests for region in request.fetch.regions]
+            needed = sum(region.read.runs.total_bytes for region in regions)
             costs.append((read, requests, needed))
         read, requests, needed = max(costs, default=(0, 0, 0))
         code = entry.dtype.code

@@ -1,21 +1,20 @@
-"""Where each element of an array is in a flat sequence of elements.
-
-Index `i` of an affine view is element `offset + sum(i * stride)`; a gather has an offset for each
-index of an axis, in no regular order.
-"""
+"""Where each element of an array is in a flat sequence of elements, and the byte runs they are."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from .box import Box
+
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -24,13 +23,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class AffineView(NamedTuple):
-    """The place of each element of an array in a flat sequence of elements.
-
-    Attributes:
-        offset: Element offset of index 0.
-        shape: Extents.
-        strides: Elements between neighbours along each dimension.
-    """
+    """Index `i` of an array as element `offset + sum(i * stride)` of a flat sequence."""
 
     offset: int
     shape: tuple[int, ...]
@@ -42,7 +35,6 @@ class AffineView(NamedTuple):
         return cls(0, tuple(shape), row_major_strides(shape))
 
     def restrict(self, box: Box) -> AffineView:
-        """Return the view of one region."""
         shift = sum(map(operator.mul, box.start, self.strides))
         return AffineView(self.offset + shift, box.shape, self.strides)
 
@@ -56,17 +48,11 @@ class AffineView(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """Equal slabs, each one index of an axis, anywhere in a sequence of elements.
-
-    Attributes:
-        axis: The axis.
-        places: Index of each slab along it, each once.
-        offsets: Element offset of each slab, at least 0; several may have the same.
-    """
+    """Equal slabs, each one index of an axis, in no regular order in a sequence of elements."""
 
     axis: int
-    places: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
+    places: Ints  # index of each slab along the axis, each once
+    offsets: Ints  # element offset of each slab, at least 0; several may have the same
 
     def within(self, start: int, stop: int) -> Gather:
         """Return the slabs at indices `start` to `stop`, counted from `start`."""
@@ -76,10 +62,88 @@ class Gather:
 
 def filled_boxes(gathers: Iterable[tuple[Box, Gather]]) -> Iterator[Box]:
     """Yields the boxes that gathers fill, each given with a box that holds all of its slabs."""
-    by_slab: dict[tuple[int, Box], list[npt.NDArray[np.int64]]] = {}
+    by_slab: dict[tuple[int, Box], list[Ints]] = {}
     for box, gather in gathers:
         by_slab.setdefault((gather.axis, box.along(gather.axis, 0, 1)), []).append(gather.places)
     for (axis, slab), parts in by_slab.items():
         places = np.sort(np.concatenate(parts))
         for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
             yield slab.along(axis, int(run[0]), int(run[-1]) + 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StridedRuns:
+    """Equal byte runs at regular distances in file order, without an object per run.
+
+    Run number `(i, j, ...)` begins at `base + i * stride_0 + j * stride_1 + ...`.
+    """
+
+    base: int
+    run_bytes: int
+    # `(count, stride_bytes)` of each level, outermost first; empty for a single run.
+    levels: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def nested(cls, base: int, run_bytes: int, levels: Iterable[tuple[int, int]]) -> StridedRuns:
+        """Return runs at these levels, innermost first; those without a gap become one."""
+        joined: list[tuple[int, int]] = []
+        for count, stride in levels:
+            if not joined and stride == run_bytes:
+                run_bytes *= count
+            elif joined and stride == joined[-1][0] * joined[-1][1]:
+                joined[-1] = (joined[-1][0] * count, joined[-1][1])
+            else:
+                joined.append((count, stride))
+        return cls(base, run_bytes, tuple(reversed(joined)))
+
+    @classmethod
+    def of(cls, view: AffineView, itemsize: int, base: int = 0) -> StridedRuns:
+        """Return the runs of all elements of a view of a sequence that begins at byte `base`.
+
+        Dimensions of negative strides are reversed, and those that repeat elements (stride 0) have
+        each element once.
+
+        Raises:
+            ValueError: The dimensions interlace: a run would begin before another one ends.
+        """
+        if 0 in view.shape:
+            return cls(base + view.offset * itemsize, 0, ())
+        sides = zip(view.shape, view.strides, strict=True)
+        levels = [(n, abs(stride) * itemsize) for n, stride in sides if n > 1 and stride]
+        levels.sort(key=operator.itemgetter(1))
+        reach = itemsize
+        for count, stride in levels:
+            if stride < reach:
+                raise ValueError(f"the dimensions of {view} interlace")
+            reach += (count - 1) * stride
+        return cls.nested(base + view.bounds[0] * itemsize, itemsize, levels)
+
+    @property
+    def count(self) -> int:
+        return math.prod(count for count, _ in self.levels)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * self.run_bytes
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte of the last run."""
+        return self.base + sum((n - 1) * stride for n, stride in self.levels) + self.run_bytes
+
+    def coalesce(self, max_gap_bytes: int) -> StridedRuns:
+        """Return the runs without gaps of at most `max_gap_bytes`, innermost level first."""
+        run, levels = self.run_bytes, list(self.levels)
+        while levels and levels[-1][1] - run <= max_gap_bytes:
+            count, stride = levels.pop()
+            run += (count - 1) * stride
+        return StridedRuns(self.base, run, tuple(levels))
+
+    def offsets(self, start: int = 0, stop: int | None = None) -> Ints:
+        """Return the first bytes of runs `start` to `stop`."""
+        number = np.arange(start, self.count if stop is None else stop, dtype=np.int64)
+        offset = np.full(number.shape, self.base, dtype=np.int64)
+        for count, stride in reversed(self.levels):
+            number, index = np.divmod(number, count)
+            offset += index * stride
+        return offset

@@ -1,14 +1,19 @@
-"""Boxes: n-dimensional half-open index regions, and the larger boxes that equal shards tile."""
+"""Boxes: half-open index regions, larger ones that equal ones tile, and parts of arrays."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+
+def replaced(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    """Return a shape, or the like, with another value at one dimension."""
+    return (*values[:axis], value, *values[axis + 1 :])
 
 
 class Box(NamedTuple):
@@ -19,86 +24,63 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the region of a whole array."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent along each dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The region as a numpy index."""
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common region, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def along(self, axis: int, start: int, stop: int) -> Box:
         """Return the region with other bounds along one dimension."""
-        return Box(
-            (*self.start[:axis], start, *self.start[axis + 1 :]),
-            (*self.stop[:axis], stop, *self.stop[axis + 1 :]),
-        )
+        return Box(replaced(self.start, axis, start), replaced(self.stop, axis, stop))
 
     def within(self, outer: Box) -> Box:
         """Return the region relative to one that contains it."""
-        start = tuple(map(operator.sub, self.start, outer.start))
-        return Box(start, tuple(map(operator.sub, self.stop, outer.start)))
+        return self.shifted([-n for n in outer.start])
 
     def shifted(self, offset: Sequence[int]) -> Box:
-        """Return the region moved along each dimension."""
         start = tuple(map(operator.add, self.start, offset))
         return Box(start, tuple(map(operator.add, self.stop, offset)))
 
     def contains(self, other: Box) -> bool:
-        """Return whether every index of `other` lies in this region."""
         return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
             a >= b for a, b in zip(self.stop, other.stop, strict=True)
         )
 
 
 class Tile(NamedTuple):
-    """A box that equal smaller boxes tile as a grid.
-
-    Attributes:
-        box: The tiled region.
-        grid: Number of member boxes along each dimension.
-        members: Index of each member in the list that was tiled, in C order of the grid.
-    """
+    """A box that equal smaller boxes tile as a grid."""
 
     box: Box
-    grid: tuple[int, ...]
-    members: tuple[int, ...]
+    grid: tuple[int, ...]  # number of members along each dimension
+    members: tuple[int, ...]  # number of each in the list that was tiled, in C order of the grid
 
     @classmethod
     def alone(cls, box: Box, member: int = 0) -> Tile:
-        """Return the tile of one box."""
         return cls(box, (1,) * len(box.start), (member,))
 
     @property
     def member_shape(self) -> tuple[int, ...]:
-        """Shape of one member box."""
         return tuple(n // g for n, g in zip(self.box.shape, self.grid, strict=True))
 
     def slabs(self, most: int, group: int = 1, axes: Sequence[int] | None = None) -> Iterator[Tile]:
         """Yields regions that are contiguous in a row-major array of the tile, in its order.
 
-        Each consists of regions of the same shape of its members, which may be larger.
-
-        Args:
-            most: Most elements of a slab, as far as `group` allows.
-            group: The number of elements before each is a multiple of this.
-            axes: The order of the array's axes, as `numpy.transpose`.
+        Each has up to `most` elements, a multiple of `group` before it, and regions of one shape of
+        its members. `axes` is the order of the array's axes, as of `numpy.transpose`.
         """
         if axes is not None:
             back = sorted(range(len(axes)), key=axes.__getitem__)
@@ -147,28 +129,28 @@ class Tile(NamedTuple):
         return tuple(map(operator.add, self.box.start, index))
 
 
-def tile(boxes: Sequence[Box]) -> list[Tile]:
-    """Merges neighbours of equal shape into as few large boxes as possible.
+def tile(boxes: Sequence[Box], numbers: Iterable[int] | None = None) -> list[Tile]:
+    """Merges neighbours of equal shape that do not overlap into as few large boxes as possible.
 
-    Boxes are merged greedily, innermost dimension first, so that the result is as contiguous in a
-    row-major file as it can be. Boxes of other shapes, and boxes that overlap, are not merged.
+    It is greedy, innermost dimension first, for long contiguous runs in a row-major file. Without
+    `numbers` it takes all boxes.
     """
     rank = len(boxes[0].start) if boxes else 0
     # A partial merge is (start, grid); the member shape is the group's.
     tiles: list[Tile] = []
     groups: dict[tuple[int, ...], list[int]] = {}
-    for i, box in enumerate(boxes):
-        groups.setdefault(box.shape, []).append(i)
+    for i in range(len(boxes)) if numbers is None else numbers:
+        groups.setdefault(boxes[i].shape, []).append(i)
     for shape, group in groups.items():
-        numbers = {boxes[i].start: i for i in group}
+        number_at = {boxes[i].start: i for i in group}
         merged = [(boxes[i].start, (1,) * rank) for i in group]
-        if len(numbers) == len(group) and all(shape) and not _overlap(shape, list(numbers)):
+        if len(number_at) == len(group) and all(shape) and not _overlap(shape, list(number_at)):
             for axis in reversed(range(rank)):
                 merged = _merge_along(axis, shape, merged)
         for start, grid in merged:
             stop = tuple(a + n * g for a, n, g in zip(start, shape, grid, strict=True))
             members = tuple(
-                numbers[tuple(a + n * i for a, n, i in zip(start, shape, cell, strict=True))]
+                number_at[tuple(a + n * i for a, n, i in zip(start, shape, cell, strict=True))]
                 for cell in itertools.product(*map(range, grid))
             )
             tiles.append(Tile(Box(start, stop), grid, members))
@@ -176,16 +158,12 @@ def tile(boxes: Sequence[Box]) -> list[Tile]:
 
 
 def cover(boxes: Sequence[Box], whole: Box, most_corners: int | None = None) -> bool:
-    """Return whether `boxes` cover `whole` exactly, each index once.
+    """Return whether `boxes` cover `whole` exactly, each index once; empty ones do not count.
 
     The number of boxes that hold an index, as a function of the index, is determined by its mixed
     difference, which each box changes at its corners alone: by +1 or -1, as the corner has an even
     or odd number of stops. So boxes tile `whole` if and only if these sums are its own.
-
-    Args:
-        boxes: The boxes; empty ones do not count.
-        whole: The box to cover.
-        most_corners: Bound on the work: False where there are more corners.
+    False where there are more than `most_corners`, a bound on the work.
     """
     if not whole.size:
         return all(whole.contains(box) for box in boxes)
@@ -227,19 +205,60 @@ def _merge_along(
     axis: int, shape: tuple[int, ...], items: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Joins (start, grid) items that follow one another along `axis` and are equal otherwise."""
-
-    def across(item: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[object, ...]:
-        start, grid = item
-        return (start[:axis] + start[axis + 1 :], grid[:axis] + grid[axis + 1 :])
-
     merged: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for item in sorted(items, key=lambda i: (across(i), i[0][axis])):
-        start, grid = item
-        if merged and across(merged[-1]) == across(item):
-            before, extent = merged[-1]
-            if before[axis] + extent[axis] * shape[axis] == start[axis]:
-                longer = extent[axis] + grid[axis]
-                merged[-1] = (before, (*extent[:axis], longer, *extent[axis + 1 :]))
+    for start, grid in sorted(items, key=lambda i: (replaced(i[0], axis, 0), i[1], i[0][axis])):
+        if merged:
+            before, count = merged[-1]
+            end = before[axis] + count[axis] * shape[axis]
+            longer = replaced(count, axis, count[axis] + grid[axis])
+            if start == replaced(before, axis, end) and count == replaced(grid, axis, count[axis]):
+                merged[-1] = before, longer
                 continue
-        merged.append(item)
+        merged.append((start, grid))
     return merged
+
+
+def cut(
+    shape: Sequence[int],
+    itemsize: int,
+    most_bytes: int,
+    order: Sequence[int] | None = None,
+    *,
+    chunk: Sequence[int] | None = None,
+) -> Iterator[Box]:
+    """Yields boxes of whole chunks that cover an array, cut along few axes.
+
+    A box has up to `most_bytes`, or a single chunk (by default an element). `order` are the axes
+    that may be cut, first those that are cut first; by default all, the outermost first, so that
+    each box is as contiguous as it can be.
+    """
+    chunk = chunk or [1] * len(shape)
+    order = range(len(shape)) if order is None else order
+    block = [chunk[axis] if axis in order else n for axis, n in enumerate(shape)]
+    for axis in reversed(order):
+        fits = max(1, most_bytes // max(1, math.prod(block) * itemsize))
+        needed = -(-shape[axis] // max(1, chunk[axis]))
+        block[axis] = chunk[axis] * min(fits, needed)
+        if fits < needed:
+            break
+    yield from chunk_parts(Box.whole(shape), block)
+
+
+def chunk_parts(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
+    """Yields the part of a box that lies in each chunk of this shape."""
+    edges = []
+    for low, high, step in zip(box.start, box.stop, chunk, strict=True):
+        first = low - low % max(1, step)
+        edges.append([(max(low, n), min(high, n + step)) for n in range(first, high, max(1, step))])
+    for part in itertools.product(*edges):
+        yield Box(tuple(low for low, _ in part), tuple(high for _, high in part))
+
+
+def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1) -> Iterator[Box]:
+    """Yields boxes of up to `most_bytes`, or a row, that are contiguous in a row-major array.
+
+    The number of elements, of `bits` each, before a box is a multiple of `group`.
+    """
+    if 0 not in shape:
+        slabs = Tile.alone(Box.whole(shape)).slabs(max(1, most_bytes * 8 // bits), group)
+        yield from (slab.box for slab in slabs)

@@ -12,24 +12,13 @@ from .box import Box
 
 
 class PackedBox(NamedTuple):
-    """The whole bytes of a region of packed elements.
+    """The whole bytes of a region of packed elements."""
 
-    The elements of those bytes, without the first `skip`, are an array of shape `slab`; `cut` is
-    the region within it.
-
-    Attributes:
-        shape: The tensor as an array of bytes.
-        box: The region of that array to read.
-        skip: Elements before the slab.
-        slab: Shape of the elements that are used.
-        cut: The region of the slab.
-    """
-
-    shape: tuple[int, ...]
-    box: Box
-    skip: int
-    slab: tuple[int, ...]
-    cut: Box
+    shape: tuple[int, ...]  # the tensor as an array of bytes
+    box: Box  # the region of that array to read
+    skip: int  # elements of it before the slab
+    slab: tuple[int, ...]  # shape of the elements that are used
+    cut: Box  # the region within the slab
 
 
 def packed_box(shape: tuple[int, ...], bits: int, box: Box) -> PackedBox:
@@ -39,28 +28,24 @@ def packed_box(shape: tuple[int, ...], bits: int, box: Box) -> PackedBox:
     bytes of the box's indices of the leading dimension are read.
     """
     group = 8 // math.gcd(8, bits)  # elements that fill whole bytes: 2 of 4 bits, 4 of 6 bits
-    group_bytes = group * bits // 8
-    if shape and shape[-1] % group == 0:
+    if shape[-1] % group == 0:
+        last = len(shape) - 1
         low, high = box.start[-1] // group, -(-box.stop[-1] // group)
-        row_bytes = shape[-1] // group * group_bytes
-        start = (*box.start[:-1], low * group_bytes)
-        stop = (*box.stop[:-1], high * group_bytes)
-        slab = (*box.shape[:-1], (high - low) * group)
+        group_bytes = group * bits // 8
+        stored = (*shape[:-1], shape[-1] // group * group_bytes)
         first = box.start[-1] - low * group
-        cut_start = (*[0] * (len(shape) - 1), first)
-        cut = Box(cut_start, (*box.shape[:-1], first + box.shape[-1]))
-        return PackedBox((*shape[:-1], row_bytes), Box(start, stop), 0, slab, cut)
-    size, rows = math.prod(shape), box.shape[0] if shape else 1
-    per_row = size // shape[0] if shape else 1
-    first, last = (box.start[0] * per_row, box.stop[0] * per_row) if shape else (0, 1)
-    low, high = first // group * group, min(-(-last // group) * group, size)
-    cut = Box((0, *box.start[1:]), (rows, *box.stop[1:])) if shape else box
+        cut = Box.whole(box.shape).along(last, first, first + box.shape[-1])
+        slab = (*box.shape[:-1], (high - low) * group)
+        return PackedBox(
+            stored, box.along(last, low * group_bytes, high * group_bytes), 0, slab, cut
+        )
+    size, per_row = math.prod(shape), math.prod(shape[1:])
+    first, stop = box.start[0] * per_row, box.stop[0] * per_row
+    low, high = first // group * group, min(-(-stop // group) * group, size)
+    rows = box.shape[0]
+    read = Box((low * bits // 8,), (high * bits // 8,))
     return PackedBox(
-        (size * bits // 8,),
-        Box((low * bits // 8,), (high * bits // 8,)),
-        first - low,
-        (rows, *shape[1:]) if shape else (),
-        cut,
+        (size * bits // 8,), read, first - low, (rows, *shape[1:]), box.along(0, 0, rows)
     )
 
 

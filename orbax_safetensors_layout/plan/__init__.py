@@ -8,16 +8,17 @@ from .array_source import (
     array_sources,
     leaf_sources,
 )
+from .axes import TileLayout
 from .cluster import (
     ClusterPlan,
     ClusterTensor,
-    TensorClass,
+    Coverage,
+    coverage,
     plan_cluster,
     plan_cluster_writes,
 )
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost
-from .coverage import Coverage, coverage
 from .exchange_rounds import (
     ExchangeLimits,
     Fragment,
@@ -33,7 +34,6 @@ from .mapped_writes import MappedTensors, plan_mapped_writes
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
-from .tiles import TileLayout
 from .writes import (
     PIECES_FOLDER,
     FilePart,

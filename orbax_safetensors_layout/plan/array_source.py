@@ -1,7 +1,4 @@
-"""Where an array's values come from: a stored tensor, or an expression of a mapping over several.
-
-`array_sources` and `leaf_sources` find them in a catalog.
-"""
+"""Where an array's values come from: a stored tensor, or an expression over several."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping as Dict, Sequence
+from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,40 +31,26 @@ from orbax_safetensors_layout.mapping import (
 )
 from orbax_safetensors_layout.sharding import AddressableShards
 
-from .leaf_reads import FillRegion, LeafRead, TensorPiece
+from .leaf_reads import LeafRead, TensorPiece
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 
 
 class ComposedBlock(NamedTuple):
-    """A part of a box that is composed of several arrays, after they have been read.
+    """A part of a box that is composed of several arrays, after they have been read."""
 
-    Attributes:
-        number: Number of the box among those of the region.
-        whole: The box.
-        box: The part of it.
-        pieces: What it is made of.
-        inputs: The reads of its affine pieces, in their order.
-    """
-
-    number: int
-    whole: Box
-    box: Box
+    number: int  # number of the box among those of the region
+    whole: Box  # the box
+    box: Box  # the part of it
     pieces: tuple[Piece, ...]
-    inputs: tuple[LeafRead, ...]
+    inputs: tuple[LeafRead, ...]  # the reads of its affine pieces, in their order
 
 
 class LeafPlan(NamedTuple):
-    """How boxes of an array are read.
-
-    Attributes:
-        read: Their read, where one is enough.
-        ops: Operations on the values of `read`.
-        blocks: The parts of the boxes, where several arrays make one.
-    """
+    """How boxes of an array are read: by one read, or composed of several arrays."""
 
     read: LeafRead | None
-    ops: tuple[ValueOp, ...] = ()
+    ops: tuple[ValueOp, ...] = ()  # on the values of `read`
     blocks: tuple[ComposedBlock, ...] = ()
 
 
@@ -100,7 +83,7 @@ class StoredSource(NamedTuple):
         return self.entry.file, self.entry.start
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """Bytes from one element to the next along each dimension of a box."""
+        """Return bytes from one element to the next along each dimension of a box."""
         return _in_bytes(row_major_strides(self.shape), self.entry.dtype.bits)
 
     def plan(
@@ -142,10 +125,10 @@ class MappedSource(NamedTuple):
         return min((self.entries[name].file, self.entries[name].start) for name in sources)
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """Bytes from one element to the next along each dimension of a box.
+        """Return bytes from one element to the next along each dimension of a box.
 
-        Where other tensors, or other pieces of one, follow along a dimension, they are infinitely
-        far away. None where nothing is read, or any part of the box takes all of the tensors.
+        Other tensors, or other pieces of one, along a dimension are infinitely far away. None where
+        nothing is read, or any part of the box takes all of the tensors.
         """
         pieces = self.bound.pull_back(box, refined=True, gathers=True)
         if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
@@ -153,12 +136,8 @@ class MappedSource(NamedTuple):
         for piece in pieces:
             if isinstance(piece, AffinePiece) and not _is_refined([piece]):
                 strides = _in_bytes(piece.view.strides, self.entries[piece.source].dtype.bits)
-                return tuple(
-                    stride if extent == whole else sys.maxsize
-                    for stride, extent, whole in zip(
-                        strides, piece.box.shape, box.shape, strict=True
-                    )
-                )
+                sides = zip(strides, piece.box.shape, box.shape, strict=True)
+                return tuple(stride if n == whole else sys.maxsize for stride, n, whole in sides)
         if not self.bound.sources():
             return None
         return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
@@ -166,20 +145,14 @@ class MappedSource(NamedTuple):
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
-        """Plan the read of boxes.
+        """Plan the read of boxes, whose values will have a dtype.
 
         Where all of them are elements of tensors, with the same operations on their values, or one
-        value, they are read straight into place.
-
-        Args:
-            name: The array's name.
-            local: The boxes.
-            dtype: The dtype that the values will have.
-            block_bytes: Bytes of the parts in which other boxes are composed.
+        value, they are read straight into place; others are composed in parts of `block_bytes`.
         """
         pieces = self._pieces([joined.box for joined in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
-        fills = [FillRegion(*piece) for piece in pieces if isinstance(piece, FillPiece)]
+        fills = [piece for piece in pieces if isinstance(piece, FillPiece)]
         kinds = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
         is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
         if is_whole and len(kinds) == 1:
@@ -197,11 +170,7 @@ class MappedSource(NamedTuple):
         return LeafPlan(None, blocks=tuple(self._compose(name, *block) for block in in_turn))
 
     def _parts(self, box: Box, most_bytes: int) -> Iterator[Box]:
-        """Yields a box in parts that are near together in the files.
-
-        Their values, and those that they are computed from, are of a bounded size. A function of
-        whole arrays is called once.
-        """
+        """Yields a box in parts, near together in the files, of bounded values and inputs."""
         nodes = self.bound.nodes()
         whole = any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in nodes)
         if whole or box.size * self.dtype.itemsize <= most_bytes // 4:
@@ -230,11 +199,9 @@ class MappedSource(NamedTuple):
         return abs(near[1] - far[1])
 
     def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
-        """Return the pieces of boxes; refined ones where the others would be many times as many.
-
-        Interleaved rows, as of rotary embeddings, are a piece each, or one refined piece.
-        """
+        """Return the pieces of boxes; refined ones where the others would be many times as many."""
         pull = functools.partial(self.bound.pull_back, gathers=True)
+        # Interleaved rows, as of rotary embeddings, are a piece each, or one refined piece.
         refined = [piece for box in boxes for piece in pull(box, refined=True)]
         if not _is_refined(refined):
             return refined
@@ -253,12 +220,10 @@ class MappedSource(NamedTuple):
         sources = tuple(
             TensorPiece(self.entries[p.source], p.box, p.view, p.gather) for p in nested
         )
-        stored = sources[0].entry.dtype
-        if len(pieces) == 1 and pieces[0].view.shape == self.entries[pieces[0].source].shape:
-            plain = LeafRead.plain(name, sources[0].entry, local, dtype)
-            if plain.sources == sources:
-                return plain
-        return LeafRead(name, shape, stored, sources, local, dtype)
+        plain = LeafRead.plain(name, sources[0].entry, local, dtype)
+        if plain.sources == sources:
+            return plain
+        return plain._replace(shape=shape, sources=sources)
 
     def _compose(self, name: str, number: int, whole: Box, box: Box) -> ComposedBlock:
         pieces = self.bound.pull_back(box, refined=True)
@@ -308,68 +273,43 @@ def array_sources(
 ) -> dict[str, ArraySource]:
     """Return arrays of a checkpoint, by name; only headers of files that are needed are fetched.
 
-    Args:
-        catalog: The checkpoint.
-        mapping: The mapping that makes the arrays of its tensors; None for the tensors themselves.
-        names: The arrays, with their shapes where these are known; None for all.
-
-    Raises:
-        MissingTensorError: There are no such tensors; names all.
-        MappingError: The mapping does not fit.
-        FormatError: A header is malformed.
+    The mapping makes them of its tensors; without one they are the tensors. `names` are the arrays,
+    with their shapes where these are known; None for all.
     """
     if mapping is None:
         entries = catalog.entries(catalog.names if names is None else names)
         in_pieces = catalog if catalog.layout == "sharded" else None
         return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
-    entries = catalog.entries(mapping.needs(catalog.names, names))
-    shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
-    stored = _StoredEntries(entries, catalog)
+    stored = _StoredEntries(catalog, mapping.needs(catalog.names, names))
+    shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in stored.items()}
     bound = mapping.bind(TensorSpecs(shapes, catalog.names, stored.pieces), names)
     return {name: MappedSource(expr, stored) for name, expr in bound.expressions.items()}
 
 
 def leaf_sources(catalog: Catalog, expressions: Dict[str, BoundExpr]) -> dict[str, ArraySource]:
-    """Return tensors that a mapping makes of leaves, by name.
-
-    Args:
-        catalog: The leaves, stored in pieces; those of sub-byte dtypes one element a byte.
-        expressions: The tensors, over the pieces by `place_name`.
-    """
+    """Return tensors made of leaves, which the catalog has in pieces, sub-byte ones one a byte."""
     nodes = (node for expr in expressions.values() for node in expr.nodes())
     dtypes = {node.name: node.dtype for node in nodes if isinstance(node, WholeTensor)}
-    entries = catalog.entries(dtypes)
+    stored = _StoredEntries(catalog, dtypes)
     for name, dtype in dtypes.items():
         if dtype in SUB_BYTE:
-            entries[name] = entries[name]._replace(dtype=ONE_A_BYTE[dtype.name])
-    stored = _StoredEntries(entries, catalog)
+            stored[name] = stored[name]._replace(dtype=ONE_A_BYTE[dtype.name])
     return {name: MappedSource(expr, stored) for name, expr in expressions.items()}
 
 
-def place_name(name: str, box: Box) -> str:
-    """Return the name in expressions of a box of a tensor that is stored or held by itself."""
-    return f"{name} {box}"
+def named_pieces(boxes: Dict[str, Iterable[Box]]) -> dict[str, list[tuple[Box, str]]]:
+    """Return boxes of tensors that are stored or held alone, each with its name in expressions."""
+    return {name: [(box, f"{name} {box}") for box in boxes[name]] for name in boxes}
 
 
 class _StoredEntries(dict[str, TensorEntry]):
-    """Tensors that are stored in pieces, and each piece, found in its file when it is asked for.
+    """Tensors as if each were in one place, and their named pieces, located when asked for."""
 
-    Args:
-        entries: The tensors, as if each were in one place.
-        catalog: Where their pieces are.
-
-    Attributes:
-        pieces: Of each tensor the boxes that it is stored in, with a name for each.
-    """
-
-    def __init__(self, entries: Dict[str, TensorEntry], catalog: Catalog) -> None:
-        super().__init__(entries)
+    def __init__(self, catalog: Catalog, names: Iterable[str]) -> None:
+        super().__init__(catalog.entries(names))
         self._catalog = catalog
-        self.pieces = {
-            name: [(box, place_name(name, box)) for box in boxes]
-            for name, boxes in catalog.pieces(entries).items()
-        }
+        self.pieces = named_pieces(catalog.pieces(self))
         self._places = {
             place: (name, box) for name, boxes in self.pieces.items() for box, place in boxes
         }
@@ -382,5 +322,4 @@ class _StoredEntries(dict[str, TensorEntry]):
 
 
 def _in_bytes(strides: Sequence[int], bits: int) -> tuple[int, ...]:
-    """Return strides of elements of so many bits in bytes."""
     return tuple(-(-abs(stride) * bits // 8) for stride in strides)

@@ -1,13 +1,59 @@
-"""Axes: the dimensions of a region in the order of the file, each with its strides in memory."""
+"""Tiles in memory, and the axes of regions of them: their strides in the file and in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.geometry import StridedRuns
+from orbax_safetensors_layout.geometry import Box, StridedRuns, Tile, row_major_strides
+from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT
 
-from .tiles import TileLayout
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileLayout:
+    """One tile of a leaf in memory; shared by all leaves of a shape and sharding."""
+
+    tile: Tile  # the tile; its members are box numbers of the leaf, of which it may have a part
+    regions: tuple[Box, ...]  # the part of the leaf that each member is
+    shared: bool  # other processes hold this tile too
+    staged: bool  # its values are computed from this memory into that of the arrays
+    itemsize: int  # bytes of an element (1 where elements are packed into bytes)
+    member_shape: tuple[int, ...]
+    member_bytes: int
+    slot_bytes: int  # bytes from one member to the next
+    memory_bytes: int  # bytes that all members take
+    within: tuple[int, ...]  # byte strides inside a member
+    across: tuple[int, ...]  # byte strides from member to member
+
+    @classmethod
+    def of(
+        cls,
+        tile: Tile,
+        itemsize: int,
+        *,
+        shared: bool,
+        staged: bool,
+        regions: Iterable[Box] | None = None,
+    ) -> TileLayout:
+        """Return the layout of a tile of elements of `itemsize` bytes."""
+        member_shape = tile.member_shape
+        member_bytes = math.prod(member_shape) * itemsize
+        slot_bytes = -(-member_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        return cls(
+            tile=tile,
+            regions=tuple(tile.cells() if regions is None else regions),
+            shared=shared,
+            staged=staged,
+            itemsize=itemsize,
+            member_shape=member_shape,
+            member_bytes=member_bytes,
+            slot_bytes=slot_bytes,
+            memory_bytes=slot_bytes * len(tile.members),
+            within=tuple(n * itemsize for n in row_major_strides(member_shape)),
+            across=tuple(n * slot_bytes for n in row_major_strides(tile.grid)),
+        )
 
 
 class Axis(NamedTuple):
@@ -40,11 +86,7 @@ class Axis(NamedTuple):
         return cell * self.across + (inside - self.phase) * self.within
 
     def ranges(self, length: int) -> Iterator[tuple[int, int]]:
-        """Cuts the axis into half-open ranges of at most `length` indices.
-
-        Ranges shorter than a member stay inside one, longer ones end at the end of a member; with
-        `length=whole` there is one.
-        """
+        """Cuts it into half-open ranges of up to `length` indices: whole members, or inside one."""
         low, stop = self.phase, self.phase + self.extent
         while low < stop:
             cell = low // self.member * self.member
@@ -74,11 +116,7 @@ class Axis(NamedTuple):
 def axes_of(
     layout: TileLayout, extents: Sequence[int], strides: Sequence[int], phases: Sequence[int]
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """Return the axes of a region, outermost in the file first, and those that repeat elements.
-
-    A dimension of negative stride (in bytes of the file) is reversed. `phases` are the first index
-    of each dimension within its member, counted from the member's end where it is reversed.
-    """
+    """Return a region's axes, outermost in the file first, and those that repeat elements."""
     axes = []
     members = layout.member_shape, layout.within, layout.across
     sides = zip(extents, strides, phases, *members, strict=True)
@@ -115,23 +153,10 @@ def _merged(axes: Sequence[Axis]) -> list[Axis]:
 
 
 def memory_runs(axes: Sequence[Axis], itemsize: int) -> StridedRuns | None:
-    """Return the region's bytes in memory, in the order of the file, from its first byte.
-
-    None where they are not regular runs: where the region begins or ends within a member.
-    """
-    run = itemsize
+    """Return the region's bytes in memory, in file order; None where they are not regular runs."""
     levels: list[tuple[int, int]] = []
     for axis in reversed(axes):
         if axis.crosses and (axis.phase or axis.extent % axis.member):
             return None
-        cells = axis.extent // axis.member
-        for count, stride in ((axis.member, axis.within), (cells, axis.across)):
-            if count == 1:
-                continue
-            if not levels and stride == run:
-                run *= count
-            elif levels and stride == levels[0][0] * levels[0][1]:
-                levels[0] = (levels[0][0] * count, levels[0][1])
-            else:
-                levels.insert(0, (count, stride))
-    return StridedRuns(0, run, tuple(levels))
+        levels += [(axis.member, axis.within), (axis.extent // axis.member, axis.across)]
+    return StridedRuns.nested(0, itemsize, [level for level in levels if level[0] > 1])

@@ -15,23 +15,25 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fnmatch
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from orbax_safetensors_layout.format import NewTensor, TensorEntry, lay_out, piece_file_prefix
-from orbax_safetensors_layout.geometry import row_major_strides
+from orbax_safetensors_layout.geometry import Ints, row_major_strides
 from orbax_safetensors_layout.options import StorageProfile, WriteOptions
-from orbax_safetensors_layout.sharding import GlobalShards, Ints, MeshShape, Partition, Spec
+from orbax_safetensors_layout.sharding import GlobalShards, MeshShape, Partition, Spec
 
 from .coalesce import MAX_GROUP_BUFFERS, Request, SmallRequest, requests_of
 from .cost import Cost
 from .leaf_reads import LeafRead
 from .planner import RegionPlanner
-from .reads import held_bytes, slab_bytes, staging_bytes
-from .regions import ByteRegion
+from .reads import held_bytes, staging_bytes
 from .writes import LeafWrite, WritePlan, plan_writes
 
 
@@ -42,13 +44,22 @@ class ClusterTensor(NamedTuple):
     spec: Spec
 
 
+class ClassRequest(NamedTuple):
+    """A request that some processes make for each tensor of a class."""
+
+    fetch: Request  # of the first process; `start` is relative to the tensor
+    held_bytes: int  # host bytes of its tiles
+    read_bytes: int  # where it is made by itself
+    requests: int  # likewise
+    small: SmallRequest | None  # how it may be in a group, if it may
+
+
 class ShardClass(NamedTuple):
     """Processes that read each tensor of a class in the same way, but for the offset."""
 
     processes: Ints  # [n] the processes, counted among those that differ
-    fetches: tuple[Request, ...]  # requests of the first process; `start` is relative to the tensor
+    requests: tuple[ClassRequest, ...]
     shift: Ints  # [n] bytes from the first process's requests to those of each
-    held: tuple[int, ...]  # host bytes of the tiles of each request
     elements: int  # elements of the distinct shards of one process
 
 
@@ -58,7 +69,7 @@ class TensorClass(NamedTuple):
     tensors: int  # number of tensors
     first: ClusterTensor  # the first of them
     shapes: tuple[ShardClass, ...]  # the shards of processes
-    shard_elements: int  # elements of one device's shard
+    shard_bytes: int  # bytes of one device's shard
 
 
 _ClusterFile = tuple[str, list[tuple[TensorEntry, TensorClass]]]
@@ -70,7 +81,6 @@ class ClusterPlan:
     """The shares of all processes of one load."""
 
     leaves: tuple[ClusterTensor, ...]
-    profile: StorageProfile
     kinds: tuple[TensorClass, ...]  # the classes of tensors
     kind_of: tuple[int, ...]  # for each tensor the number of its class
     files: tuple[_ClusterFile, ...]
@@ -90,39 +100,34 @@ def plan_cluster(
     memory_budget_bytes: int,
 ) -> ClusterPlan:
     """Plan the reads of all processes, for devices with memory of their own."""
-    numbers: dict[tuple[object, ...], int] = {}
-    representatives: list[ClusterTensor] = []
-    kind_of = []
-    for leaf in leaves:
-        key = (leaf.entry.shape, leaf.entry.dtype.code, leaf.spec)
-        kind_of.append(numbers.setdefault(key, len(numbers)))
-        if len(numbers) > len(representatives):
-            representatives.append(leaf)
-    counts = collections.Counter(kind_of)  # in the order of `representatives`
+    keys = [(leaf.entry.shape, leaf.entry.dtype.code, leaf.spec) for leaf in leaves]
+    counts = collections.Counter(keys)  # in the order of the first tensors
+    numbers = {key: number for number, key in enumerate(counts)}
+    firsts = dict(zip(reversed(keys), reversed(leaves), strict=True))
     partitions = [
-        Partition.of(leaf.entry.shape, leaf.spec, grid, packed=leaf.entry.dtype.packed)
-        for leaf in representatives
+        Partition.of(shape, spec, grid, packed=firsts[shape, code, spec].entry.dtype.packed)
+        for shape, code, spec in counts
     ]
     chosen, distinct = _distinct(partitions, grid.processes)
-    slabs = slab_bytes(profile, memory_budget_bytes)
-    planner = RegionPlanner(profile, memory_budget_bytes, slabs, slabs)
+    planner = RegionPlanner(profile, memory_budget_bytes, adopt=False)
     kinds = tuple(
         TensorClass(
             count,
-            leaf,
-            tuple(_shapes(leaf, partition, chosen, planner, memory_budget_bytes)),
-            partition.shard_elements,
+            firsts[key],
+            tuple(_shapes(firsts[key], partition, chosen, planner, profile, memory_budget_bytes)),
+            -(-math.prod(partition.shape) * firsts[key].entry.dtype.bits // 8),
         )
-        for count, leaf, partition in zip(counts.values(), representatives, partitions, strict=True)
+        for (key, count), partition in zip(counts.items(), partitions, strict=True)
     )
     by_file: dict[str, list[tuple[TensorEntry, TensorClass]]] = {}
-    for leaf, number in zip(leaves, kind_of, strict=True):
-        by_file.setdefault(leaf.entry.file, []).append((leaf.entry, kinds[number]))
+    for leaf, key in zip(leaves, keys, strict=True):
+        by_file.setdefault(leaf.entry.file, []).append((leaf.entry, kinds[numbers[key]]))
     for tensors in by_file.values():
         tensors.sort(key=lambda item: item[0].start)
     files = tuple(sorted(by_file.items()))
     costs = _read_costs(kinds, files, len(chosen), profile, memory_budget_bytes)
-    return ClusterPlan(tuple(leaves), profile, kinds, tuple(kind_of), files, distinct, costs)
+    kind_of = tuple(numbers[key] for key in keys)
+    return ClusterPlan(tuple(leaves), kinds, kind_of, files, distinct, costs)
 
 
 def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, Ints]:
@@ -137,13 +142,17 @@ def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, In
 
 
 def _shapes(
-    leaf: ClusterTensor, partition: Partition, chosen: Ints, planner: RegionPlanner, most_held: int
+    leaf: ClusterTensor,
+    partition: Partition,
+    chosen: Ints,
+    planner: RegionPlanner,
+    profile: StorageProfile,
+    most_held: int,
 ) -> Iterator[ShardClass]:
     entry = leaf.entry
     if 0 in entry.shape:
         return
     classes = partition.likeness[chosen]
-    parts = np.array(partition.shards.parts, np.int64)
     strides = np.array(row_major_strides(entry.shape), np.int64)
     for number in np.unique(classes):
         processes = np.flatnonzero(classes == number)
@@ -152,28 +161,19 @@ def _shapes(
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
         regions = sorted(planner.regions(0, read), key=lambda region: region.start)
         moved = [region._replace(start=region.start - entry.start) for region in regions]
-        held = functools.partial(_held, read)
-        fetches = tuple(requests_of(moved, held, most_held))
-        shift = (partition.origin[chosen[processes]] - partition.origin[first]) * parts @ strides
-        yield ShardClass(
-            processes,
-            fetches,
-            shift * entry.dtype.bits // 8,
-            tuple(sum(map(held, fetch.regions)) for fetch in fetches),
-            local.elements,
+        held = functools.partial(held_bytes, read)
+        requests = tuple(
+            ClassRequest(
+                fetch,
+                sum(map(held, fetch.regions)),
+                *fetch.cost(profile),
+                SmallRequest.of(fetch, profile),
+            )
+            for fetch in requests_of(moved, held, most_held)
         )
-
-
-def _held(read: LeafRead, region: ByteRegion) -> int:
-    return held_bytes(read, region.layout)
-
-
-class _Small(NamedTuple):
-    """A fetch that may share a request; by itself it takes `alone_requests` of `alone_bytes`."""
-
-    request: SmallRequest
-    alone_requests: int
-    alone_bytes: int
+        steps = partition.origin[chosen[processes]] - partition.origin[first]
+        shift = steps * np.array(partition.shape, np.int64) @ strides * entry.dtype.bits // 8
+        yield ShardClass(processes, requests, shift, local.elements)
 
 
 def _read_costs(
@@ -184,44 +184,37 @@ def _read_costs(
     memory_budget_bytes: int,
 ) -> tuple[Cost, ...]:
     """Return the costs of processes that differ, added up as vectors."""
-    zeros = [np.zeros(processes, np.int64) for _ in range(7)]
-    tensors, needed, read, requests, files, held, most_held = zeros
+    tensors, needed, read, requests, files, held, most_held = np.zeros((7, processes), np.int64)
     staged, padded = np.zeros((2, processes), bool)
-    small: dict[int, list[tuple[ShardClass, int, _Small]]] = {}
     for kind in kinds:  # the part of a class that does not depend on neighbours in a file
-        small[id(kind)] = []
         for shape in kind.shapes:
             rows = shape.processes
             tensors[rows] += kind.tensors
-            for number, (fetch, tile_bytes) in enumerate(
-                zip(shape.fetches, shape.held, strict=True)
-            ):
-                needed[rows] += kind.tensors * fetch.needed_bytes
-                held[rows] += kind.tensors * tile_bytes
-                staged[rows] |= not fetch.read.direct
-                padded[rows] |= not fetch.read.direct and bool(fetch.read.blocking.pad_bytes)
-                alone_bytes, alone_requests = fetch.cost(profile)
-                request = SmallRequest.of(fetch, profile)
-                if request is not None:
-                    alone = _Small(request, alone_requests, alone_bytes)
-                    small[id(kind)].append((shape, number, alone))
-                    continue
-                read[rows] += kind.tensors * alone_bytes
-                requests[rows] += kind.tensors * alone_requests
-                most_held[rows] = np.maximum(most_held[rows], tile_bytes)
+            for request in shape.requests:
+                plan = request.fetch.read
+                needed[rows] += kind.tensors * request.fetch.needed_bytes
+                held[rows] += kind.tensors * request.held_bytes
+                staged[rows] |= not plan.direct
+                padded[rows] |= not plan.direct and bool(plan.blocking.pad_bytes)
+                if request.small is None:
+                    read[rows] += kind.tensors * request.read_bytes
+                    requests[rows] += kind.tensors * request.requests
+                    most_held[rows] = np.maximum(most_held[rows], request.held_bytes)
     for _, of_file in cluster_files:
         opened = np.zeros(processes, bool)
-        group = _Groups(processes, profile.max_gap_bytes)
+        groups = _Groups(processes, profile.max_gap_bytes)
         for kind in {id(kind): kind for _, kind in of_file}.values():
             for shape in kind.shapes:
                 opened[shape.processes] = True
         for entry, kind in of_file:
-            for shape, number, alone in small[id(kind)]:
-                group.add(entry.start, shape, number, alone)
+            for shape in kind.shapes:
+                for request in shape.requests:
+                    if request.small is not None:
+                        groups.add(entry.start, shape, request, request.small)
         files += opened
-        read += group.read
-        requests += group.requests
-        most_held = np.maximum(most_held, group.most_held)
+        read += groups.read
+        requests += groups.requests
+        most_held = np.maximum(most_held, groups.most_held)
     staging = np.where(
         padded, staging_bytes(profile, padded=True), staging_bytes(profile, padded=False)
     )
@@ -236,39 +229,39 @@ class _Groups:
     def __init__(self, processes: int, max_gap_bytes: int) -> None:
         self._max_gap_bytes = max_gap_bytes
         self._processes = processes
-        zeros = [np.zeros(processes, np.int64) for _ in range(10)]
-        self.read, self.requests, self.most_held, *zeros = zeros
-        self._first, self._end, self._limit, self._buffers, self._held, *zeros = zeros
+        self.read, self.requests, self.most_held = np.zeros((3, processes), np.int64)
+        # Of the pending group, whose tiles are `_shared` or not; -1 where there is none.
+        self._shared = np.full(processes, -1)
+        self._first, self._end, self._limit = np.zeros((3, processes), np.int64)
+        self._buffers, self._held = np.zeros((2, processes), np.int64)
         # Changes when a region that was alone is joined by another.
-        self._more_requests, self._more_bytes = zeros
-        self._shared = np.full(processes, -1)  # of the pending group; -1 where there is none
+        self._more_requests, self._more_bytes = np.zeros((2, processes), np.int64)
 
-    def add(self, base: int, shape: ShardClass, number: int, small: _Small) -> None:
-        """Adds fetch `number` of a class for a tensor at byte `base`."""
-        fetch, request = shape.fetches[number], small.request
-        shared = fetch.regions[0].layout.shared
+    def add(self, base: int, shape: ShardClass, alone: ClassRequest, small: SmallRequest) -> None:
+        """Adds a request of a class for a tensor at byte `base`."""
+        shared = alone.fetch.regions[0].layout.shared
         everyone = len(shape.processes) == self._processes
         rows: slice | Ints = slice(None) if everyone else shape.processes
-        start = shape.shift + (base + fetch.start)
-        stop = start + request.length
+        start = shape.shift + (base + alone.fetch.start)
+        stop = start + small.length
         gap = start - self._end[rows]
-        limit = np.minimum(self._limit[rows], request.limit)
+        limit = np.minimum(self._limit[rows], small.limit)
         join = (
             (self._shared[rows] == shared)
             & (gap >= 0)
             & (gap <= self._max_gap_bytes)
             & (stop - self._first[rows] <= limit)
-            & (self._buffers[rows] + request.buffers <= MAX_GROUP_BUFFERS)
+            & (self._buffers[rows] + small.buffers <= MAX_GROUP_BUFFERS)
         )
-        joined = gap + request.length + self._more_bytes[rows]
-        self.read[rows] += np.where(join, joined, small.alone_bytes)
-        self._more_bytes[rows] = np.where(join, 0, request.length - small.alone_bytes)
-        self.requests[rows] += np.where(join, self._more_requests[rows], small.alone_requests)
-        self._more_requests[rows] = np.where(join, 0, 1 - small.alone_requests)
+        joined = gap + small.length + self._more_bytes[rows]
+        self.read[rows] += np.where(join, joined, alone.read_bytes)
+        self._more_bytes[rows] = np.where(join, 0, small.length - alone.read_bytes)
+        self.requests[rows] += np.where(join, self._more_requests[rows], alone.requests)
+        self._more_requests[rows] = np.where(join, 0, 1 - alone.requests)
         self._first[rows] = np.where(join, self._first[rows], start)
-        self._limit[rows] = np.where(join, limit, request.limit)
-        self._buffers[rows] = np.where(join, self._buffers[rows], 0) + request.buffers
-        self._held[rows] = np.where(join, self._held[rows], 0) + shape.held[number]
+        self._limit[rows] = np.where(join, limit, small.limit)
+        self._buffers[rows] = np.where(join, self._buffers[rows], 0) + small.buffers
+        self._held[rows] = np.where(join, self._held[rows], 0) + alone.held_bytes
         self.most_held[rows] = np.maximum(self.most_held[rows], self._held[rows])
         self._shared[rows] = shared
         self._end[rows] = stop
@@ -291,8 +284,7 @@ def plan_cluster_writes(
 
 
 def _write_costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
-    zeros = [np.zeros(plan.process_count, np.int64) for _ in range(5)]
-    tensors, needed, read, written, files = zeros
+    tensors, needed, read, written, files = np.zeros((5, plan.process_count), np.int64)
     pieced = {} if plan.stored is None else plan.stored.tensors
     for name, owner, members in plan.files:
         files[owner] += 1
@@ -305,7 +297,7 @@ def _write_costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
         process_of = {piece_file_prefix(process): process for process in range(plan.process_count)}
         prefixes = [name.rpartition("/")[2].rpartition("-of-")[0] for name in plan.stored.files]
         owners = [process_of[f"{prefix}-of-"] for prefix in prefixes]
-        files[list(set(owners))] += 1
+        files[owners] += 1
         # Of each class: elements and tensors of each process, per tensor.
         elements = np.zeros((len(plan.stored.classes), plan.process_count), np.int64)
         for number, boxes in enumerate(plan.stored.classes):
@@ -325,3 +317,72 @@ def _write_costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
         Cost(tensors=t, needed_bytes=n, read_bytes=r, written_bytes=w, files=f)
         for t, n, r, w, f in columns
     )
+
+
+class Coverage(NamedTuple):
+    """The share of each bin of the concatenated files that each process reads."""
+
+    # [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
+    read: npt.NDArray[np.float64]
+    needed: npt.NDArray[np.float64]  # [processes, bins] the share that the shards consist of
+    edges: tuple[tuple[str, int], ...]  # name and first byte of each file
+    tensors: tuple[tuple[str, int, int], ...]  # name, first byte and length of each tensor
+    total_bytes: int  # bytes of all files' tensors
+
+
+def coverage(
+    cluster: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
+) -> Coverage:
+    """Return the coverage of some processes, in `bins` of equal size.
+
+    Files whose name does not match the glob pattern `files` do not count. A region that is read in
+    several runs is spread evenly over its span.
+    """
+    chosen = [
+        (file, tensors)
+        for file, tensors in cluster.files
+        if fnmatch.fnmatchcase(file.rpartition("/")[2], files)
+    ]
+    distinct, rows = np.unique(cluster.distinct[list(processes)], return_inverse=True)
+    row_of = np.full(len(cluster.costs), -1)
+    row_of[distinct] = np.arange(len(distinct))
+    total = sum(entry.nbytes for _, tensors in chosen for entry, _ in tensors)
+    width = max(total, 1) / bins
+    read, needed = np.zeros((2, len(distinct), bins))
+    edges, places = [], []
+    at = 0
+    for file, tensors in chosen:
+        edges.append((file, at))
+        for entry, kind in tensors:
+            for shape in kind.shapes:
+                row = row_of[shape.processes]
+                own_rows = np.flatnonzero(row >= 0)
+                for request in shape.requests:
+                    fetch = request.fetch
+                    start = at + fetch.start + shape.shift[own_rows]
+                    span = fetch.spread_bytes + fetch.read.requests.stop
+                    _spread(read, row[own_rows], start, span, request.read_bytes, width)
+                    _spread(needed, row[own_rows], start, span, fetch.needed_bytes, width)
+            places.append((entry.name, at, entry.nbytes))
+            at += entry.nbytes
+    rows = rows.reshape(-1)
+    return Coverage(
+        (read / width)[rows], (needed / width)[rows], tuple(edges), tuple(places), total
+    )
+
+
+def _spread(
+    shares: npt.NDArray[np.float64], row: Ints, start: Ints, span: int, nbytes: int, width: float
+) -> None:
+    """Adds `nbytes` to the bins of `width` bytes that `span` bytes from each `start` on overlap."""
+    if not span or not len(row):
+        return
+    first, last = start / width, (start + span) / width
+    most = shares.shape[1] - 1
+    low, high = np.minimum(first.astype(int), most), np.minimum(last.astype(int), most)
+    density = nbytes / span * width
+    for step in range(int((high - low).max()) + 1):
+        number = np.minimum(low + step, high)
+        inside = np.minimum(last, number + 1) - np.maximum(first, number)
+        weight = np.where(low + step <= high, np.maximum(inside, 0.0), 0.0)
+        np.add.at(shares, (row, number), weight * density)

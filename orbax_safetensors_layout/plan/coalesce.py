@@ -1,8 +1,4 @@
-"""Coalesces regions of a file into requests.
-
-1. `requests_of` joins equal regions whose bytes interlace: each request serves all of them.
-2. `coalesced` joins small neighbours whose gap is cheaper to read than to skip.
-"""
+"""Coalesces regions of a file into requests: those that interlace, then small neighbours."""
 
 from __future__ import annotations
 
@@ -13,22 +9,17 @@ from orbax_safetensors_layout.options import StorageProfile
 
 from .regions import ByteRegion, RegionPlan
 
+# Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones have
+# a buffer of their own, so that freeing one array frees its memory.
 SMALL_REGION_BYTES = 4 << 20
-"""Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones
-have a buffer of their own, so that freeing one array frees its memory."""
-
+# Buffers that one request may fill; with the gaps between them below IOV_MAX, 1024 on Linux.
 MAX_GROUP_BUFFERS = 1000
-"""Buffers that one request may fill; with the gaps between them below IOV_MAX, 1024 on Linux."""
-
+# A larger region whose staging rows are padded is read by itself: in a group they are not.
 _MAX_UNPADDED_BYTES = 256 << 10
-"""A larger region whose staging rows are padded is read by itself: in a group they are not."""
 
 
 class Request(NamedTuple):
-    """Regions, by offset, that the same requests serve: one, or equal ones whose bytes interlace.
-
-    Leaves that take every other column of one tensor are such: each would read all of it.
-    """
+    """Regions, by offset, that the same requests serve: one, or equal ones that interlace."""
 
     regions: tuple[ByteRegion, ...]
 
@@ -71,42 +62,38 @@ class RequestGroup(NamedTuple):
         return tuple(region for fetch in self.fetches for region in fetch.regions)
 
     def cost(self, profile: StorageProfile) -> tuple[int, int]:
-        """Return bytes read and requests."""
         if len(self.fetches) > 1:
             return self.fetches[-1].stop - self.fetches[0].start, 1
         return self.fetches[0].cost(profile)
 
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """The byte ranges, half-open; long ones are read in several requests."""
+    def ranges(self) -> Iterator[tuple[str, int, int]]:
+        """Yields file and half-open byte ranges; long ones are read in several requests."""
         fetch = self.fetches[0]
         if len(self.fetches) > 1:
-            yield fetch.start, self.fetches[-1].stop
+            yield self.file, fetch.start, self.fetches[-1].stop
             return
         runs = fetch.read.requests
         for offset in runs.offsets().tolist():
             start = fetch.start + offset
-            yield start, start + runs.run_bytes + fetch.spread_bytes
+            yield self.file, start, start + runs.run_bytes + fetch.spread_bytes
 
 
 def requests_of(
     regions: Sequence[ByteRegion], held_bytes: Callable[[ByteRegion], int], most_held: int
 ) -> Iterator[Request]:
-    """Joins regions of a file, by offset, that the same requests can serve.
-
-    Their tiles hold at most `most_held` host bytes together.
-    """
+    """Joins equal regions, by offset, whose tiles hold at most `most_held` host bytes together."""
     pending: list[ByteRegion] = []
     for region in regions:
+        if (
+            pending
+            and region.read is pending[0].read
+            and region.layout.shared == pending[0].layout.shared
+            and region.read.interlaces(region.start - pending[0].start)
+            and sum(map(held_bytes, (*pending, region))) <= most_held
+        ):
+            pending.append(region)
+            continue
         if pending:
-            first = pending[0]
-            if (
-                region.read is first.read
-                and region.layout.shared == first.layout.shared
-                and first.read.interlaces(region.start - first.start)
-                and sum(map(held_bytes, (*pending, region))) <= most_held
-            ):
-                pending.append(region)
-                continue
             yield Request(tuple(pending))
         pending = [region]
     if pending:
@@ -120,7 +107,7 @@ def coalesced(
     held_bytes: Callable[[ByteRegion], int],
     most_held: int,
 ) -> Iterator[RequestGroup]:
-    """Joins neighbouring small fetches, by offset, whose gap is cheaper to read than to skip."""
+    """Joins small neighbours, by offset, whose gap is cheaper to read than to skip."""
     pending: list[Request] = []
     first = end = limit = buffers = 0
     # By the RegionPlan, which tensors of one shape share.
@@ -142,14 +129,13 @@ def coalesced(
             and buffers + request.buffers <= MAX_GROUP_BUFFERS
             and fetch.regions[0].layout.shared == pending[0].regions[0].layout.shared
         ):
-            pending.append(fetch)
             limit = min(limit, request.limit)
-            buffers += request.buffers
         else:
             if pending:
                 yield RequestGroup(file, tuple(pending))
-            pending, first, limit = [fetch], start, request.limit
-            buffers = request.buffers
+            pending, first, limit, buffers = [], start, request.limit, 0
+        pending.append(fetch)
+        buffers += request.buffers
         end = stop
     if pending:
         yield RequestGroup(file, tuple(pending))

@@ -1,10 +1,9 @@
 """Plans reads of replicas that read each byte once, and the rounds of their exchange.
 
-Devices that hold an array are a grid: a row for each distinct box, a column for each of its
-replicas. In each round a device contributes one piece, and the devices of a row gather their
-pieces; so every row gets whole boxes of which no byte was read twice. A round moves several leaves
-of one shape, one to a group of columns (a lane) that splits it, or many small ones, packed into one
-buffer a column.
+Devices that hold an array are a grid: a row for each distinct box, a column for each replica. In a
+round each device contributes one piece, and the devices of a row gather theirs, to whole boxes of
+which no byte was read twice. A round moves several leaves of one shape, one to a group of columns
+(a lane) that splits it, or many small ones, packed into one buffer a column.
 
 1. Leaves are grouped: small ones by grid, others by grid, shape and dtype.
 2. Each group becomes rounds of bounded size. Columns are in the order of the processes, and lanes
@@ -13,10 +12,9 @@ buffer a column.
 
 All is decided from shapes, shardings and headers, which all processes know.
 
-A process that reads the columns of a matrix of short rows reads through the gaps between them, and
-so the columns of all others: cheaper for it than a request a row, but N processes then read
-everything N times. Where each byte is to be read once, boxes that are neighbours in the rows of a
-file are one *band*, read in contiguous parts, each by one process, and exchanged among the devices.
+Columns of a matrix of short rows are read through the gaps between them, cheaper than a request a
+row, so N processes would read everything N times. Boxes that are neighbours in the rows of a file
+are therefore one *band*, read in contiguous parts, each by one process, and exchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.geometry import Box, replaced
 from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
@@ -109,11 +107,10 @@ class Round(NamedTuple):
     def part_shape(self) -> tuple[int, ...]:
         """Shape that one device contributes, padded to be equal for all."""
         extent = -(-self.shape[self.axis] // self.parts)
-        return (*self.shape[: self.axis], extent, *self.shape[self.axis + 1 :])
+        return replaced(self.shape, self.axis, extent)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that one device contributes."""
         return math.prod(self.part_shape) * self.dtype.itemsize
 
     @property
@@ -201,29 +198,18 @@ def _whole(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Rou
     rounds = len(leaves) // lanes
     if rounds >= _MANY_ROUNDS:  # the rest is one more round, in which some lanes are idle
         rounds += len(leaves) % lanes > 0
-    for i in range(rounds):
-        numbers = range(i, lanes * rounds, rounds)
-        yield _round([leaves[n : n + 1] for n in numbers], limits)
-    for leaf in leaves[rounds * lanes :]:
-        yield _round([[leaf]], limits)
-
-
-def _round(lanes: Sequence[Sequence[SharedLeaf]], limits: ExchangeLimits) -> Round:
-    first = lanes[0][0]
-    grid = first.replicas.grid
-    items = tuple(tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in lanes)
-    axis = _split_axis(first, grid.columns // len(lanes), limits)
-    return Round(
-        grid, items, first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
-    )
+    in_lanes = [range(i, lanes * rounds, rounds) for i in range(rounds)]
+    for numbers in (*in_lanes, *([n] for n in range(lanes * rounds, len(leaves)))):
+        step = [leaves[n : n + 1] for n in numbers]
+        items = [tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in step]
+        first = step[0][0]
+        axis = _split_axis(first, grid.columns // len(step), limits)
+        kind = first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
+        yield Round(grid, tuple(items), *kind)
 
 
 def _split_axis(leaf: SharedLeaf, parts: int, limits: ExchangeLimits) -> int:
-    """Choose the dimension that is split: evenly, and so that no byte is read twice.
-
-    Parts along the dimension that is outermost in the file are contiguous. Along others there are
-    gaps, which are read through where they are short.
-    """
+    """Choose the dimension that is split: evenly, and without gaps that would be read through."""
 
     def extent(axis: int) -> int:
         return -(-leaf.shape[axis] // parts)
@@ -293,11 +279,10 @@ def bands_of(
     gap_bytes: int,
     most_elements: int | None,
 ) -> tuple[Replicas, tuple[int, ...]] | None:
-    """Return the bands of an array whose boxes would be read through gaps; None without any.
+    """Return the bands of an array whose equal boxes would be read through gaps; None without any.
 
     With them come the dimensions along which a device keeps only its own boxes of a band. Where
-    values pass through the host (`most_elements`), every device gathers whole bands of at most so
-    many. The boxes are all of one shape, `strides` are bytes in the file.
+    values pass through the host, every device gathers whole bands of up to `most_elements`.
     """
     axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
     if not axes:

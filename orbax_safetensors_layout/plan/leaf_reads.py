@@ -1,8 +1,4 @@
-"""Reads of leaves: the boxes that a process needs of one, and the tensors' pieces that fill them.
-
-A leaf is a piecewise-affine view of the files: boxes that cover it, each with the tensor whose
-elements fill it and their places in that tensor.
-"""
+"""Reads of leaves: the boxes that a process needs of one, and the tensors that fill them."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from orbax_safetensors_layout.geometry import (
     cover,
     filled_boxes,
 )
+from orbax_safetensors_layout.mapping import FillPiece
 from orbax_safetensors_layout.sharding import AddressableShards
 
 
@@ -38,19 +35,6 @@ class TensorPiece(NamedTuple):
     gather: Gather | None = None
 
 
-class FillRegion(NamedTuple):
-    """A region of a leaf that holds one value, a 0-d array of its dtype; nothing is read for it."""
-
-    box: Box
-    value: np.ndarray
-
-    def put(self, box: Box, values: np.ndarray, value: object) -> None:
-        """Put a value into the part of a box's `values` that lies in the region."""
-        common = self.box.intersect(box)
-        if common is not None:
-            values[common.within(box).slices] = value
-
-
 class LeafRead(NamedTuple):
     """One leaf and the tensors it is read from."""
 
@@ -63,10 +47,18 @@ class LeafRead(NamedTuple):
     dtype: np.dtype  # the dtype that the leaf will have
     is_computed: bool = False  # whether its values are computed from the stored ones, beyond a cast
     # The regions that are not read; with `sources` they cover each of `local`.
-    fills: tuple[FillRegion, ...] = ()
+    fills: tuple[FillPiece, ...] = ()
     # Reads of one number are computed into one leaf. Their memory is held until the last of them is
     # complete.
     unit: int | None = None
+
+    @classmethod
+    def plain(
+        cls, name: str, entry: TensorEntry, local: AddressableShards, dtype: np.dtype
+    ) -> LeafRead:
+        """Return the read of a leaf that is one tensor as it is stored."""
+        source = TensorPiece(entry, *_whole(entry.shape))
+        return cls(name, entry.shape, entry.dtype, (source,), local, dtype)
 
     @property
     def is_staged(self) -> bool:
@@ -89,41 +81,24 @@ class LeafRead(NamedTuple):
         """Stored bytes of all its boxes."""
         return self.local.elements * self.stored.bits // 8
 
-    @classmethod
-    def plain(
-        cls, name: str, entry: TensorEntry, local: AddressableShards, dtype: np.dtype
-    ) -> LeafRead:
-        """Return the read of a leaf that is one tensor as it is stored."""
-        source = TensorPiece(entry, *_whole(entry.shape))
-        return cls(name, entry.shape, entry.dtype, (source,), local, dtype)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the leaf is one tensor as it is stored."""
-        if len(self.sources) != 1:
-            return False
-        entry, box, view, gather = self.sources[0]
-        return gather is None and entry.shape == self.shape and (box, view) == _whole(self.shape)
-
     @property
     def file(self) -> str | None:
         """The file that the leaf is in, the first of several: for errors."""
         return self.sources[0].entry.file if self.sources else None
 
     def check(self) -> None:
-        """Checks that the pieces make the leaf.
-
-        Raises:
-            DtypeMismatchError: They have several dtypes.
-            MismatchError: They do not cover the leaf, each index once, or leave their tensor.
-            UnsupportedDtypeError: Elements that share bytes are rearranged.
-        """
-        if self.is_plain:
-            return
+        """Checks that pieces of one dtype, of whole bytes, make the leaf, each index once."""
+        if len(self.sources) == 1:
+            entry, *part = self.sources[0]
+            if entry.shape == self.shape and part == [*_whole(self.shape), None]:
+                return
         self._check_dtypes()
         kinds = {(s.entry.shape, s.box.shape, s.view, id(s.gather)): s for s in self.sources}
         for source in kinds.values():
-            self._check_source(source)
+            if flaw := _flaw(source):
+                file = source.entry.file
+                message = f"a piece of the leaf is wrong: {flaw}"
+                raise MismatchError(message, file=file, tensor=self.name)
         parts = [part.box for part in self.sources if part.gather is None]
         parts += [part.box for part in self.fills]
         parts += filled_boxes([(s.box, s.gather) for s in self.sources if s.gather is not None])
@@ -159,26 +134,25 @@ class LeafRead(NamedTuple):
                 hint="Load the tensor by itself and rearrange the array.",
             )
 
-    def _check_source(self, source: TensorPiece) -> None:
-        entry, box, view, gather = source
-        problem, furthest = None, 0
-        if gather is not None:
-            box, furthest = box.along(gather.axis, 0, 1), int(gather.offsets.max())
-        if view.shape != box.shape or len(view.strides) != len(view.shape):
-            problem = f"a view of shape {view.shape} cannot fill {box}"
-        elif 0 not in view.shape:
-            low, high = view.bounds
-            if low < 0 or high + furthest > math.prod(entry.shape):
-                problem = f"{view} leaves the tensor '{entry.name}' of shape {entry.shape}"
-            else:
-                try:
-                    StridedRuns.of(view, 1)
-                except ValueError as error:
-                    problem = str(error)
-        if problem:
-            raise MismatchError(
-                f"a piece of the leaf is wrong: {problem}", file=entry.file, tensor=self.name
-            )
+
+def _flaw(source: TensorPiece) -> str | None:
+    """Return why a piece cannot be read, if it cannot."""
+    entry, box, view, gather = source
+    furthest = 0
+    if gather is not None:
+        box, furthest = box.along(gather.axis, 0, 1), int(gather.offsets.max())
+    if view.shape != box.shape or len(view.strides) != len(view.shape):
+        return f"a view of shape {view.shape} cannot fill {box}"
+    if 0 in view.shape:
+        return None
+    low, high = view.bounds
+    if low < 0 or high + furthest > math.prod(entry.shape):
+        return f"{view} leaves the tensor '{entry.name}' of shape {entry.shape}"
+    try:
+        StridedRuns.of(view, 1)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @functools.lru_cache(1024)

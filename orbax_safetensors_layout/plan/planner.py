@@ -1,65 +1,48 @@
-"""The planner of regions: leaves to regions, with all geometry made once for what is alike."""
+"""Plans the regions of leaves, with all geometry made once for those that lie alike."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.geometry import AffineView, Box, Gather, Tile, packed_box, tile
-from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.options import KIB, StorageProfile
 from orbax_safetensors_layout.sharding import AddressableShards
 
+from .axes import TileLayout
 from .leaf_reads import LeafRead, TensorPiece
-from .regions import ByteRegion, RegionPlan
-from .tiles import TileLayout
+from .regions import ByteRegion, Geometry, RegionPlan
+
+BUNDLES_IN_BUDGET = 4  # while one is on its way to the devices, others are read
+_SLABS_IN_BUDGET = 8  # so are they
 
 _Place = tuple[int, int, RegionPlan]
-"""The first byte of a region in the file, its place in the memory of its tile, its geometry."""
-
-
-class _Meeting(NamedTuple):
-    """Where a piece and a tile meet: as `_Place`, and what `RegionPlan.plan` takes."""
-
-    start: int
-    at: int
-    extents: list[int]
-    strides: list[int]
-    phases: list[int]
+"""The first byte of a region in the file, its place in the memory of its tile, and its read."""
 
 
 class RegionPlanner:
     """From leaves to regions: O(pieces x tiles x dimensions) for each.
 
-    Leaves of one piece that have shape, strides, dtype and boxes in common share all geometry but
-    the offset; regions of leaves of several pieces share it where they lie alike.
-
-    Tiles of more than `most_bytes` are taken apart into their members; those of more than
-    `slab_bytes` whose values are computed are cut into slabs. For slabs that take indices in no
-    regular order the bound is `gather_bytes`: any is all over the file, so that each costs a read
-    of most of it.
+    Unless arrays adopt their buffers, tiles larger than the budget are taken apart into their
+    members. Large ones whose values are computed are cut into slabs. Each slab of a gather is all
+    over the file, and costs a read of most of it: these are as large as the budget allows.
     """
 
-    def __init__(
-        self,
-        profile: StorageProfile,
-        most_bytes: int | None,
-        slab_bytes: int,
-        gather_bytes: int = 0,
-    ) -> None:
+    def __init__(self, profile: StorageProfile, memory_budget_bytes: int, *, adopt: bool) -> None:
         self._profile = profile
-        self._most_bytes = most_bytes
-        self._slab_bytes = slab_bytes
-        self._gather_bytes = max(slab_bytes, gather_bytes)
+        self._most_bytes = None if adopt else memory_budget_bytes
+        least = max(memory_budget_bytes // _SLABS_IN_BUDGET, 64 * KIB)
+        self._slab_bytes = min(profile.request_bytes, least)
+        self._gather_bytes = max(self._slab_bytes, memory_budget_bytes // BUNDLES_IN_BUDGET)
         self._reads: dict[tuple[object, ...], RegionPlan] = {}
         # The values hold the `AddressableShards`, so that an id stays its own.
         self._layouts: dict[tuple[object, ...], tuple[AddressableShards, list[TileLayout]]] = {}
         self._single: dict[tuple[object, ...], tuple[AddressableShards, list[ByteRegion]]] = {}
 
     def regions(self, number: int, leaf: LeafRead) -> list[ByteRegion]:
-        """The regions of leaf `number` of a plan, tile by tile, after `LeafRead.check`."""
+        """Return the regions of leaf `number` of a plan, tile by tile, after `LeafRead.check`."""
         if len(leaf.sources) != 1 or leaf.sources[0].gather is not None:
             leaf.check()
             return list(self._several(number, leaf))
@@ -93,7 +76,7 @@ class RegionPlanner:
                 yield ByteRegion(number, *place, layout, len(places))
 
     def _overlaps(self, source: TensorPiece, layout: TileLayout) -> Iterator[_Place]:
-        """The regions of a piece and a tile: one, or of a gather one for what is near together."""
+        """Yields the regions of a piece and a tile: of a gather, one for what is near together."""
         if source.gather is None:
             yield self._overlap(source, layout)
             return
@@ -107,9 +90,9 @@ class RegionPlanner:
         places = cell * layout.across[axis] + inside * layout.within[axis]
         order = np.argsort(gather.offsets, kind="stable")
         places, offsets = places[order], gather.offsets[order] * layout.itemsize
-        met = self._meet(slab, layout)
+        _, _, geometry = _meet(slab, layout)
         stride = abs(source.view.strides[axis])
-        inner = [(n, abs(s)) for n, s in zip(met.extents, met.strides, strict=True)]
+        inner = [(n, abs(s)) for n, s in zip(*geometry[:2], strict=True)]
         reach = 1 + sum((n - 1) * s for n, s in inner if s < stride)
         gaps = np.diff(offsets) - reach * layout.itemsize
         edges = [0, *(np.flatnonzero(gaps > self._profile.max_gap_bytes) + 1), len(offsets)]
@@ -120,43 +103,15 @@ class RegionPlanner:
                 yield start + shift, at + int(places[first]), read
             else:
                 near = Gather(axis, places[first:last], offsets[first:last] - shift)
-                hull = RegionPlan.plan(
-                    layout, met.extents, met.strides, met.phases, self._profile, near
-                )
-                yield start + shift, at, hull
+                yield start + shift, at, RegionPlan.plan(layout, geometry, self._profile, near)
 
     def _overlap(self, source: TensorPiece, layout: TileLayout) -> _Place:
-        """The region of a piece and a tile that meet: its first byte, its place, its geometry."""
-        start, at, extents, strides, phases = self._meet(source, layout)
-        of_layout = (layout.member_shape, layout.tile.grid, layout.itemsize)
-        key = (*of_layout, *extents, *strides, *phases)
+        """Return the region of a piece and a tile that meet."""
+        start, at, geometry = _meet(source, layout)
+        key = (layout.member_shape, layout.tile.grid, layout.itemsize, geometry)
         if key not in self._reads:
-            read = RegionPlan.plan(layout, extents, strides, phases, self._profile)
-            self._reads[key] = read
+            self._reads[key] = RegionPlan.plan(layout, geometry, self._profile)
         return start, at, self._reads[key]
-
-    def _meet(self, source: TensorPiece, layout: TileLayout) -> _Meeting:
-        """Where a piece and a tile meet."""
-        entry, piece, view, _ = source
-        box = layout.tile.box
-        first, at = view.offset, 0
-        extents, phases, strides = [], [], []
-        for axis, stride in enumerate(view.strides):
-            low = max(box.start[axis], piece.start[axis])
-            extent = min(box.stop[axis], piece.stop[axis]) - low
-            member = layout.member_shape[axis]
-            lead = low - box.start[axis]
-            phase = lead % member
-            if stride < 0:  # the file has the last index first
-                phase = -(lead + extent) % member
-                low, lead = low + extent - 1, lead + extent - 1
-            cell, inside = divmod(lead, member)
-            at += cell * layout.across[axis] + inside * layout.within[axis]
-            first += (low - piece.start[axis]) * stride
-            extents.append(extent)
-            strides.append(stride if extent > 1 else 1)
-            phases.append(phase if phase + extent > member else 0)
-        return _Meeting(entry.start + first * layout.itemsize, at, extents, strides, phases)
 
     def _layouts_of(self, leaf: LeafRead) -> list[TileLayout]:
         itemsize = leaf.stored.bits // 8
@@ -178,16 +133,15 @@ class RegionPlanner:
         # Shared and private boxes are tiled apart: they are read differently.
         for shared in (False, True):
             numbers = [i for i, s in enumerate(local.shared) if s is shared]
-            for joined in tile([local.boxes[i] for i in numbers]):
-                members = tuple(numbers[i] for i in joined.members)
+            for joined in tile(local.boxes, numbers):
                 if self._most_bytes is None or joined.box.size * itemsize <= self._most_bytes:
-                    yield joined._replace(members=members), shared
+                    yield joined, shared
                     continue
-                for member in members:  # too large for the budget
+                for member in joined.members:  # too large for the budget
                     yield Tile.alone(local.boxes[member], member), shared
 
     def _packed(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
-        """Elements that share bytes: each box by itself, as whole bytes."""
+        """Yields regions of elements that share bytes: each box by itself, as whole bytes."""
         entry, bits = leaf.sources[0].entry, leaf.stored.bits
         most = max(1, self._slab_bytes * 8 // bits)
         boxes = zip(leaf.local.boxes, leaf.local.shared, strict=True)
@@ -202,8 +156,33 @@ class RegionPlanner:
                 yield ByteRegion(number, 0, start, at, read, layout, 1)
 
 
+def _meet(source: TensorPiece, layout: TileLayout) -> tuple[int, int, Geometry]:
+    """Return as `_Place` where a piece and a tile meet, but its geometry for its read."""
+    entry, piece, view, _ = source
+    box = layout.tile.box
+    first, at = view.offset, 0
+    extents, phases, strides = [], [], []
+    for axis, stride in enumerate(view.strides):
+        low = max(box.start[axis], piece.start[axis])
+        extent = min(box.stop[axis], piece.stop[axis]) - low
+        member = layout.member_shape[axis]
+        lead = low - box.start[axis]
+        phase = lead % member
+        if stride < 0:  # the file has the last index first
+            phase = -(lead + extent) % member
+            low, lead = low + extent - 1, lead + extent - 1
+        cell, inside = divmod(lead, member)
+        at += cell * layout.across[axis] + inside * layout.within[axis]
+        first += (low - piece.start[axis]) * stride
+        extents.append(extent)
+        strides.append(stride if extent > 1 else 1)
+        phases.append(phase if phase + extent > member else 0)
+    geometry = tuple(extents), tuple(strides), tuple(phases)
+    return entry.start + first * layout.itemsize, at, geometry
+
+
 def _file_order(leaf: LeafRead) -> tuple[int, ...]:
-    """The axes, those first along which a step goes farthest in the files."""
+    """Return the axes, those first along which a step goes farthest in the files."""
     box, strides = leaf.sources[0].box, leaf.sources[0].view.strides
     farthest = [
         (n < whole, abs(s)) for n, whole, s in zip(box.shape, leaf.shape, strides, strict=True)

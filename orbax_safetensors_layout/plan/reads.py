@@ -1,7 +1,6 @@
 """The read plan: for each leaf the boxes one process needs, and the requests that fetch them.
 
-Everything here is arithmetic on compressed runs, cached by shape: a plan costs
-O(pieces x shards x dimensions) and never a Python object per row. See docs/architecture.md, Load.
+A plan costs O(pieces x shards x dimensions), and never a Python object per row.
 """
 
 from __future__ import annotations
@@ -13,57 +12,41 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 
-from orbax_safetensors_layout.options import KIB, StorageProfile
+from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.runtime import text_table
 
+from .axes import TileLayout
 from .coalesce import RequestGroup, coalesced
 from .cost import Cost
 from .leaf_reads import LeafRead
-from .planner import RegionPlanner
+from .planner import BUNDLES_IN_BUDGET, RegionPlanner
 from .regions import ByteRegion, TileKey
-from .tiles import TileLayout
 
 Batch = tuple[str, tuple[ByteRegion, ...]]
 """A file, and regions of it by offset."""
 
-_BUNDLES_IN_BUDGET = 4  # while one is on its way to the devices, others are read
-_SLABS_IN_BUDGET = 8  # so are they
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The reads of one process, and the leaves that they fill.
+    """The reads of one process, and the leaves that they fill."""
 
-    Attributes:
-        leaves: The leaves, in the order of the wanted tree.
-        batches: What is read, in this order: a file, and regions of it by offset. Where arrays
-            adopt their buffers each file comes once.
-        profile: The storage class's cost model that the requests were made with.
-        memory_budget_bytes: Bound on what is held beyond the arrays.
-        adopt: Whether the arrays keep the buffers they are made of, as on the CPU backend.
-    """
-
-    leaves: tuple[LeafRead, ...]
-    batches: tuple[Batch, ...]
-    profile: StorageProfile
-    memory_budget_bytes: int
-    adopt: bool
+    leaves: tuple[LeafRead, ...]  # in the order of the wanted tree
+    batches: tuple[Batch, ...]  # in this order; where arrays adopt their buffers each file once
+    profile: StorageProfile  # the cost model that the requests were made with
+    memory_budget_bytes: int  # bound on what is held beyond the arrays
+    adopt: bool  # whether the arrays keep the buffers they are made of, as on the CPU backend
 
     def groups(self) -> Iterator[RequestGroup]:
         """Yields regions that are fetched together, in the order in which they are."""
-
-        def held(region: ByteRegion) -> int:
-            return self.held_bytes(region.leaf, region.layout)
-
+        profile, budget = self.profile, self.memory_budget_bytes
         for file, regions in self.batches:
-            yield from coalesced(file, regions, self.profile, held, self.memory_budget_bytes)
+            yield from coalesced(file, regions, profile, self._held_bytes, budget)
 
-    def held_bytes(self, number: int, layout: TileLayout) -> int:
-        """Host bytes that a tile of leaf `number` holds until its arrays are on their devices."""
-        leaf = self.leaves[number]
+    def _held_bytes(self, region: ByteRegion) -> int:
+        leaf = self.leaves[region.leaf]
         if self.adopt:
-            return read_bytes(leaf, layout) if layout.staged else 0
-        return held_bytes(leaf, layout)
+            return read_bytes(leaf, region.layout) if region.layout.staged else 0
+        return held_bytes(leaf, region)
 
     @classmethod
     def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
@@ -100,7 +83,7 @@ class ReadPlan:
                 continue
             fresh = {r.tile: r for r in regions if r.tile not in opened}
             opened.update(tile for tile, region in fresh.items() if region.parts > 1)
-            group_held = sum(self.held_bytes(r.leaf, r.layout) for r in fresh.values())
+            group_held = sum(map(self._held_bytes, fresh.values()))
             held, most_held = held + group_held, max(most_held, group_held)
         staging = staging_bytes(self.profile, padded=padded) if staged else 0
         return Cost(
@@ -113,13 +96,9 @@ class ReadPlan:
         )
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
-        """Yields the byte ranges that will be read as (file, start, stop); half-open.
-
-        Long ones are read in several requests.
-        """
+        """Yields (file, start, stop), half-open, of what is read; long ones in several requests."""
         for group in self.groups():
-            for start, stop in group.ranges():
-                yield group.file, start, stop
+            yield from group.ranges()
 
     def by_tensor(self) -> list[tuple[str, int, int]]:
         """(name, bytes needed, bytes read) of each leaf, each as if it were read alone."""
@@ -148,20 +127,8 @@ def plan_reads(
     in_order: bool = False,
     joins_gaps: bool = True,
 ) -> ReadPlan:
-    """Plans the reads of one process; the options are those of `reading.ArrayReader`.
-
-    Where arrays do not adopt their buffers, shards are read together only as far as they fit the
-    budget together.
-
-    Raises:
-        SafetensorsLayoutError: The pieces of a leaf do not make it; see `LeafRead.check`.
-    """
-    planner = RegionPlanner(
-        profile,
-        None if adopt else memory_budget_bytes,
-        slab_bytes(profile, memory_budget_bytes),
-        memory_budget_bytes // _BUNDLES_IN_BUDGET,
-    )
+    """Plans the reads of one process; the options are those of `reading.ArrayReader`."""
+    planner = RegionPlanner(profile, memory_budget_bytes, adopt=adopt)
     units = collections.Counter(leaf.unit for leaf in leaves)
     whole: list[ByteRegion] = []
     parts: list[ByteRegion] = []
@@ -183,27 +150,22 @@ def plan_reads(
     return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
 
 
-def slab_bytes(profile: StorageProfile, memory_budget_bytes: int) -> int:
-    """The largest part of a tile that is read before its values are computed."""
-    return min(profile.request_bytes, max(memory_budget_bytes // _SLABS_IN_BUDGET, 64 * KIB))
-
-
 def staging_bytes(profile: StorageProfile, *, padded: bool) -> int:
-    """Host bytes of the staging buffers of all requests in flight."""
+    """Return host bytes of the staging buffers of all requests in flight."""
     staging = profile.concurrency * profile.staging_bytes
     # A cache line after each row of 512 bytes or more.
     return staging + (staging // 8 if padded else 0)
 
 
-def held_bytes(leaf: LeafRead, layout: TileLayout) -> int:
-    """Host bytes that a tile holds until its arrays are on devices with memory of their own."""
+def held_bytes(leaf: LeafRead, region: ByteRegion) -> int:
+    """Return host bytes that a region's tile holds until its arrays are on other devices."""
     is_cast = leaf.is_computed or leaf.dtype != leaf.stored.numpy
-    cast = sum(box.size for box in layout.regions) * leaf.dtype.itemsize if is_cast else 0
-    return read_bytes(leaf, layout) + cast
+    elements = sum(box.size for box in region.layout.regions) if is_cast else 0
+    return read_bytes(leaf, region.layout) + elements * leaf.dtype.itemsize
 
 
 def read_bytes(leaf: LeafRead, layout: TileLayout) -> int:
-    """Host bytes of a tile as it is in the file, and of its elements where these are decoded."""
+    """Return host bytes of a tile as it is in the file, and of elements that are decoded."""
     decoded = leaf.stored.packed or leaf.stored.one_a_byte
     unpacked = sum(box.size for box in layout.regions) if decoded else 0
     return layout.memory_bytes + unpacked
@@ -221,15 +183,14 @@ def _by_file(leaves: Sequence[LeafRead], regions: Sequence[ByteRegion]) -> Itera
 def _bundles(
     leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int
 ) -> Iterator[list[ByteRegion]]:
-    """Tiles that are open together: some in a part of the budget, or those that read the same.
+    """Yields tiles that are open together: in a part of the budget, or those that read the same.
 
-    A tile that comes from many files holds its memory from its first region to its last. In the
-    order of the files all tiles would be open at once.
+    In the order of the files all tiles of many files would be open at once.
     """
     bundle: list[ByteRegion] = []
     held = 0
     for more, tiles in _partners(leaves, regions, budget):
-        if bundle and held + more > budget // _BUNDLES_IN_BUDGET:
+        if bundle and held + more > budget // BUNDLES_IN_BUDGET:
             yield bundle
             bundle, held = [], 0
         bundle += tiles
@@ -241,12 +202,12 @@ def _bundles(
 def _partners(
     leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int
 ) -> list[tuple[int, list[ByteRegion]]]:
-    """Tiles with the bytes that they hold; together where the same requests serve them."""
+    """Return tiles with the bytes that they hold; together where the same requests serve them."""
     partners: list[tuple[int, list[ByteRegion]]] = []
     starts: dict[tuple[str, int], list[tuple[int, int]]] = {}  # by file and geometry
     for _, of_tile in itertools.groupby(regions, key=lambda region: region.tile):
         first, *_ = tile = list(of_tile)
-        more = held_bytes(leaves[first.leaf], first.layout)
+        more = held_bytes(leaves[first.leaf], first)
         file = leaves[first.leaf].sources[first.source].entry.file
         near = starts.setdefault((file, id(first.read)), [])
         at = bisect.bisect(near, (first.start, 0))

@@ -57,26 +57,18 @@ class ReadPurpose(NamedTuple):
 
 
 class RegionReads:
-    """The reads of tensors that some regions are made of.
-
-    Attributes:
-        regions: The regions.
-        plans: For each region how it is read.
-        equal: Numbers of regions with the same values, as of tied leaves, by the first of them.
-            That one is read.
-        reads: All reads.
-        purposes: For each read its purpose.
-    """
+    """The reads of tensors that some regions are made of."""
 
     def __init__(self, regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> None:
         self.regions = regions
-        self.plans = _plan_regions(regions, memory_budget_bytes)
+        self.plans = _plan_regions(regions, memory_budget_bytes)  # for each how it is read
         by_likeness: dict[object, list[int]] = {}
         for number, (region, plan) in enumerate(zip(regions, self.plans, strict=True)):
             by_likeness.setdefault(_likeness(region, plan) or number, []).append(number)
+        # Numbers of regions with the same values, as of tied leaves, by the one that is read.
         self.equal = {numbers[0]: numbers for numbers in by_likeness.values()}
         self.reads: list[LeafRead] = []
-        self.purposes: list[ReadPurpose] = []
+        self.purposes: list[ReadPurpose] = []  # of each read
         for number in self.equal:
             plan = self.plans[number]
             if plan.read is not None:
@@ -93,12 +85,10 @@ class RegionReads:
 
 
 def _likeness(region: ArrayRegion, plan: LeafPlan) -> object:
-    """Equal for regions of which one read gives the values; None where there is none like it.
-
-    Of leaves that are read once for all processes, one process may read other boxes of each.
-    """
+    """Return what is equal for regions of which one read gives the values, or None."""
     if region.values_key is None:
         return None
+    # Of leaves that are read once for all processes, one process may read other boxes of each.
     boxes = [block.box for block in plan.blocks] if plan.read is None else plan.read.local.boxes
     return region.values_key, region.local, tuple(boxes)
 

@@ -82,23 +82,14 @@ class FileWrite(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The writes of process `process_index`.
+    """The writes of process `process_index` of `process_count`."""
 
-    Attributes:
-        leaves: All tensors of the tree.
-        files: Names of the checkpoint's files, each with its owner and its tensors.
-        own: The files that this process owns.
-        pieces: This process's file of pieces, if it has one.
-        stored: The places of all processes' pieces; None where there are none.
-        process_index: The process.
-        process_count: Number of processes.
-    """
-
-    leaves: tuple[LeafWrite, ...]
+    leaves: tuple[LeafWrite, ...]  # all tensors of the tree
+    # Names of the checkpoint's files, each with its owner and its tensors.
     files: tuple[tuple[str, int, tuple[NewTensor, ...]], ...]
-    own: tuple[FileWrite, ...]
-    pieces: FileWrite | None
-    stored: StoredPieces | None
+    own: tuple[FileWrite, ...]  # the files that this process owns
+    pieces: FileWrite | None  # this process's file of pieces, if it has one
+    stored: StoredPieces | None  # the places of all processes' pieces; None where there are none
     process_index: int
     process_count: int
 
@@ -138,21 +129,15 @@ class WritePlan:
 
     def cost(self) -> Cost:
         """Return the cost of the plan for this process."""
-        written = files = needed = read = 0
-        touched: set[int] = set()
-        for file in self.writes():
-            files += 1
-            written += file.layout.size
-            touched.update(part.leaf for part in file.parts)
-            touched.update(file.gathered)
-            needed += sum(part.stop - part.start for part in file.parts)
-            read += sum(self.leaves[leaf].tensor.nbytes for leaf in file.gathered)
+        files = [*self.writes()]
+        parts = [part for file in files for part in file.parts]
+        gathered = [leaf for file in files for leaf in file.gathered]
         return Cost(
-            tensors=len(touched),
-            needed_bytes=needed,
-            read_bytes=read,
-            written_bytes=written,
-            files=files,
+            tensors=len({part.leaf for part in parts}.union(gathered)),
+            needed_bytes=sum(part.stop - part.start for part in parts),
+            read_bytes=sum(self.leaves[leaf].tensor.nbytes for leaf in gathered),
+            written_bytes=sum(file.layout.size for file in files),
+            files=len(files),
         )
 
     def __str__(self) -> str:
@@ -172,24 +157,21 @@ def plan_writes(
     process_count: int = 1,
 ) -> WritePlan:
     """Plan the writes of one process; `leaves` are equal on every process, in order, too."""
-    planner = _Planner(leaves, options, process_index, process_count)
+    planner = WritePlanner(leaves, options, process_index, process_count)
     if options.layout == "hf":
         return planner.hf()
-    stored, pieces = planner.own_pieces(range(len(leaves)), "")
+    stored, pieces = planner.own_pieces(folder="")
     return WritePlan(tuple(leaves), (), (), pieces, stored, process_index, process_count)
 
 
 def plan_all_writes(
     leaves: Sequence[LeafWrite], *, options: WriteOptions, process_count: int
 ) -> WritePlan:
-    """Plan the files of all processes of a save, which are `own` of the plan.
-
-    Layout `hf` takes each tensor from the first process.
-    """
+    """Plan the files of all processes, as `own` of the plan; layout `hf` has one process."""
     if options.layout == "hf":
         return plan_writes(leaves, options=options)
-    planner = _Planner(leaves, options, 0, process_count)
-    stored, files = planner.pieces(range(len(leaves)), "", range(process_count))
+    planner = WritePlanner(leaves, options, 0, process_count)
+    stored, files = planner.pieces(None, "", range(process_count))
     return WritePlan(tuple(leaves), (), tuple(files), None, stored, 0, process_count)
 
 
@@ -204,40 +186,34 @@ def plan_consolidation(
     """Plan the assembly of tensors that are stored in pieces into files of layout `hf`."""
     nobody = GlobalShards((), ())
     leaves = [LeafWrite(tensor, tensor.dtype.numpy, nobody) for tensor in tensors]
-    return _Planner(leaves, options, process_index, process_count).hf(stored)
-
-
-def plan_leaf_pieces(
-    leaves: Sequence[LeafWrite], *, options: WriteOptions, process_index: int, process_count: int
-) -> tuple[StoredPieces, FileWrite | None]:
-    """Plan the pieces that processes leave for the files' owners, and the file of one of them."""
-    planner = _Planner(leaves, options, process_index, process_count)
-    return planner.own_pieces(range(len(leaves)), PIECES_FOLDER)
+    return WritePlanner(leaves, options, process_index, process_count).hf(stored)
 
 
 _Member = tuple[NewTensor, int, Tile | None]
 """A tensor of a file, the number of its leaf, and what of the leaf it is; None if gathered."""
 
 
-class _Planner:
+class WritePlanner:
+    """Plans the writes of process `index` of `count`."""
+
     def __init__(
         self, leaves: Sequence[LeafWrite], options: WriteOptions, index: int, count: int
     ) -> None:
         self._leaves = tuple(leaves)
         self._metadata: Mapping[str, str] = {"format": "pt", **options.metadata}
         self._max_file_bytes = options.max_file_bytes
-        self._index = index
-        self._count = count
+        self._index, self._count = index, count
         below = options.replicate_below_bytes if options.layout == "sharded" else 0
         self._writers = PieceWriters(count, replicate_below_bytes=below)
         self._whole: dict[tuple[int, int], Tile | None] = {}
 
     def hf(self, stored: StoredPieces | None = None) -> WritePlan:
-        """Plans files of whole tensors; `stored` are their pieces, if they are written already."""
+        """Return files of whole tensors; `stored` are their pieces, if they are written already."""
         numbers = {leaf.tensor.name: number for number, leaf in enumerate(self._leaves)}
         files = split((leaf.tensor for leaf in self._leaves), self._max_file_bytes)
         owners = self._file_owners([[numbers[t.name] for t in tensors] for _, tensors in files])
         exchanged: list[int] = []
+        described: list[tuple[str, int, tuple[NewTensor, ...]]] = []
         own: list[FileWrite] = []
         for (name, tensors), owner in zip(files, owners, strict=True):
             members: list[_Member] = []
@@ -251,15 +227,12 @@ class _Planner:
                     exchanged.append(number)
             if owner == self._index:
                 own.append(_file(name, members, self._metadata))
-        described = tuple(
-            (name, owner, tuple(tensors))
-            for (name, tensors), owner in zip(files, owners, strict=True)
-        )
+            described.append((name, owner, tuple(tensors)))
         pieces = None
         if stored is None and exchanged:
-            stored, pieces = self.own_pieces(sorted(exchanged), PIECES_FOLDER)
+            stored, pieces = self.own_pieces(sorted(exchanged))
         place = self._index, self._count
-        return WritePlan(self._leaves, described, tuple(own), pieces, stored, *place)
+        return WritePlan(self._leaves, tuple(described), tuple(own), pieces, stored, *place)
 
     def _whole_tile(self, number: int, process: int) -> Tile | None:
         """Return all of a leaf as one tile, if a process holds it so."""
@@ -277,28 +250,27 @@ class _Planner:
         held = np.zeros((len(members), self._count), np.int64)
         share: dict[int, np.ndarray] = {}  # elements that each process holds, by sharding
         for file, leaves in enumerate(members):
-            for number in leaves:
-                leaf = self._leaves[number]
-                elements = share.get(id(leaf.held))
-                if elements is None:
-                    elements = share[id(leaf.held)] = np.zeros(self._count, np.int64)
+            for leaf in (self._leaves[number] for number in leaves):
+                key = id(leaf.held)
+                if key not in share:
+                    share[key] = np.zeros(self._count, np.int64)
                     for box, holders in zip(*leaf.held, strict=True):
-                        elements[list(holders)] += box.size
-                held[file] += elements * leaf.tensor.dtype.bits // 8
+                        share[key][list(holders)] += box.size
+                held[file] += share[key] * leaf.tensor.dtype.bits // 8
         sizes = [sum(self._leaves[n].tensor.nbytes for n in leaves) for leaves in members]
         return file_owners(sizes, held, self._count)
 
     def own_pieces(
-        self, numbers: Sequence[int], folder: str
+        self, numbers: Sequence[int] | None = None, folder: str = PIECES_FOLDER
     ) -> tuple[StoredPieces, FileWrite | None]:
-        """Returns the pieces of some leaves, and this process's file of them, if it has one."""
+        """Return the pieces of leaves, by default all, and this process's file of them, if any."""
         stored, files = self.pieces(numbers, folder, (self._index,))
         return stored, files[0] if files else None
 
     def pieces(
-        self, numbers: Sequence[int], folder: str, processes: Collection[int]
+        self, numbers: Sequence[int] | None, folder: str, processes: Collection[int]
     ) -> tuple[StoredPieces, list[FileWrite]]:
-        """Returns the pieces of some leaves, and the files that some processes write of them."""
+        """Return the pieces of some leaves, and the files that some processes write of them."""
         prefix = f"{folder}/" if folder else ""
         names = [
             f"{prefix}{piece_file_prefix(process)}{self._count:05}.safetensors"
@@ -309,7 +281,7 @@ class _Planner:
         written: list[list[StoredTile]] = []  # of each class, by `processes`
         tensors: dict[str, StoredTensor] = {}
         members: dict[int, list[_Member]] = {process: [] for process in processes}
-        for number in numbers:
+        for number in range(len(self._leaves)) if numbers is None else numbers:
             leaf = self._leaves[number]
             name, dtype, shape = leaf.tensor
             dtype = DTYPES["U8"] if dtype.packed else dtype

@@ -6,20 +6,18 @@ from typing import TYPE_CHECKING
 
 from orbax_safetensors_layout.lazy import lazy_exports
 
-from .addressable import AddressableShards, GlobalShards
-from .mesh_shape import MeshShape, Spec
-from .partition import Ints, Partition
-from .replicas import ReplicaGrid, Replicas
+from .holders import AddressableShards, GlobalShards, ReplicaGrid, Replicas
+from .mesh_shape import MeshShape, Partition, Spec
 from .sharding_rules import Misfit, Placed, ShardingRule, ShardingRules, parse_rules, spec_text
 
 if TYPE_CHECKING:
     from .serialize import ShardingTable, decode_sharding
-    from .shards import Index, Placement, ProcessShards, box_of, is_abstract, sharding_of, spec_of
+    from .shards import Placement, ProcessShards, box_of, is_abstract, sharding_of, spec_of
 
 __getattr__ = lazy_exports(
     __name__,
     {
         ".serialize": "ShardingTable decode_sharding",
-        ".shards": "Index Placement ProcessShards box_of is_abstract sharding_of spec_of",
+        ".shards": "Placement ProcessShards box_of is_abstract sharding_of spec_of",
     },
 )

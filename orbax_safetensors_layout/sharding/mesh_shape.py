@@ -1,4 +1,4 @@
-"""The shape of a mesh whose devices need not exist, and which of them holds which part.
+"""The shape of a mesh whose devices need not exist, and the parts of arrays that they hold.
 
 Devices are numbered in row-major order of the mesh and divided among the processes in equal blocks,
 as `jax.make_mesh` does by default.
@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.geometry import Box, Ints, row_major_strides
+
+from .holders import AddressableShards, GlobalShards
 
 Spec: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""
@@ -22,25 +23,9 @@ Spec: TypeAlias = tuple[tuple[str, ...], ...]
 _MOST_DEVICES = 1 << 20  # there are tables of them for each array shape
 
 
-class ShardIndices(NamedTuple):
-    """The part of an array that each device holds."""
-
-    numbers: npt.NDArray[np.int64]  # [devices, dimensions] number of the part along each dimension
-    parts: tuple[int, ...]  # extent of a part along each dimension
-
-    def box(self, cell: Sequence[int]) -> Box:
-        """Return the region of a part."""
-        start = tuple(number * extent for number, extent in zip(cell, self.parts, strict=True))
-        return Box(start, tuple(a + n for a, n in zip(start, self.parts, strict=True)))
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshShape:
-    """A mesh of devices.
-
-    Raises:
-        ValueError: The processes do not divide the devices, or there are none of either.
-    """
+    """A mesh of devices; raises ValueError where the processes do not divide them."""
 
     axes: Mapping[str, int]  # name to size of each axis, outermost first
     processes: int  # number of processes that share the devices
@@ -57,34 +42,83 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return math.prod(self.axes.values())
 
     @property
     def devices_per_process(self) -> int:
-        """Number of devices of each process."""
         return self.devices // self.processes
 
     def ways(self, names: Sequence[str]) -> int:
         """Return into how many parts some axes split a dimension."""
         return math.prod(self.axes[name] for name in names)
 
-    def shard_indices(self, spec: Spec, shape: Sequence[int]) -> ShardIndices:
-        """Return the part of an array that each device holds; raises where the spec does not fit.
 
-        Dimensions that the spec leaves out are not split.
-        """
+class Partition(NamedTuple):
+    """The equal parts of an array that each process of a cluster holds."""
+
+    shape: tuple[int, ...]  # of a part
+    numbers: Ints  # [devices, dimensions] number of the part along each dimension
+    # [processes, devices of a process] numbers of the parts that its devices hold, sorted.
+    rows: Ints
+    origin: Ints  # [processes, dimensions] the lowest part along each dimension
+    likeness: Ints  # [processes] equal where the parts are the same relative to the origin
+    holders: Ints  # [parts] number of processes that hold each part
+    grid: tuple[int, ...]  # number of parts along each dimension
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, *, packed: bool = False
+    ) -> Partition:
+        """Return the parts of an array; of packed elements alike at the same place only."""
         if len(spec) > len(shape):
             raise ValueError(f"{spec} has more dimensions than the shape")
-        positions = np.unravel_index(np.arange(self.devices), [*self.axes.values()])
-        coordinate = dict(zip(self.axes, positions, strict=True))
-        numbers = np.zeros((self.devices, len(shape)), np.int64)
-        parts = list(shape)
+        counts = tuple(map(mesh.ways, spec)) + (1,) * (len(shape) - len(spec))
+        for axis, (extent, ways) in enumerate(zip(shape, counts, strict=True)):
+            if extent % ways:
+                raise ValueError(f"dimension {axis} of {extent} is not divisible by {ways}")
+        positions = np.unravel_index(np.arange(mesh.devices), [*mesh.axes.values()])
+        coordinate = dict(zip(mesh.axes, positions, strict=True))
+        numbers = np.zeros((mesh.devices, len(shape)), np.int64)
         for axis, names in enumerate(spec):
-            ways = self.ways(names)
-            if shape[axis] % ways:
-                raise ValueError(f"dimension {axis} of {shape[axis]} is not divisible by {ways}")
-            parts[axis] //= ways
             for name in names:
-                numbers[:, axis] = numbers[:, axis] * self.axes[name] + coordinate[name]
-        return ShardIndices(numbers, tuple(parts))
+                numbers[:, axis] = numbers[:, axis] * mesh.axes[name] + coordinate[name]
+        strides = np.array(row_major_strides(counts), np.int64)
+        each = (mesh.processes, mesh.devices_per_process)
+        rows = np.sort((numbers @ strides).reshape(each), axis=1)
+        is_new = np.ones(rows.shape, bool)
+        is_new[:, 1:] = rows[:, 1:] != rows[:, :-1]
+        holders = np.bincount(rows[is_new])
+        origin = numbers.reshape(*each, len(shape)).min(1)
+        moved = 0 if packed else (origin @ strides)[:, None]
+        relative = np.concatenate([rows - moved, holders[rows] > 1], 1)
+        likeness = np.unique(relative, axis=0, return_inverse=True)[1].reshape(-1)
+        part = tuple(extent // ways for extent, ways in zip(shape, counts, strict=True))
+        return cls(part, numbers, rows, origin, likeness, holders, counts)
+
+    def local(self, process: int) -> AddressableShards:
+        numbers = np.unique(self.rows[process])
+        shared = self.holders[numbers] > 1
+        # The parts of an array without elements may be one box.
+        boxes = dict(zip(self._boxes(numbers), shared.tolist(), strict=True))
+        return AddressableShards(tuple(boxes), tuple(boxes.values()))
+
+    def held(self) -> GlobalShards:
+        """Return all boxes with their holders; an array without elements is one box, of all."""
+        if 0 in self.shape:
+            whole = Box.whole([n * count for n, count in zip(self.shape, self.grid, strict=True)])
+            return GlobalShards((whole,), (tuple(range(len(self.rows))),))
+        of_part: dict[int, list[int]] = {}
+        for process, row in enumerate(self.rows.tolist()):
+            for part in dict.fromkeys(row):
+                of_part.setdefault(part, []).append(process)
+        numbers = sorted(of_part)
+        holders = tuple(tuple(of_part[number]) for number in numbers)
+        return GlobalShards(tuple(self._boxes(numbers)), holders)
+
+    def _boxes(self, numbers: Ints | Sequence[int]) -> list[Box]:
+        cells = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]
+        return [self.box(cell) for cell in cells.tolist()]
+
+    def box(self, cell: Sequence[int]) -> Box:
+        start = tuple(number * extent for number, extent in zip(cell, self.shape, strict=True))
+        return Box(start, tuple(a + n for a, n in zip(start, self.shape, strict=True)))

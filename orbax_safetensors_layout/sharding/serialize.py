@@ -32,10 +32,14 @@ class ShardingTable:
     """The shardings of one tree, each recorded once."""
 
     def __init__(self) -> None:
-        self.records: list[ShardingRecord] = []  # for `Manifest.shardings`
         self._numbers: dict[ShardingRecord, int] = {}
         self._seen: dict[Sharding, int | None] = {}  # an array's sharding costs one look-up
         self._positions = {device: number for number, device in enumerate(jax.devices())}
+
+    @property
+    def records(self) -> list[ShardingRecord]:
+        """The shardings by number, for `Manifest.shardings`."""
+        return [*self._numbers]
 
     def number(self, sharding: Sharding) -> int | None:
         """Records a sharding, and returns its number in `records`.
@@ -45,21 +49,14 @@ class ShardingTable:
         """
         if sharding not in self._seen:
             record = _encode(sharding, self._positions)
-            if record is None:
-                self._seen[sharding] = None
-            else:
-                number = self._numbers.setdefault(record, len(self.records))
-                if number == len(self.records):
-                    self.records.append(record)
-                self._seen[sharding] = number
+            if record is not None:
+                self._numbers.setdefault(record, len(self._numbers))
+            self._seen[sharding] = None if record is None else self._numbers[record]
         return self._seen[sharding]
 
 
 def decode_sharding(record: ShardingRecord) -> Sharding | None:
-    """Return the recorded sharding, on devices of the same positions in `jax.devices()`.
-
-    None where there are fewer devices, or none with such a memory.
-    """
+    """Return the sharding on devices of these positions; None without these, or such memory."""
     devices = jax.devices()
     numbers = (record.device,) if isinstance(record, SingleDeviceRecord) else record.mesh.devices
     if max(numbers) >= len(devices):

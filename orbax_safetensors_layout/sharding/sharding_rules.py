@@ -10,18 +10,18 @@ from typing import NamedTuple
 from .mesh_shape import MeshShape, Spec
 
 AUTO, REPLICATED = "auto", "replicated"
-_UNSPLIT = ("", "-", "none", "None")
+_UNSPLIT = ([""], ["-"], ["none"], ["None"])
 
 
 class ShardingRule(NamedTuple):
-    """One rule."""
+    """How tensors of some names are split."""
 
     pattern: str  # a regular expression that must match a whole name
     spec: Spec | None  # how the dimensions are split; None splits as `auto_spec` does
 
     @classmethod
     def parse(cls, text: str) -> ShardingRule:
-        """Return a rule from its text.
+        """Return a rule from its text; raises ValueError for what is none.
 
         After the last `=` come the mesh axes of each dimension, with commas between dimensions,
         `-` for one that is not split and `+` between axes that split the same one; or
@@ -32,9 +32,6 @@ class ShardingRule(NamedTuple):
             ShardingRule(pattern='.*kernel', spec=(('fsdp',), ('tensor',)))
             >>> ShardingRule.parse("embed = -,fsdp+tensor").spec
             ((), ('fsdp', 'tensor'))
-
-        Raises:
-            ValueError: It is not a rule.
         """
         pattern, separator, right = (part.strip() for part in text.rpartition("="))
         if pattern[:1] in ("'", '"') and pattern[-1:] == pattern[:1] and len(pattern) > 1:
@@ -49,12 +46,8 @@ class ShardingRule(NamedTuple):
             raise ValueError(f"the pattern of the rule {text!r} is malformed: {error}") from error
         if right in (AUTO, REPLICATED):
             return cls(pattern, None if right == AUTO else ())
-        parts = [part.strip() for part in right.split(",")]
-        spec = tuple(
-            () if part in _UNSPLIT else tuple(name.strip() for name in part.split("+"))
-            for part in parts
-        )
-        return cls(pattern, spec)
+        parts = [[name.strip() for name in part.split("+")] for part in right.split(",")]
+        return cls(pattern, tuple(() if part in _UNSPLIT else tuple(part) for part in parts))
 
     def __str__(self) -> str:
         right = AUTO if self.spec is None else spec_text(self.spec)
@@ -91,11 +84,7 @@ class Placed(NamedTuple):
 
 
 class ShardingRules:
-    """Rules, of which the first that matches a name applies.
-
-    Raises:
-        ValueError: A rule names an axis that the mesh does not have, or one twice.
-    """
+    """Rules for a mesh, of which the first that matches a name applies."""
 
     def __init__(self, rules: Sequence[ShardingRule], grid: MeshShape) -> None:
         self.rules = tuple(rules)
@@ -121,18 +110,14 @@ class ShardingRules:
             return Placed((), None)
         given = self.rules[number].spec
         if (number, shape) not in self._fitted:
-            auto = (auto_spec(shape, self._grid), None) if given is None else None
-            self._fitted[number, shape] = auto or _fit(given or (), shape, self._grid)
+            self._fitted[number, shape] = _fit(given, shape, self._grid)
         spec, reason = self._fitted[number, shape]
         misfit = None if reason is None else Misfit(name, shape, given or (), reason)
         return Placed(spec, number, misfit)
 
 
 def auto_spec(shape: Sequence[int], grid: MeshShape) -> Spec:
-    """Return a split of the outermost dimension that the most devices divide; of a vector, none.
-
-    A part of the outermost dimension is contiguous in the file.
-    """
+    """Return a split of the outermost dimension that the most devices divide; of a vector, none."""
     if len(shape) < 2:
         return ()
     axes = tuple(grid.axes)
@@ -145,8 +130,10 @@ def auto_spec(shape: Sequence[int], grid: MeshShape) -> Spec:
     return ()
 
 
-def _fit(spec: Spec, shape: Sequence[int], grid: MeshShape) -> tuple[Spec, str | None]:
-    """Return what of a spec fits a shape, and why the rest does not."""
+def _fit(spec: Spec | None, shape: Sequence[int], grid: MeshShape) -> tuple[Spec, str | None]:
+    """Return what of a rule's spec fits a shape, and why the rest does not."""
+    if spec is None:
+        return auto_spec(shape, grid), None
     reasons = []
     fitted = list(spec[: len(shape)])
     if any(spec[len(shape) :]):

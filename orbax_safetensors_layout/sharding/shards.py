@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.experimental.layout import Format
@@ -17,55 +17,43 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry import Box
 
-from .addressable import AddressableShards, GlobalShards
-from .mesh_shape import MeshShape, Spec
-from .partition import Partition
-from .replicas import ReplicaGrid, Replicas
+from .holders import AddressableShards, GlobalShards, ReplicaGrid, Replicas
+from .mesh_shape import MeshShape, Partition, Spec
 
-Index = tuple[slice, ...]
 Placement = Sharding | Format
 """The placement of an array: a sharding, or a format (a sharding and a device layout)."""
 
 
 def sharding_of(placement: Placement) -> Sharding:
     """Return the sharding of a placement."""
-    if isinstance(placement, Sharding):
-        return placement
-    assert isinstance(placement.sharding, Sharding)
-    return placement.sharding
+    sharding = placement.sharding if isinstance(placement, Format) else placement
+    assert isinstance(sharding, Sharding)
+    return sharding
 
 
-def is_abstract(sharding: Sharding) -> bool:
+def is_abstract(sharding: Sharding) -> TypeGuard[NamedSharding]:
     """Return whether a sharding names no devices, only a mesh's shape."""
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
 
 
-def box_of(index: Index, shape: Sequence[int]) -> Box:
+def box_of(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
     """Return the box of a device's index as JAX gives it."""
-    starts, stops = [], []
-    for part, extent in zip(index, shape, strict=True):
-        start, stop, _ = part.indices(extent)
-        starts.append(start)
-        stops.append(stop)
-    return Box(tuple(starts), tuple(stops))
+    bounds = [part.indices(extent) for part, extent in zip(index, shape, strict=True)]
+    return Box(tuple(start for start, _, _ in bounds), tuple(stop for _, stop, _ in bounds))
 
 
 def spec_of(sharding: NamedSharding) -> Spec:
-    """Return the mesh axes that split each dimension."""
-    return tuple(map(_axis_names, sharding.spec))
+    """Return the mesh axes that split each dimension; none an unconstrained one, as in JAX."""
+    parts = ((part,) if isinstance(part, str) else part for part in sharding.spec)
+    return tuple(part if isinstance(part, tuple) else () for part in parts)
 
 
 class ProcessShards:
     """The boxes of one process, computed once for each distinct (sharding, shape).
 
-    Args:
-        process_index: The process; `None` is this one.
-        process_count: For an `AbstractMesh`: how many processes share its devices, which are
-            numbered in row-major order of the mesh and divided into equal blocks; `None` is
-            the number of this program.
-
-    Raises:
-        ValueError: There is no process of that index.
+    The process is `process_index` of `process_count`, by default this one of this program's; for an
+    `AbstractMesh` they may be others, see `MeshShape`. Methods raise `MismatchError` where a
+    sharding does not divide a shape.
     """
 
     def __init__(self, process_index: int | None = None, process_count: int | None = None) -> None:
@@ -86,37 +74,26 @@ class ProcessShards:
         return AddressableShards((Box.whole(shape),), (jax.process_count() > 1,))
 
     def boxes(self, sharding: Sharding, shape: tuple[int, ...]) -> AddressableShards:
-        """Return the distinct boxes of `shape` under `sharding` that the process's devices hold.
-
-        Raises:
-            MismatchError: The sharding does not divide the shape.
-        """
+        """Return the distinct boxes of `shape` under `sharding` that the process's devices hold."""
         key = (sharding, shape)
         if key not in self._local:
             with _checked(sharding, shape):
-                if isinstance(sharding, NamedSharding) and is_abstract(sharding):
-                    local = self._partition(sharding, shape).local(self.process_index)
+                if is_abstract(sharding):
+                    self._local[key] = self._partition(sharding, shape).local(self.process_index)
                 else:
                     owners = self._owners(sharding, shape)
-                    boxes = [box for box in owners if self.process_index in owners[box]]
+                    boxes = tuple(box for box in owners if self.process_index in owners[box])
                     shared = tuple(len(owners[box]) > 1 for box in boxes)
-                    local = AddressableShards(tuple(boxes), shared)
-            self._local[key] = local
+                    self._local[key] = AddressableShards(boxes, shared)
         return self._local[key]
 
     def held(self, sharding: Sharding | None, shape: tuple[int, ...]) -> GlobalShards:
-        """Return all distinct boxes of a global `shape` and the processes that hold each.
-
-        Without a sharding every process holds all of it, on its host.
-
-        Raises:
-            MismatchError: The sharding does not divide the shape.
-        """
+        """Return all boxes with their holders; without a sharding every process holds all."""
         key = (sharding, shape)
         if key not in self._held:
             with _checked(sharding, shape):
-                if isinstance(sharding, NamedSharding) and is_abstract(sharding):
-                    held = self._partition(sharding, shape).held()
+                if sharding is not None and is_abstract(sharding):
+                    self._held[key] = self._partition(sharding, shape).held()
                 else:
                     owners = {Box.whole(shape): set(range(self.process_count))}
                     if sharding is not None:
@@ -124,18 +101,20 @@ class ProcessShards:
                     if 0 in shape:
                         owners = {Box.whole(shape): set().union(*owners.values())}
                     boxes = tuple(sorted(owners))
-                    held = GlobalShards(boxes, tuple(tuple(sorted(owners[box])) for box in boxes))
-            self._held[key] = held
+                    holders = tuple(tuple(sorted(owners[box])) for box in boxes)
+                    self._held[key] = GlobalShards(boxes, holders)
         return self._held[key]
 
     def replicas(self, sharding: Sharding, shape: tuple[int, ...]) -> Replicas | None:
-        """Return the devices that hold each box of `shape`; None where their number differs.
-
-        Devices of an `AbstractMesh` are numbers.
-        """
+        """Return the devices, or their numbers, of each box; None where their count differs."""
         key = (sharding, shape)
         if key not in self._replicas:
-            self._replicas[key] = _replicas(self._holders(sharding, shape))
+            by_box = sorted(self._holders(sharding, shape).items())
+            rows = [sorted(places, key=lambda place: place[:2]) for _, places in by_box]
+            devices = tuple(tuple(device for _, _, device in row) for row in rows)
+            processes = tuple(tuple(process for process, _, _ in row) for row in rows)
+            replicas = Replicas(tuple(box for box, _ in by_box), ReplicaGrid(devices, processes))
+            self._replicas[key] = replicas if len(set(map(len, rows))) == 1 else None
         return self._replicas[key]
 
     def _partition(self, sharding: NamedSharding, shape: tuple[int, ...]) -> Partition:
@@ -143,7 +122,6 @@ class ProcessShards:
         return Partition.of(shape, spec_of(sharding), mesh)
 
     def _owners(self, sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, set[int]]:
-        """Return the processes that hold each box."""
         if not self._is_here:
             raise ValueError(
                 f"its devices belong to {jax.process_count()} processes, not to"
@@ -158,11 +136,11 @@ class ProcessShards:
     ) -> dict[Box, list[tuple[int, int, Any]]]:
         """Return the devices that hold each box, as (process, order, device)."""
         holders: dict[Box, list[tuple[int, int, Any]]] = {}
-        if isinstance(sharding, NamedSharding) and is_abstract(sharding):
-            parts, rows = self._partition(sharding, shape)[:2]
-            for number, cell in enumerate(parts.numbers.tolist()):
-                place = (number // rows.shape[1], number, number)
-                holders.setdefault(parts.box(cell), []).append(place)
+        if is_abstract(sharding):
+            partition = self._partition(sharding, shape)
+            for number, cell in enumerate(partition.numbers.tolist()):
+                place = (number // partition.rows.shape[1], number, number)
+                holders.setdefault(partition.box(cell), []).append(place)
             return holders
         known: dict[int, Box] = {}  # JAX gives devices with equal indices the same tuple
         index_map: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
@@ -189,22 +167,3 @@ def _checked(sharding: Sharding | None, shape: tuple[int, ...]) -> Iterator[None
             found=f"{shape}: {error}",
             hint="Shard another dimension, or fewer ways.",
         ) from error
-
-
-def _axis_names(part: Any) -> tuple[str, ...]:
-    """Return the mesh axes that split a dimension; none for an unconstrained one, as in JAX."""
-    if isinstance(part, str):
-        return (part,)
-    return part if isinstance(part, tuple) else ()
-
-
-def _replicas(holders: dict[Box, list[tuple[int, int, Any]]]) -> Replicas | None:
-    if len({len(places) for places in holders.values()}) != 1:
-        return None
-    boxes = sorted(holders)
-    rows = [sorted(holders[box], key=lambda place: place[:2]) for box in boxes]
-    grid = ReplicaGrid(
-        tuple(tuple(device for _, _, device in row) for row in rows),
-        tuple(tuple(process for process, _, _ in row) for row in rows),
-    )
-    return Replicas(tuple(boxes), grid)

@@ -25,7 +25,7 @@ from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxRea
 from orbax_safetensors_layout.analysis.verification import StructureCheck
 from orbax_safetensors_layout.conversion import chunk_bytes
 from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
-from orbax_safetensors_layout.geometry.blocks import chunk_parts
+from orbax_safetensors_layout.geometry.box import chunk_parts
 from orbax_safetensors_layout.storage.local import LocalStorage
 
 DIGESTS = "orbax_safetensors_layout.digests.json"

@@ -18,8 +18,8 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.cluster_estimate import estimate
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.coverage import coverage
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
+from orbax_safetensors_layout.plan.cluster import coverage
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Partition
 from orbax_safetensors_layout.sharding.sharding_rules import (
     ShardingRule,
     ShardingRules,
@@ -368,7 +368,7 @@ def test_rules_are_read_as_they_are_written(pattern, parts):
 def test_auto_splits_over_the_most_devices(shape):
     grid = MeshShape(AXES, 1)
     spec = auto_spec(shape, grid)
-    grid.shard_indices(spec, shape)  # fits
+    Partition.of(tuple(shape), spec, grid)  # fits
     spans = [("a", "b", "c"), ("a", "b"), ("b", "c"), ("a",), ("b",), ("c",)]
     best = max(
         (grid.ways(names) for names in spans for n in shape if n % grid.ways(names) == 0),

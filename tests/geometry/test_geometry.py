@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
+from orbax_safetensors_layout.geometry.affine import AffineView, StridedRuns, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box, Tile, cover, tile
 from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
-from orbax_safetensors_layout.geometry.runs import StridedRuns
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

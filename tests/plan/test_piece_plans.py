@@ -21,7 +21,7 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
+from orbax_safetensors_layout.sharding.holders import AddressableShards
 
 LOCAL = osl.ReadOptions().profile("local")
 

@@ -20,11 +20,11 @@ from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan import blocking, coalesce, regions
+from orbax_safetensors_layout.plan import coalesce, regions
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.reading import staged_blocks
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
+from orbax_safetensors_layout.sharding.holders import AddressableShards
 
 DTYPES = [*map(np.dtype, ["u1", "i2", "f4", "c8", ml_dtypes.bfloat16])]
 
@@ -185,7 +185,7 @@ def test_so_it_is_where_small_regions_are_treated_as_large_ones(
 ):
     """Padded rows, blocks cut in two dimensions, scattered reads, copies taken apart."""
     with (
-        mock.patch.multiple(blocking, _CONFLICT_BYTES=1, _LINE_BYTES=8, _LEAST_REQUEST_BYTES=1),
+        mock.patch.multiple(regions, _CONFLICT_BYTES=1, _LINE_BYTES=8, _LEAST_REQUEST_BYTES=1),
         mock.patch.object(regions, "_DIRECT_SPAN_BYTES", 1),
         mock.patch.object(coalesce, "_MAX_UNPADDED_BYTES", 0),
         mock.patch.object(staged_blocks, "_LONG_LOOP", 2),

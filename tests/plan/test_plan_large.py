@@ -14,8 +14,8 @@ from orbax_safetensors_layout.options import PROFILES, ReadOptions
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.addressable import AddressableShards
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
+from orbax_safetensors_layout.sharding.holders import AddressableShards
+from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Partition
 from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -95,7 +95,7 @@ def test_the_share_of_one_process_is_what_it_reads(model, name, process):
 
 def boxes_of(grid, spec, shape, process):
     """The boxes of a process, device by device."""
-    cells = grid.shard_indices(spec, shape)
+    cells = Partition.of(shape, spec, grid)
     by_device = list(map(tuple, cells.numbers.tolist()))
     mine = sorted(set(by_device[process * 4 : process * 4 + 4]))
     others = set(by_device[: process * 4]) | set(by_device[process * 4 + 4 :])

@@ -11,7 +11,7 @@ from plans import grid_boxes, held_boxes
 
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.ownership import PieceWriters, file_owners
-from orbax_safetensors_layout.sharding.addressable import GlobalShards
+from orbax_safetensors_layout.sharding.holders import GlobalShards
 
 
 def replicated(shape, processes):

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.format.dtypes import DTYPES
 from orbax_safetensors_layout.format.file_layout import NewTensor
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.writes import LeafWrite
-from orbax_safetensors_layout.sharding.addressable import GlobalShards
+from orbax_safetensors_layout.sharding.holders import GlobalShards
 from orbax_safetensors_layout.sharding.shards import ProcessShards
 
 P = PartitionSpec

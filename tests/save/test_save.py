@@ -36,7 +36,7 @@ from orbax_safetensors_layout.geometry.box import Box, Tile
 from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite, WritePlan
 from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 from orbax_safetensors_layout.runtime.tasks import Workers
-from orbax_safetensors_layout.sharding.addressable import GlobalShards
+from orbax_safetensors_layout.sharding.holders import GlobalShards
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.writing.folder import CheckpointFolder
 from orbax_safetensors_layout.writing.open_files import FileSet

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, WritePlan, plan_writes
 from orbax_safetensors_layout.reading.read import read_leaves
-from orbax_safetensors_layout.sharding.addressable import GlobalShards
+from orbax_safetensors_layout.sharding.holders import GlobalShards
 
 DATA_ALIGNMENT = 4096
 

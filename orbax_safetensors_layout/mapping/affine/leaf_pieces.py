@@ -38,10 +38,16 @@ class AffinePiece(NamedTuple):
 
 
 class FillPiece(NamedTuple):
-    """A region of a leaf that holds one value, a 0-d array."""
+    """A region of a leaf that holds one value, a 0-d array; nothing is read for it."""
 
     box: Box
     value: np.ndarray
+
+    def put(self, box: Box, values: np.ndarray, value: object) -> None:
+        """Put a value into the part of a box's `values` that lies in the region."""
+        common = self.box.intersect(box)
+        if common is not None:
+            values[common.within(box).slices] = value
 
 
 class Decoder(Protocol):

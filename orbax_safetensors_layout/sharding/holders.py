@@ -1,13 +1,46 @@
-"""The devices that hold an array: a row for each distinct box, a column for each replica."""
+"""Who holds which boxes of an array: its shards, and the devices of their replicas."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.geometry import Box
+
+
+@dataclasses.dataclass(frozen=True)
+class AddressableShards:
+    """The distinct regions of one array that the devices of one process hold."""
+
+    boxes: tuple[Box, ...]  # each region once, however many local devices hold it
+    shared: tuple[bool, ...]  # for each box, whether devices of other processes hold it too
+
+    @functools.cached_property
+    def elements(self) -> int:
+        return sum(box.size for box in self.boxes)
+
+    @classmethod
+    def private(cls, boxes: tuple[Box, ...]) -> AddressableShards:
+        """Return the shards of a process that alone holds some boxes."""
+        return cls(boxes, (False,) * len(boxes))
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> AddressableShards:
+        """Return the shards of a process that alone holds all of an array."""
+        return cls.private((Box.whole(shape),))
+
+
+class GlobalShards(NamedTuple):
+    """The distinct boxes of an array and the processes whose devices hold them."""
+
+    boxes: tuple[Box, ...]  # each box once; together they are the array
+    holders: tuple[tuple[int, ...], ...]  # for each box the processes that hold it, ascending
+
+    def held_by(self, process: int) -> bool:
+        return all(process in holders for holders in self.holders)
 
 
 class ReplicaGrid(NamedTuple):
@@ -61,7 +94,7 @@ def _slots(grid: ReplicaGrid) -> dict[int, list[tuple[int, int]]]:
 
 
 class Replicas(NamedTuple):
-    """The distinct boxes of an array, and who holds them."""
+    """The distinct boxes of an array, ascending, with a row of devices for each."""
 
-    boxes: tuple[Box, ...]  # each box once, ascending
-    grid: ReplicaGrid  # a row of devices for each
+    boxes: tuple[Box, ...]
+    grid: ReplicaGrid
