@@ -20,7 +20,6 @@ from .affine.leaf_pieces import (
 from .casting import (
     Subject,
     assign,
-    cast,
     cast_into,
     check_castable,
     is_number,
@@ -37,8 +36,8 @@ from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, in_chunks, undone
 from .lookup import find_mapping
 from .matching import rule
+from .names import TensorSpec, TensorSpecs
 from .rules import Mapping, check_mapping, fingerprint
-from .shapes import TensorSpec, TensorSpecs
 
 if TYPE_CHECKING:
     from . import families

@@ -93,6 +93,16 @@ def assign(target: np.ndarray, values: np.ndarray) -> None:
             target[...] = values.astype(np.float32)
 
 
+def held(value: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """Return a number as `dtype`: rounded among floats, exact in others; None where that fails."""
+    if is_whole(dtype):
+        result, kept = to_whole(value, dtype)
+        return result if kept else None
+    result = rounded(value, dtype)
+    was_finite = value.dtype.kind == "O" or np.isfinite(value)  # Python integers of over 64 bits
+    return None if was_finite and not np.isfinite(result) else result
+
+
 class Subject(NamedTuple):
     """The leaf that is cast, for errors; `source` is its dtype before the cast."""
 
@@ -107,13 +117,6 @@ def check_castable(source: np.dtype, dtype: np.dtype) -> None:
     if problem:
         expected = f"{dtype} (the abstract tree)"
         raise DtypeMismatchError(f"the cast {problem}", expected=expected, found=source)
-
-
-def cast(value: np.ndarray, dtype: np.dtype, *, exact: bool, subject: Subject) -> np.ndarray:
-    """Return `value` as `dtype`; see `cast_into`."""
-    out = np.empty(value.shape, dtype)
-    cast_into(out, value, exact=exact, subject=subject)
-    return out
 
 
 def cast_into(out: np.ndarray, value: np.ndarray, *, exact: bool, subject: Subject) -> None:

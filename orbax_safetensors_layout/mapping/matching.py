@@ -11,9 +11,8 @@ from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.format import natural_key
 
 from .expr.expression import Expr, as_expr
-from .names import NameTree, substitute, wildcards
+from .names import Captures, NameTree, TensorSpecs, substitute, wildcards
 from .problems import Problem
-from .shapes import TensorSpecs
 
 LeafShapes = Mapping[str, tuple[int, ...] | None]
 """Leaf name to shape; None where the leaf takes what the checkpoint gives."""
@@ -35,6 +34,11 @@ class Rule:
         tied = "" if self.tied_to is None else f", tied_to={self.tied_to!r}"
         optional = ", optional=True" if self.optional else ""
         return f"rule({self.target!r}, {self.expr!r}{tied}{optional})"
+
+    def patterns(self, captures: Captures | None = None) -> list[str]:
+        """Return the name patterns of its tensors, with the values of wildcards in place."""
+        patterns = () if self.expr is None else self.expr.patterns()
+        return [substitute(pattern, captures or {}) for pattern in patterns]
 
 
 def rule(
@@ -64,11 +68,11 @@ def rule(
     captured = set(wildcards(target_pattern))
     if expr is None and tied_to is None:
         raise MappingError(f"{result!r} has neither an expression nor a leaf to be tied to")
-    stacked = frozenset() if expr is None else expr.stacked_over()
+    stacked = frozenset[str]() if expr is None else expr.stacked_over()
     both = sorted(captured & stacked)
     if both:
         raise MappingError(f"{result!r}: {both[0]!r} is stacked over, and in the target too")
-    patterns = [] if expr is None else [(p, captured | stacked) for p in expr.patterns()]
+    patterns = [(pattern, captured | stacked) for pattern in result.patterns()]
     for pattern, known in [*patterns, (tied_to or "", captured)]:
         unknown = [name for name in wildcards(pattern) if name not in known]
         if unknown:
@@ -85,6 +89,11 @@ class RuleTarget(NamedTuple):
     leaf: str
     rule: Rule
     captures: dict[str, str]
+
+    def tensors(self, specs: TensorSpecs) -> Iterator[str]:
+        """Yields the tensors of a checkpoint that the leaf takes."""
+        for pattern in self.rule.patterns(self.captures):
+            yield from (name for name, _ in specs.tree.match(pattern))
 
 
 class Matches(NamedTuple):
@@ -181,7 +190,7 @@ def _captures(
     if rule.expr is None:
         tree, patterns = NameTree(leaves), [rule.tied_to or ""]
     else:
-        tree, patterns = specs.tree, list(dict.fromkeys(rule.expr.patterns()))
+        tree, patterns = specs.tree, list(dict.fromkeys(rule.patterns()))
     if not patterns and not names:
         yield {}
     elif not patterns:
@@ -210,7 +219,7 @@ def _add_required(
     for rule in rules:
         if rule.optional or rule.expr is None or id(rule) in used:
             continue
-        patterns = [*rule.expr.patterns()]
+        patterns = rule.patterns()
         if not wildcards(rule.target):
             leaves.setdefault(rule.target, [RuleTarget(rule.target, rule, {})])
         elif patterns:

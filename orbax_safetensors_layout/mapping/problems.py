@@ -60,9 +60,12 @@ def gather(call: Callable[[S], T], items: Iterable[S]) -> list[T]:
     return results
 
 
-def within(error: MappingError, where: str) -> Problems:
+def within(error: MappingError, where: str, kind: str = "") -> Problems:
     """Return the problems of an error, each with the place where it was found."""
-    return Problems(p._replace(text=f"{where}: {p.text}") for p in problems_of(error))
+    return Problems(
+        problem._replace(text=f"{where}: {problem.text}", kind=problem.kind or kind)
+        for problem in problems_of(error)
+    )
 
 
 def mapping_error(

@@ -27,10 +27,9 @@ from .expr.opaque_ops import Compute
 from .expr.values import Scale
 from .inverse.inference import Extent, InferredTensor
 from .inverse.invert import invert
-from .matching import LeafShapes, Rule, RuleTarget, match_rules
-from .names import substitute
-from .problems import Problem, mapping_error, problems_of
-from .shapes import Shapes, TensorSpec, TensorSpecs
+from .matching import LeafShapes, Rule, match_rules
+from .names import Shapes, TensorSpec, TensorSpecs, substitute
+from .problems import Problem, mapping_error, problems_of, within
 
 Checkpoint = Shapes | str | os.PathLike[str]
 """A checkpoint's path, or the names, shapes and dtypes of its tensors."""
@@ -116,7 +115,7 @@ class Mapping:
         specs = TensorSpecs({}, names)
         shapes = None if leaves is None else dict.fromkeys(leaves)
         targets = match_rules(self.rules, specs, shapes).targets
-        return list(dict.fromkeys(n for target in targets for n in _names_taken(target, specs)))
+        return list(dict.fromkeys(n for target in targets for n in target.tensors(specs)))
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
         """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""
@@ -125,9 +124,7 @@ class Mapping:
         return [
             target.leaf
             for target in (*matches.targets, *matches.ambiguous)
-            if target.rule.expr is None
-            or not any(target.rule.expr.patterns())
-            or any(_names_taken(target, specs))
+            if not target.rule.patterns() or any(target.tensors(specs))
         ]
 
     def _specs(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> TensorSpecs:
@@ -253,11 +250,7 @@ class InverseMapping:
         inferred: dict[str, InferredTensor] = {}
         files = self.mapping.files
         targets, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
-        taken = {
-            leaf: {substitute(pattern, captures) for pattern in rule.expr.patterns()}
-            for leaf, rule, captures in targets
-            if rule.expr is not None
-        }
+        taken = {leaf: set(rule.patterns(captures)) for leaf, rule, captures in targets}
         for leaf, rule, captures in targets:
             other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
             tied = other in leaves and taken.get(leaf, set()) <= taken.get(str(other), set())
@@ -269,10 +262,7 @@ class InverseMapping:
                     first = inferred.get(name, InferredTensor(shape, leaves[leaf].dtype, leaf))
                     inferred[name] = first.join(name, shape)
             except MappingError as error:
-                problems += [
-                    p._replace(text=f"leaf {leaf!r}: {p.text}", kind=f"rule {rule.target!r}")
-                    for p in problems_of(error)
-                ]
+                problems += within(error, f"leaf {leaf!r}", f"rule {rule.target!r}").problems
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             raise mapping_error("The mapping cannot save", problems, names)
@@ -324,11 +314,6 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
             yield from problems_of(error)
     for operand in expr.below():
         yield from _irreversible(operand)
-
-
-def _names_taken(target: RuleTarget, specs: TensorSpecs) -> Iterator[str]:
-    for pattern in () if target.rule.expr is None else target.rule.expr.patterns():
-        yield from (name for name, _ in specs.tree.match(substitute(pattern, target.captures)))
 
 
 def _compiled(where: str, patterns: str | Iterable[str]) -> list[re.Pattern[str]]:

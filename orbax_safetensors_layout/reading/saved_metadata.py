@@ -23,7 +23,7 @@ from orbax_safetensors_layout.format import (
     leaves,
     short_repr,
 )
-from orbax_safetensors_layout.mapping import Subject, cast, check_castable, is_whole, rounded
+from orbax_safetensors_layout.mapping import Subject, cast_into, check_castable, is_whole, rounded
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, decode_treedef
 from orbax_safetensors_layout.sharding import decode_sharding, is_abstract, sharding_of
 
@@ -181,7 +181,8 @@ def _as_abstract(value: SavedValue, abstract: AbstractLeaf) -> Any:
     is_rounded = abstract.dtype is None and dtype.kind == "f"
     is_kept = is_rounded and bool(np.isfinite(array) == np.isfinite(rounded(array, dtype)))
     exact = dtype != asked and not is_kept
-    result = cast(array, dtype, exact=exact, subject=Subject(abstract.name, None, array.dtype))
+    result = np.empty_like(array, dtype)
+    cast_into(result, array, exact=exact, subject=Subject(abstract.name, None, array.dtype))
     if abstract.placement is None:
         return result if abstract.scalar is None else result[()]
     if is_abstract(sharding_of(abstract.placement)):

@@ -119,7 +119,7 @@ def test_values_that_a_dtype_holds_are_taken():
     for name, value in [
         ("w", 0.1), ("w", float("nan")), ("w", -np.inf), ("w", np.float64(0.5)), ("w", True),
         ("w", complex(1, 0)), ("c", 1j), ("i", -128), ("i", 3.0), ("n", 7), ("b", 1),
-        ("h", np.float32(2)), ("w", ml_dtypes.bfloat16(2)), ("i", np.array(5)),
+        ("h", np.float32(2)), ("w", ml_dtypes.bfloat16(2)), ("i", np.array(5)), ("w", 1 << 70),
     ]:  # fmt: skip
         dtype = FACTS[name][1]
         found = osl.tensor(name).pad(0, 1, 0, value=value).bind({}, FACTS)
@@ -127,7 +127,7 @@ def test_values_that_a_dtype_holds_are_taken():
         bound(osl.fill((2,), value, dtype))
     bound(W.reshape(np.array([4, 1])))
     bound(W.transpose(np.array([1, 0])).take(0, np.array([1, 0])))
-    bound(W.scale(np.float32(2)).add(np.array(1.0)))
+    bound(W.scale(np.float32(2)).add(np.array(1.0)).add(1 << 70))
 
 
 @pytest.mark.parametrize("name", ["w", "h"])

@@ -30,7 +30,7 @@ from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
 from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
 from orbax_safetensors_layout.mapping.expr.quantized import dequantize_block
 from orbax_safetensors_layout.mapping.inverse.invert import invert
-from orbax_safetensors_layout.mapping.shapes import TensorSpec
+from orbax_safetensors_layout.mapping.names import TensorSpec
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -13,9 +13,8 @@ from orbax_safetensors_layout.runtime import text_table
 from ..expr.expression import Expr, given
 from ..expr.opaque_ops import Whole
 from ..matching import LeafShapes, Rule, RuleTarget, group_by_pattern, match_rules
-from ..names import WILDCARD, Captures, substitute
-from ..problems import Problem, mapping_error, problems_of
-from ..shapes import TensorSpec, TensorSpecs
+from ..names import WILDCARD, TensorSpec, TensorSpecs, substitute
+from ..problems import Problem, mapping_error, within
 from .bound import BoundExpr
 from .index_nodes import Computed
 
@@ -24,19 +23,15 @@ _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundMapping:
-    """Expressions by name, each with known shape and dtype.
+    """Loading: leaves as expressions over tensors. Saving: tensors as expressions over leaves.
 
-    Attributes:
-        expressions: Loading: each leaf as an expression over the checkpoint's tensors. Saving:
-            each tensor as an expression over leaves.
-        ties: Leaves that hold the values of another leaf, and that leaf. Where their expressions
-            are equal they are the same object. Saving has none: such leaves are left out.
-        notes: For each name what its expression was written as, for `explain`.
+    `ties` are leaves that hold the values of another leaf, and that leaf. Where their expressions
+    are equal they are the same object. Saving has none: such leaves are left out.
     """
 
     expressions: dict[str, BoundExpr]
     ties: dict[str, str]
-    notes: dict[str, object]
+    notes: dict[str, object]  # what each expression was written as, for `explain`
 
     def specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec(expr.shape, expr.dtype) for name, expr in self.expressions.items()}
@@ -81,12 +76,12 @@ class Binder:
         notes: dict[str, object] = {}
         targets, ambiguous, problems = match_rules(self.rules, self.specs, self.leaves)
         self._problems += problems
-        for leaf, rule, captures in targets:
-            if rule.expr is not None:
-                self._bind_leaf(leaf, rule.expr, rule.target, captures, bound)
-                notes[leaf] = rule.expr
-        for _, rule, captures in ambiguous:
-            self._mark_used(rule.expr, captures)
+        for target in targets:
+            if target.rule.expr is not None:
+                self._bind_leaf(target, target.rule.expr, bound)
+                notes[target.leaf] = target.rule.expr
+        for target in ambiguous:
+            self._used.update(target.tensors(self.specs))
         ties = self._tie(targets, bound, notes)
         if ignored is not None:
             self._check_unused(ignored)
@@ -112,13 +107,15 @@ class Binder:
             if rule.tied_to is None:
                 continue
             other = substitute(rule.tied_to, captures)
-            if other in leaves and _takes_no_more(bound.get(leaf), bound.get(other)):
+            made, first = bound.get(leaf), bound.get(other)
+            more = set(made.sources()) - set(first.sources()) if made and first else ()
+            if other in leaves and not more:
                 ties[leaf] = other
-            if leaf in bound and bound[leaf] == bound.get(other):
-                bound[leaf] = bound[other]  # the same object: loading compares identities
-            if rule.expr is None and other in bound:
-                bound[leaf], notes[leaf] = bound[other], f"as {other!r}"
-                self._check_shape(leaf, bound[leaf], notes[leaf], rule.target)
+            if made is not None and first is not None and made == first:
+                bound[leaf] = first  # the same object: loading compares identities
+            if rule.expr is None and first is not None:
+                bound[leaf], notes[leaf] = first, f"as {other!r}"
+                self._check_shape(leaf, first, notes[leaf], rule.target)
             elif rule.expr is None and other not in leaves:
                 text = f"leaf {leaf!r} is tied to {other!r}, which no rule makes"
                 self._problems.append(Problem(text, f"rule {rule.target!r}", other, "leaf"))
@@ -138,34 +135,25 @@ class Binder:
 
     def _lacking(self) -> list[str]:
         """Return the names of tensors that rules take and the checkpoint does not have."""
-        patterns = {p: None for r in self.rules if r.expr is not None for p in r.expr.patterns()}
+        patterns = {pattern: None for rule in self.rules for pattern in rule.patterns()}
         lacking = [p for p in patterns if next(self.specs.tree.match(p), None) is None]
         names = {WILDCARD.sub("0", pattern): None for pattern in lacking}
         return list(names | self._missing)
 
-    def _bind_leaf(
-        self, leaf: str, expr: Expr, target: str, captures: Captures, leaves: dict[str, BoundExpr]
-    ) -> None:
+    def _bind_leaf(self, target: RuleTarget, expr: Expr, leaves: dict[str, BoundExpr]) -> None:
+        leaf, rule, captures = target
         try:
             bound = expr.bind(captures, self.specs)
         except MappingError as error:
-            for problem in problems_of(error):
-                if problem.seek is not None:
-                    self._missing[problem.seek] = None
-                text = f"leaf {leaf!r}: {problem.text}"
-                kind = problem.kind or f"rule {pattern_of(target)!r}"
-                self._problems.append(problem._replace(text=text, kind=kind))
-            self._mark_used(expr, captures)
-            return
-        self._used.update(bound.sources())
-        self._check_shape(leaf, bound, expr, target)
-        leaves[leaf] = bound
-
-    def _mark_used(self, expr: Expr | None, captures: Captures) -> None:
-        """Counts the tensors of a faulty rule as used: one problem is enough."""
-        for pattern in () if expr is None else expr.patterns():
-            matches = self.specs.tree.match(substitute(pattern, captures))
-            self._used.update(name for name, _ in matches)
+            kind = f"rule {pattern_of(rule.target)!r}"
+            problems = within(error, f"leaf {leaf!r}", kind).problems
+            self._problems += problems
+            self._missing.update({p.seek: None for p in problems if p.seek is not None})
+            self._used.update(target.tensors(self.specs))  # one problem is enough
+        else:
+            self._used.update(bound.sources())
+            self._check_shape(leaf, bound, expr, rule.target)
+            leaves[leaf] = bound
 
     def _check_shape(self, leaf: str, bound: BoundExpr, made_by: object, target: str) -> None:
         expected = None if self.leaves is None else self.leaves.get(leaf)
@@ -173,11 +161,6 @@ class Binder:
             text = f"leaf {leaf!r} has shape {list(expected)}, but {made_by} gives {given(bound)}"
             hint = _shape_hint(tuple(expected), bound.shape)
             self._problems.append(Problem(text, f"rule {pattern_of(target)!r}", hint=hint))
-
-
-def _takes_no_more(leaf: BoundExpr | None, other: BoundExpr | None) -> bool:
-    """Whether a leaf has no tensor that the other does not have; else they are not tied."""
-    return leaf is None or other is None or set(leaf.sources()) <= set(other.sources())
 
 
 def _shape_hint(expected: tuple[int, ...], found: tuple[int, ...]) -> str | None:

@@ -168,7 +168,7 @@ class Taken(Unary):
         outermost = all(dim.axis != axis for dim in window.dims[:number])
         if not outermost or any(put(steps, self.axis)):
             return False
-        inner = math.prod(dim.extent for dim in window.dims[number + 1 :] if dim.axis == axis)
+        inner = window.inner(number)
         low, high = window.bounds.start[self.axis], window.bounds.stop[self.axis] - 1
         starts = self.starts
         runs = bisect.bisect_right(starts, high) - bisect.bisect_right(starts, low) + 1
@@ -245,15 +245,13 @@ def _is_regular(piece: Piece) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Repeated(Unary):
-    """Each index of an axis several times in a row: `numpy.repeat(operand, count, axis)`."""
+class Broadcast(Unary):
+    """The same operand for each index of a new axis."""
 
     axis: int
-    count: int
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
-        for part in divide(window, self.axis, self.count):
-            self.operand.pull(part.drop(self.axis + 1), ops, sink)
+        self.operand.pull(window.drop(self.axis), ops, sink)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -286,7 +284,7 @@ def _unit_parts(window: Window, column: int) -> Iterator[tuple[Window, int]]:
         for part, index in split(window, column, range(window.bounds.stop[column] + 1)):
             yield part.drop(column), index
         return
-    inner = math.prod(dim.extent for dim in window.dims[number + 1 :] if dim.axis == axis)
+    inner = window.inner(number)
     index, step = window.start[column], steps[column]
     origin, start, dims = window.narrow(number, 0, 1).drop(column)
     other = put(steps, column)

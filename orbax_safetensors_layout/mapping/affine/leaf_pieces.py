@@ -168,8 +168,8 @@ def apply_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Join pieces that follow one another in their leaf and in their tensor.
 
-    Among many pieces two with a gap between them stay alone, since any two are equally spaced:
-    each is read with its own neighbours in the file.
+    Among many, two with a gap between them stay alone, since any two are equally spaced: each is
+    read with its own neighbours in the file.
     """
     joined: list[Piece] = []
     parts: list[list[Piece]] = []  # what each is joined of

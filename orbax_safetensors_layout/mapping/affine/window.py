@@ -111,11 +111,13 @@ class Window(NamedTuple):
         axis = self.dims[number].axis
         steps = tuple([int(other == column) for other in range(len(self.start))])
         other = (Dim(axis, extent, steps),) if extent > 1 else ()
-        return Window(
-            put(self.origin, axis, 0),
-            put(self.start, column, first),
-            (*self.dims[:number], *other, *self.dims[number + 1 :]),
-        )
+        dims = put(self.dims, number, *other)
+        return Window(put(self.origin, axis, 0), put(self.start, column, first), dims)
+
+    def inner(self, number: int) -> int:
+        """Return how many of the leaf's indices one of a factor spans."""
+        factors = self.dims[number:]
+        return math.prod(dim.extent for dim in factors[1:] if dim.axis == factors[0].axis)
 
     def narrow(self, number: int, low: int, high: int) -> Window:
         """Restrict a factor, which must be the outermost of its axis, to `low` to `high`.
@@ -125,25 +127,20 @@ class Window(NamedTuple):
         axis, extent, steps = self.dims[number]
         if low == 0 and high == extent:
             return self
-        origin, start, dims = self.origin, self.start, self.dims
+        origin, start = self.origin, self.start
         if low:
-            inner = low
-            for dim in dims[number + 1 :]:
-                if dim.axis == axis:
-                    inner *= dim.extent
-            origin = put(origin, axis, origin[axis] + inner)
+            origin = put(origin, axis, origin[axis] + low * self.inner(number))
             start = tuple([a + low * s for a, s in zip(start, steps, strict=True)])
         kept = (Dim(axis, high - low, steps),) if high - low > 1 else ()
-        return Window(origin, start, dims[:number] + kept + dims[number + 1 :])
+        return Window(origin, start, put(self.dims, number, *kept))
 
     def factor(self, number: int, inner: int) -> Window:
         """Take a factor apart into one of extent `inner` and one around it."""
         axis, extent, steps = self.dims[number]
-        parts = []
+        parts = [Dim(axis, inner, steps)]
         if extent > inner:
-            parts.append(Dim(axis, extent // inner, tuple([inner * s for s in steps])))
-        parts.append(Dim(axis, inner, steps))
-        return self._replace(dims=(*self.dims[:number], *parts, *self.dims[number + 1 :]))
+            parts.insert(0, Dim(axis, extent // inner, tuple([inner * s for s in steps])))
+        return self._replace(dims=put(self.dims, number, *parts))
 
     def isolate(self, number: int) -> Iterator[tuple[Window, int]]:
         """Yields windows in each of which a factor is the outermost of its axis; its number."""

@@ -12,9 +12,8 @@ from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Computed
-from ..names import Captures, substitute
+from ..names import Captures, TensorSpecs, substitute
 from ..problems import gather
-from ..shapes import TensorSpecs
 from . import ops
 from .expression import Expr, given
 
@@ -38,10 +37,7 @@ class _Choice(Expr):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Either(_Choice):
-    """An expression where the checkpoint has its tensors, else another one.
-
-    Saving takes the first, unless the names of the saved tensors are given and lack it.
-    """
+    """An expression where the checkpoint has its tensors, else another; without one, the first."""
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         chosen = self.first if _has_all(specs, self.first, captures) else self.other

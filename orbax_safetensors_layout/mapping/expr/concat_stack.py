@@ -14,9 +14,8 @@ from ..affine.index_nodes import Stacked, concatenated
 from ..affine.window import put
 from ..argument_checks import integer, integers, several, text
 from ..inverse.inference import LIKE, Extent
-from ..names import Captures, substitute
+from ..names import Captures, TensorSpecs, substitute
 from ..problems import Problem, Problems, gather
-from ..shapes import TensorSpecs
 from . import ops
 from .expression import Expr, as_expr, given
 

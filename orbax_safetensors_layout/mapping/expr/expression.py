@@ -17,9 +17,8 @@ from orbax_safetensors_layout.errors import MappingError
 from ..affine.bound import BoundExpr, Constant, Valued
 from ..argument_checks import integer, integers, number
 from ..inverse.inverse_patches import whole_tensor
-from ..names import Captures, parse_pattern, substitute
+from ..names import Captures, Shapes, TensorSpecs, parse_pattern, substitute
 from ..problems import Problem, Problems, within
-from ..shapes import Shapes, TensorSpecs
 from . import ops
 from .values import Add, Cast, Scale, ValueOp, as_dtype
 

@@ -13,9 +13,8 @@ from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Computed
-from ..names import Captures
+from ..names import Captures, TensorSpecs
 from ..problems import gather, within
-from ..shapes import TensorSpecs
 from . import ops
 from .expression import Expr, as_expr, as_shape, given
 from .values import as_dtype

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.format import short_repr
 from .. import argument_checks
 from ..affine.bound import BoundExpr, Constant
 from ..affine.index_nodes import (
-    Repeated,
+    Broadcast,
     concatenated,
     inverse_permutation,
     permuted,
@@ -27,7 +27,7 @@ from ..affine.index_nodes import (
     taken,
 )
 from ..affine.window import put
-from ..casting import is_whole, rounded, to_whole
+from ..casting import held
 from ..inverse.inference import LIKE, Extent, product, quotient
 from . import einops
 
@@ -232,10 +232,9 @@ class Repeat:
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
         axis = axis_of(self, self.axis, len(operand.shape))
-        if self.count == 1:
-            return operand
-        shape = put(operand.shape, axis, operand.shape[axis] * self.count)
-        return Repeated(shape, operand.dtype, operand, axis, self.count)
+        shape, n = operand.shape, operand.shape[axis]
+        many = Broadcast(put(shape, axis, n, self.count), operand.dtype, operand, axis + 1)
+        return reshaped(many, put(shape, axis, n * self.count))
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))
@@ -259,11 +258,11 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a value as a scalar of a dtype, which must hold it."""
     problem = f"{short_repr(value)} is not a value of {dtype.name}"
     if isinstance(value, complex | np.complexfloating) and (dtype.kind == "c" or not value.imag):
-        held = np.asarray(value if dtype.kind == "c" else value.real)
+        number = np.asarray(value if dtype.kind == "c" else value.real)
     else:
-        held = np.asarray(argument_checks.number(value, f"{problem}: pad or fill"))
-    result, kept = to_whole(held, dtype) if is_whole(dtype) else (rounded(held, dtype), True)
-    if not np.all(kept) or (np.isfinite(held) and not np.isfinite(result)):
+        number = np.asarray(argument_checks.number(value, f"{problem}: pad or fill"))
+    result = held(number, dtype)
+    if result is None:
         raise MappingError(problem)
     return result[()]
 

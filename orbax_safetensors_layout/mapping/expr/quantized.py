@@ -17,11 +17,11 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.options import is_floating
 
 from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Computed, reshaped
 from ..argument_checks import integer, integers
-from ..casting import is_number, is_whole
 from .expression import Expr, as_expr
 from .opaque_ops import Compute
 from .values import as_dtype
@@ -34,17 +34,11 @@ _CHUNK_ELEMENTS = 1 << 17  # bounds the float32 values that are held besides the
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scaled(abc.ABC):
-    """A `Kernel` and `Decoder`: stored values times the scale of their block.
+    """A `Kernel` and `Decoder`: stored values times the scale of their block."""
 
-    Attributes:
-        block: Extents of a block, of the last axes.
-        dtype: The result's.
-        shape: The result's, known when bound.
-    """
-
-    block: tuple[int, ...]
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...] = ()
+    block: tuple[int, ...]  # extents, of the last axes
+    dtype: np.dtype[Any]  # the result's
+    shape: tuple[int, ...] = ()  # the result's, known when bound
 
     packed: ClassVar[int] = 1  # values in a stored element, along the last axis
     pairs: ClassVar[np.ndarray | None] = None  # see `_pairs`; None where values are stored as such
@@ -124,10 +118,10 @@ class BlockScale(_Scaled):
 
     def decoded_shape(self, stored: BoundExpr, scale: BoundExpr) -> tuple[int, ...]:
         is_int8 = self.integers and stored.dtype == np.int8
-        is_small = _is_float(stored.dtype) and stored.dtype.itemsize == 1
+        is_small = is_floating(stored.dtype) and stored.dtype.itemsize == 1
         kinds = "floats of 8 bits or fewer" + (", or int8" if self.integers else "")
         _check(stored, "the values", kinds, is_int8 or is_small)
-        _check(scale, "the scale", "floats", _is_float(scale.dtype))
+        _check(scale, "the scale", "floats", is_floating(scale.dtype))
         free = len(stored.shape) - len(self.block)
         if free < 0:
             raise MappingError(f"the weight has fewer axes than the block {self.block}")
@@ -181,7 +175,7 @@ class Int4(_Scaled):
             )
         is_word = stored.dtype in (np.dtype(np.int32), np.dtype(np.uint32))
         _check(stored, "the packed values", "int32, eight in each", is_word)
-        _check(scale, "the scale", "floats", _is_float(scale.dtype))
+        _check(scale, "the scale", "floats", is_floating(scale.dtype))
         return (*rows, groups * group)
 
 
@@ -244,7 +238,7 @@ def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bf
 
 
 def _decoded(name: str, operands: tuple[Expr, ...], kernel: _Scaled) -> Expr:
-    if not _is_float(kernel.dtype):
+    if not is_floating(kernel.dtype):
         raise MappingError(f"{name} gives floating-point numbers", found=kernel.dtype.name)
     return Compute(tuple(as_expr(operand, name) for operand in operands), kernel)
 
@@ -252,10 +246,6 @@ def _decoded(name: str, operands: tuple[Expr, ...], kernel: _Scaled) -> Expr:
 def _check(operand: BoundExpr, subject: str, expected: str, fits: bool) -> None:
     if not fits:
         raise MappingError(f"{subject} must be {expected}, not {operand.dtype.name}")
-
-
-def _is_float(dtype: np.dtype[Any]) -> bool:
-    return is_number(dtype) and not is_whole(dtype) and dtype.kind != "c"
 
 
 def _blocks(region: Box, sizes: Sequence[int]) -> Box:

@@ -16,7 +16,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 
-from ..casting import cast_problem, is_integer, is_number, is_whole, rounded, to_whole
+from ..casting import cast_problem, held, is_integer, is_number, is_whole, rounded, to_whole
 
 _CHUNK_ELEMENTS = 1 << 16  # bounds what a chain of operations holds besides its result
 
@@ -86,21 +86,14 @@ class _Arithmetic:
         return result
 
     def _constant(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """Return the constant in an operand's dtype: rounded among floats, exact in integers."""
+        """Return the constant in an operand's dtype."""
         if dtype.kind == "b" or not is_number(dtype):
             raise MappingError(f"{self} of {dtype.name} has no numeric meaning")
-        if not is_integer(dtype):
-            constant = rounded(np.asarray(self.constant), dtype)
-            if np.isfinite(self.constant) and not np.isfinite(constant):
-                raise MappingError(f"{self} of {dtype.name}: the dtype cannot hold the constant")
-            return constant
-        result, kept = to_whole(np.asarray(self.constant), dtype)
-        if not kept:
-            raise MappingError(
-                f"{self} of {dtype.name}: an integer tensor cannot hold the constant",
-                hint="Cast to a floating-point dtype first.",
-            )
-        return result
+        constant = held(np.asarray(self.constant), dtype)
+        if constant is None:
+            hint = "Cast to a floating-point dtype first." if is_integer(dtype) else None
+            raise MappingError(f"{self}: {dtype.name} cannot hold the constant", hint=hint)
+        return constant
 
     def _refuse(self, hint: str | None) -> NoReturn:
         raise MappingError(f"{self} does not invert exactly", hint=hint)

@@ -14,7 +14,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
 
-from ..shapes import TensorSpec
+from ..names import TensorSpec
 
 LIKE = "save through mapping.like(path), with a checkpoint that has the names and shapes"
 """The remedy where leaves do not determine the shapes; for hints."""

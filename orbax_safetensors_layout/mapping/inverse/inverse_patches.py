@@ -3,7 +3,7 @@
 A tensor's axes are taken apart into factors, as fine as the reshapes on the way require; along
 each factor a patch has equally spaced indices. `assemble` joins patches to the tensor:
 
-1. Their axes are taken apart at the same boundaries (`coarsen`, `_confine`).
+1. Their axes are taken apart at the same boundaries (`_confine`).
 2. `_compose` finds an axis along which they are separate ranges, or by which they are interleaved
    and so separate once it is taken apart, and does so again with the patches of each.
 3. `_cut` cuts patches where there is no such axis.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
@@ -23,7 +23,7 @@ from orbax_safetensors_layout.geometry import row_major_strides
 from ..affine.bound import BoundExpr, WholeTensor
 from ..affine.index_nodes import concatenated, reshaped, sliced
 from ..affine.window import put
-from ..shapes import TensorSpecs
+from ..names import TensorSpecs
 
 
 class Factor(NamedTuple):
@@ -97,12 +97,11 @@ def whole_tensor(name: str, specs: TensorSpecs) -> WholeTensor:
 def assemble(shape: Sequence[int], patches: Sequence[Patch]) -> BoundExpr:
     """Join patches that have as many elements as an array; refuses ones that overlap."""
     own = set(steps_of(shape))
-    coarse = [coarsen(patch, own) for patch in patches]
-    steps = sorted(own.union(*(patch.boundaries for patch in coarse)), reverse=True)
+    steps = sorted(own.union(*(patch.boundaries for patch in patches)), reverse=True)
     if any(outer % inner for outer, inner in itertools.pairwise(steps)):
         # Leaves take the axes apart in ways that do not nest: only the tensor's own axes are kept.
         steps = sorted(own, reverse=True)
-    confined = [part for patch in coarse for part in _confine(patch, steps)]
+    confined = [part for patch in patches for part in _confine(patch, steps)]
     sizes = [math.prod(shape), *steps]
     extents = tuple(outer // inner for outer, inner in zip(sizes, steps, strict=False))
     return reshaped(_compose(extents, confined), shape)
@@ -207,7 +206,7 @@ def _by_remainder(
         whole = outer * period
         first, last = _within(axis, 0, whole, patches), _within(axis, whole, whole + rest, patches)
         return _concatenated(axis, extents, [first, last]) if last.patches else None
-    parts = [part for patch in patches for part in divide(patch, axis, period)]
+    parts = [part for patch in patches for part in _divide(patch, axis, period)]
     return reshaped(_compose(put(extents, axis, outer, period), parts), extents)
 
 
@@ -236,14 +235,6 @@ def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
     return row_major_strides([n for n in shape if n > 1])
 
 
-def coarsen(patch: Patch, boundaries: Collection[int]) -> Patch:
-    """Join factors where that is possible, but for some boundaries."""
-    for number in reversed(range(len(patch.factors) - 1)):
-        if patch.boundaries[number] not in boundaries:
-            patch = _join(patch, number) or patch
-    return patch
-
-
 def _confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
     """Split a patch into such with factors at some boundaries and nowhere else; as `refine`."""
     for number in reversed(range(len(patch.factors) - 1)):
@@ -270,13 +261,13 @@ def _refine(patch: Patch, boundary: int) -> list[Patch]:
     number = next(i for i, step in enumerate(steps) if step < boundary)
     step, extent = steps[number], patch.factors[number].extent
     if boundary % step == 0 and (step * extent) % boundary == 0:
-        return list(divide(patch, number, boundary // step))
+        return list(_divide(patch, number, boundary // step))
     # The factor begins or ends where no boundary is needed.
     first = number if boundary % step else number - 1
     return [part for both in joined(patch, first) for part in _refine(both, boundary)]
 
 
-def divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
+def _divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
     """Cut a factor in two, the inner one of extent `inner`; in several patches if need be."""
     extent, start, step, count = patch.factors[number]
     outer = extent // inner
@@ -303,7 +294,7 @@ def divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
     for low, high in ((0, first), (first, count)):
         factor = Factor(extent, start + low * step, step, high - low)
         values = sliced(patch.values, number, low, high - low)
-        yield from divide(patch.put(number, factor, values), number, inner)
+        yield from _divide(patch.put(number, factor, values), number, inner)
 
 
 def _join(patch: Patch, number: int) -> Patch | None:

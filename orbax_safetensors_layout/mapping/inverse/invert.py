@@ -1,25 +1,32 @@
 """Inverts bound expressions: each tensor of a checkpoint as an expression over the model's leaves.
 
-1. `_trace` walks each leaf's expression down to the patches of tensors that the leaf holds.
-2. Patches of one tensor are counted: they must have as many elements as it, and one dtype.
-3. `assemble` joins them.
+`_trace` walks each leaf's expression down to the patches of tensors that the leaf holds; `assemble`
+joins those of one tensor.
+
+Saving must restore what was loaded. That is checked before a byte is written, for the dtype of the
+files and not for the values of one model: a mapping that saves one checkpoint saves all of them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format import NARROW_INTEGERS
 
 from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
 from ..affine.index_nodes import (
+    Broadcast,
     Computed,
     Concatenated,
     Permuted,
-    Repeated,
     Reshaped,
     Sliced,
     Stacked,
@@ -29,16 +36,15 @@ from ..affine.index_nodes import (
     reshaped,
     sliced,
 )
+from ..casting import is_whole, to_whole, whole_range
 from ..expr.choices import Compared
-from ..expr.values import ValueOp, undone
+from ..expr.values import Cast, ValueOp, undone
+from ..names import Shapes, TensorSpecs
 from ..problems import Problem, Problems, within
-from ..shapes import Shapes, TensorSpecs
-from .exactness import check_exact
 from .inverse_patches import (
     Factor,
     Patch,
     assemble,
-    divide,
     joined,
     leaves_of,
     overlap,
@@ -47,15 +53,11 @@ from .inverse_patches import (
     whole_tensor,
 )
 
-_OnAxis: TypeAlias = Stacked | Concatenated | Sliced | Taken | Repeated
+_OnAxis: TypeAlias = Stacked | Broadcast | Concatenated | Sliced | Taken
 
 
 def invert(expressions: Mapping[str, BoundExpr], leaves: Shapes) -> dict[str, BoundExpr]:
-    """Return each tensor as an expression over leaves, of those of each saved leaf over tensors.
-
-    Raises:
-        Problems: Operations do not invert, or leaves overlap in a tensor or leave gaps.
-    """
+    """Return each tensor as an expression over leaves, of those of each saved leaf over tensors."""
     specs = TensorSpecs.of(leaves)
     patches: dict[str, list[Patch]] = {}
     tensors: dict[str, WholeTensor] = {}
@@ -111,7 +113,7 @@ def _trace(
     `ops` are the operations of loading on its values. A `Constant` has no patches.
     """
     if isinstance(node, WholeTensor):
-        check_exact(node.dtype, ops, patch.values)
+        _check_exact(node.dtype, ops, patch.values)
         yield node, patch
     elif isinstance(node, Permuted):
         order = [n for axis in inverse_permutation(node.axes) for n in _span(node, patch, axis)]
@@ -130,7 +132,7 @@ def _trace(
             yield from _trace(operand, patch, ops)
     elif isinstance(node, Computed):
         raise MappingError("a value that is decoded or computed by a function does not invert")
-    elif isinstance(node, Stacked | Concatenated | Sliced | Taken | Repeated):
+    elif isinstance(node, Stacked | Broadcast | Concatenated | Sliced | Taken):
         patches, number = _single(node, patch, node.axis)
         for part in patches:
             for operand, below in _along_axis(node, part, number):
@@ -147,16 +149,13 @@ def _along_axis(
         starts = node.starts if isinstance(node, Concatenated) else range(count + 1)
         for operand, ends in zip(node.operands, itertools.pairwise(starts), strict=True):
             yield operand, patch.restrict(number, *ends)
-        return
-    operand, n = node.operand, node.operand.shape[node.axis]
-    if isinstance(node, Repeated):
-        for rows in divide(patch, number, node.count):
-            first = rows.restrict(number + 1, 0, 1)
-            if first is not None:
-                yield operand, first.put(number, first.factors[number], first.values)
+    elif isinstance(node, Broadcast):
+        yield node.operand, patch.restrict(number, 0, 1)
     elif isinstance(node, Sliced):
-        yield operand, _move(patch, number, n, node.start, node.step)
+        extent = node.operand.shape[node.axis]
+        yield node.operand, _move(patch, number, extent, node.start, node.step)
     else:
+        extent = node.operand.shape[node.axis]
         for run, (start, stop) in zip(node.runs, itertools.pairwise(node.starts), strict=True):
             if stop - start > 1 and not run.step:
                 raise MappingError(
@@ -164,7 +163,7 @@ def _along_axis(
                 )
             part = patch.restrict(number, start, stop, keep=True)
             if part is not None:
-                yield operand, _move(part, number, n, run.first, run.step)
+                yield node.operand, _move(part, number, extent, run.first, run.step)
 
 
 def _span(node: BoundExpr, patch: Patch, axis: int) -> range:
@@ -197,3 +196,103 @@ def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patc
         start, step = start + (count - 1) * step, -step
         values = sliced(values, number, count - 1, count, -1)
     return patch.put(number, Factor(extent, start, step if count > 1 else 1, count), values)
+
+
+def _check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundExpr) -> None:
+    """Refuses a tensor of which some value, loaded by `ops`, cannot be restored.
+
+    `values` are its elements over a leaf, whose dtype may not be that of the last operation.
+    """
+    if not ops or any(op.lossy_inverse for op in ops):
+        return
+    leaf, *inverse = reversed([*values.nodes()])
+    back = tuple(node.op for node in inverse if isinstance(node, Valued))
+    loaded = stored
+    for op in ops:
+        loaded = op.result(loaded)
+    if loaded != leaf.dtype:
+        ops = (*ops, Cast(leaf.dtype))
+        ops[-1].result(loaded)
+    Cast(stored).result(values.dtype)  # a leaf may be complex where the file is not
+    loss = _first_loss(stored, ops, back)
+    if loss is not None:
+        value, loaded_as, saved_as = loss
+        raise MappingError(
+            f"{'.'.join(map(str, ops))} of {stored.name} does not keep every value: {value}"
+            f" is loaded as {loaded_as}, and would be saved as {saved_as}",
+            hint="Use a dtype that holds every result, as .cast('float32') before arithmetic;"
+            " or accept the rounding with lossy_inverse=True.",
+        )
+
+
+@functools.lru_cache(4096)
+def _first_loss(
+    stored: np.dtype[Any], ops: tuple[ValueOp, ...], back: tuple[ValueOp, ...]
+) -> tuple[Any, Any, Any] | None:
+    """Return a value that loading and saving change: as in the file, as loaded, and as saved.
+
+    Tries every value of dtypes of up to 16 bits, and of wider ones those at which rounding,
+    overflow and underflow begin. A NaN may become another NaN. Values that are saved in the dtype
+    of a leaf, since no operation casts them back, must be the same numbers. Values that loading
+    refuses do not count.
+    """
+    with np.errstate(all="ignore"):
+        loaded, kept = _applied(_probes(stored), ops)
+        values, loaded = _probes(stored)[kept], loaded[kept]
+        saved, kept = _applied(loaded, back)
+        again, held = _applied(saved, (Cast(stored),))
+        kept &= held & _same(values, again)
+        if saved.dtype != stored:
+            expected, held = _applied(values, (Cast(saved.dtype),))
+            kept &= held & _same(expected, saved)
+        lost = np.flatnonzero(~kept)
+    if not lost.size:
+        return None
+    first = lost[0]
+    return values[first], loaded[first], saved[first]
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    bits = f"V{a.itemsize}"
+    same: np.ndarray = (a.view(bits) == b.view(bits)) | ((a != a) & (b != b))
+    return same
+
+
+def _applied(values: np.ndarray, ops: tuple[ValueOp, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the results of operations, and for each value whether all of them accept it."""
+    kept = np.ones(values.shape, np.bool_)
+    for op in ops:
+        if isinstance(op, Cast) and is_whole(op.dtype):
+            values, held = to_whole(values, op.dtype)
+            kept &= held
+        else:
+            values = op.apply(values)
+    return values, kept
+
+
+@functools.lru_cache(64)
+def _probes(dtype: np.dtype[Any]) -> np.ndarray:
+    """Return every value of a dtype, or of a wide one those that arithmetic most likely changes."""
+    if is_whole(dtype):
+        return _integers(dtype)
+    if dtype.kind == "c":
+        part = _probes(np.empty(0, dtype).real.dtype)
+        return (part + 1j * part[::-1]).astype(dtype)
+    if dtype.itemsize > 2:
+        bits, mantissa = 8 * dtype.itemsize, np.finfo(dtype).nmant
+        tops = np.arange(1 << (bits - mantissa), dtype=f"u{dtype.itemsize}") << mantissa
+        tails = [0, *(1 << n for n in range(mantissa)), (1 << mantissa) - 1]
+        return (tops[:, None] | np.array(tails, tops.dtype)).reshape(-1).view(dtype)
+    limits: Any = ml_dtypes.finfo  # untyped
+    return np.arange(1 << limits(dtype).bits, dtype=f"u{dtype.itemsize}").view(dtype)
+
+
+def _integers(dtype: np.dtype[Any]) -> np.ndarray:
+    """Return all integers of a dtype of up to 16 bits; of wider ones those near powers of two."""
+    low, high = whole_range(dtype)
+    if high - low < 1 << 16:
+        values = [*range(low, high + 1)]
+    else:
+        powers = [sign << n for n in range(high.bit_length() + 1) for sign in (1, -1)]
+        values = [n for p in powers for n in (p - 1, p, p + 1) if low <= n <= high]
+    return np.array(values, np.int8 if dtype.name in NARROW_INTEGERS else dtype).astype(dtype)
