@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import os
-import sys
+import runpy
+import types
 from collections.abc import Collection
-from types import ModuleType
 from typing import Any, cast
 
 from orbax_safetensors_layout.catalog import suggest_names
@@ -69,10 +67,10 @@ def _family(family: str, side: str, config: Config | None) -> Mapping:
     return mapping
 
 
-def _module(where: str) -> ModuleType:
+def _module(where: str) -> object:
     try:
         if where.endswith(".py"):
-            return _from_file(where)
+            return types.SimpleNamespace(**runpy.run_path(where))
         return importlib.import_module(where)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == where
@@ -83,18 +81,7 @@ def _module(where: str) -> ModuleType:
         ) from error
 
 
-def _from_file(path: str) -> ModuleType:
-    name = os.path.basename(path).removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # the ending says so
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def _attribute(module: ModuleType, where: str, attribute: str, config: Config | None) -> Mapping:
+def _attribute(module: object, where: str, attribute: str, config: Config | None) -> Mapping:
     try:
         value = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import AffineView, Box, Gather
 
 from ..expr.values import ValueOp, apply_ops
+from .window import put
 
 _MANY_PIECES = 16
 _LEAST_SLAB = 64  # elements; where each takes several vectors of its own, they are more than it is
@@ -171,22 +173,15 @@ def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     Among many, two with a gap between them stay alone, since any two are equally spaced: each is
     read with its own neighbours in the file.
     """
-    joined: list[Piece] = []
-    parts: list[list[Piece]] = []  # what each is joined of
+    joined: list[tuple[Piece, list[Piece]]] = []  # each with what it is joined of
     for piece in pieces:
-        joined_of = [piece]
-        while joined and (both := _join(joined[-1], piece)) is not None:
-            joined.pop()
-            piece, joined_of = both, parts.pop() + joined_of
-        joined.append(piece)
-        parts.append(joined_of)
-    if len(pieces) < _MANY_PIECES:
-        return tuple(joined)
-    return tuple(
-        piece
-        for both, joined_of in zip(joined, parts, strict=True)
-        for piece in (joined_of if _is_chance(joined_of) else [both])
-    )
+        parts = [piece]
+        while joined and (both := _join(joined[-1][0], piece)) is not None:
+            piece, parts = both, joined.pop()[1] + parts
+        joined.append((piece, parts))
+    many = len(pieces) >= _MANY_PIECES
+    chosen = (parts if many and _is_chance(parts) else [piece] for piece, parts in joined)
+    return tuple(itertools.chain.from_iterable(chosen))
 
 
 def _is_chance(parts: Sequence[Piece]) -> bool:
@@ -207,8 +202,7 @@ def gathered(
     """Return slabs of a piece, at `places` of an axis of the leaf and `offsets` in the tensor."""
     _, source, view, ops, _ = piece
     first = int(offsets.min())
-    shape = (*view.shape[:axis], 1, *view.shape[axis + 1 :])
-    slab = AffineView(first, shape, view.strides)
+    slab = AffineView(first, put(view.shape, axis, 1), view.strides)
     box = piece.box.along(axis, int(places.min()), int(places.max()) + 1)
     return AffinePiece(box, source, slab, ops, Gather(axis, places, offsets - first))
 
@@ -231,9 +225,8 @@ def _slab_key(piece: Piece, axis: int, number: int) -> object:
     if not isinstance(piece, AffinePiece) or len(piece.view.shape) != len(piece.box.start):
         return number
     _, source, (offset, shape, strides), ops, gather = piece
-    others = (*shape[:axis], 1, *shape[axis + 1 :])
     is_other = gather is not None and gather.axis != axis
-    if is_other or not strides[axis] or math.prod(others) < _LEAST_SLAB:
+    if is_other or not strides[axis] or math.prod(put(shape, axis)) < _LEAST_SLAB:
         return number
     return source, ops, strides, offset % abs(strides[axis]), piece.box.along(axis, 0, 1)
 
@@ -274,7 +267,7 @@ def _join(a: Piece, b: Piece) -> Piece | None:
         return None
     (axis,) = axes
     stride, rest = divmod(b.view.offset - a.view.offset, shape[axis])
-    strides = (*a.view.strides[:axis], stride, *a.view.strides[axis + 1 :])
+    strides = put(a.view.strides, axis, stride)
     if rest or not (_has_strides(a.view, strides) and _has_strides(b.view, strides)):
         return None
     box = a.box.along(axis, a.box.start[axis], b.box.stop[axis])

@@ -107,7 +107,7 @@ class Scale(_Arithmetic):
     function = np.multiply
 
     def inverse(self, dtype: np.dtype[Any]) -> Scale:
-        """Division by a power of two; `exactness.py` checks whether it restores every value."""
+        """Division by a power of two; `invert.py` checks whether it restores every value."""
         exact = self.constant != 0 and abs(math.frexp(self.constant)[0]) == 0.5
         if self.constant and not is_integer(dtype) and (exact or self.lossy_inverse):
             return Scale(1 / self.constant)
