@@ -56,12 +56,8 @@ class ItemSave:
     When it is made, what this process writes is on the host, or, with a memory budget, as much of
     it as fits. Settings of the caller, such as whether x64 is on, hold in `write`, too.
 
-    Args:
-        folder: Where the item will be; it need not exist yet. Processes find each other by it.
-        tree: As for `osl.save`, as are the options and the mapping.
-        custom: A JSON value to keep with it.
-        dtypes: For each leaf of the tree the dtype to write it in; None for the usual.
-        wait: Waits for the folder, in `write`; None if it is there when that is called.
+    The folder need not exist yet; processes find each other by it. `wait` waits for it, in `write`;
+    None if it is there when that is called. `dtypes` has for each leaf the one to write it in.
     """
 
     def __init__(

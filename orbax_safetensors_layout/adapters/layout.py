@@ -106,16 +106,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         checkpointable_name: str | None = None,
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
-        """Loads one checkpointable in two phases, as Orbax's own layouts do.
+        """Loads one checkpointable; the tree may have the leaves that `osl.load` takes.
 
         Here settings are taken, and the headers of what is wanted are read and checked; tensors are
-        read when the result is awaited. The tree may have any structure, with the leaves that
-        `osl.load` takes; None loads everything.
-
-        Raises:
-            InvalidLayoutError: It is not there.
-            FormatError: A header, the index or the manifest is malformed, or a file is truncated.
-            ValueError: An option of Orbax's context is invalid.
+        read when the result is awaited. Without a tree everything is loaded.
         """
         item_path = await in_background(_locate, path, checkpointable_name)
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
@@ -126,11 +120,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     async def load_checkpointables(
         self, path: ocp.path.Path, abstract_checkpointables: Mapping[str, Any] | None = None
     ) -> Awaitable[dict[str, Any]]:
-        """Loads several checkpointables by name, each with the handler that saved it; see `load`.
-
-        Raises:
-            CheckpointNotFoundError: Some of the names are not there.
-        """
+        """Loads checkpointables by name, each with the handler that saved it; see `load`."""
         items = await in_background(_items, path)
         others = await in_background(_other_names, path, items)
         names = [*items, *others]

@@ -61,17 +61,13 @@ _Describe = Callable[[str, StoredArray | bool | int | float | str], Any]
 class CheckpointMetadata(NamedTuple):
     """The headers of a checkpoint, and its manifest, as one of Orbax's APIs describes them.
 
-    Attributes:
-        tree: As it was saved; of the tensors of others' checkpoints a flat dict, and so of the
-            leaves that a mapping makes.
-        custom: As it was saved; of others' checkpoints the strings in the files.
-        modified_nsecs: When the last file was written, in nanoseconds since the epoch; None where
-            an index lists no files.
+    Of others' checkpoints, and of the leaves that a mapping makes, the tree is a flat dict, and the
+    custom metadata are the strings in the files.
     """
 
     tree: Any
     custom: Any
-    modified_nsecs: int | None
+    modified_nsecs: int | None  # of the newest file; None where an index lists no files
 
     @classmethod
     def read(

@@ -77,12 +77,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     ) -> list[future.Future]:
         """Copies what this process writes to the host; files are written in the background.
 
-        Returns:
-            What waits until all processes have written, and raises what went wrong.
-
-        Raises:
-            ValueError: The tree is an empty container.
-            SafetensorsLayoutError: Leaves that cannot be saved.
+        The result waits until all processes have written, and raises what went wrong.
         """
         self.used_items.add(item_of(directory))
         async with folders_being_made(directory) as wait:
@@ -115,13 +110,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         """Restores the tree that the arguments ask for; Orbax's own format with Orbax's handlers.
 
         Without a tree everything is loaded: what this package saved as it was saved, a checkpoint
-        of others as a flat dict of numpy arrays.
-
-        Raises:
-            CheckpointNotFoundError: There is no safetensors checkpoint there.
-            FormatError: A file is malformed.
-            MismatchError: Checkpoint and tree disagree.
-            StorageError: A read failed.
+        of others as a flat dict of numpy arrays. Errors are those of `osl.load`.
         """
         self.used_items.add(item_of(directory))
         if is_orbax_item(directory):

@@ -60,12 +60,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     async def save(
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: Any
     ) -> Awaitable[None]:
-        """Copies what this process writes to the host; files are written when awaited.
-
-        Raises:
-            ValueError: The tree is an empty container, or an option of Orbax's context is invalid.
-            SafetensorsLayoutError: Leaves that cannot be saved, or processes that do not take part.
-        """
+        """Copies what this process writes to the host; files are written when awaited."""
         async with folders_being_made(directory) as wait:
             _check_processes()
             _note_use(directory.path)

@@ -7,7 +7,6 @@ TensorStore and read nothing. All else, names, metadata and scalars, is Orbax's.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import math
 import os
@@ -22,6 +21,7 @@ import tensorstore as ts
 
 from orbax_safetensors_layout.conversion import ReadableArrays, SourceArray
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
+from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.pytree import prng
 
@@ -30,20 +30,15 @@ _ArrayHandler: Any = ocp.type_handlers.ArrayHandler
 _NumpyHandler: Any = ocp.type_handlers.NumpyHandler
 _MOST_KEY_BYTES = 1 << 20
 _KEY_WORDS = (2, 4)  # uint32 words of a key: threefry, and rbg
+_UNOPENED = object()
 _MOST_TEXT = 500  # characters of an error of others
 
 
 class OrbaxReader:
     """One item that Orbax saved, with either API, in any of its formats.
 
-    Args:
-        path: The item's folder.
-        on_error: Called for each array that cannot be opened, which is then left out.
-
-    Raises:
-        CheckpointNotFoundError: Orbax finds no tree there.
-        FormatError: Its metadata are malformed.
-        StorageError: Arrays cannot be opened, without `on_error`; names all.
+    `on_error` is called for each array that cannot be opened, which is then left out; without it
+    these are one `StorageError` that names all.
     """
 
     kind = "orbax"
@@ -52,8 +47,17 @@ class OrbaxReader:
 
     def __init__(self, path: str, on_error: Callable[[StorageError], None] | None = None) -> None:
         self.path = path
+        self._stores: dict[str, Any] = {}  # of TensorStore, by Orbax's names
+        problems: dict[str, Exception] = {}
+        opening = {
+            jax.Array: _OpeningJax(self._stores, problems),
+            np.ndarray: _OpeningNumpy(self._stores, problems),
+        }
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handler_registry(opening))
+        folder = ocp_v1.path.Path(path)
         try:
-            tree, self.custom = _open_tree(path)
+            tree = handler.restore(folder, args=ocp.args.PyTreeRestore())
+            self.custom = handler.metadata(folder).custom_metadata
         except (FileNotFoundError, ValueError) as error:
             raise CheckpointNotFoundError(
                 "Orbax finds no tree", file=path, found=_first_line(error)
@@ -63,19 +67,15 @@ class OrbaxReader:
                 "Orbax cannot read its own metadata", file=path, found=repr(error)
             ) from error
         self.tree = jax.tree.map(_source_leaf, tree)
-        self._open: dict[str, _OpenArray] = {}
-        problems = []
-        for leaf in jax.tree.leaves(tree):
-            if isinstance(leaf, _OpenArray) and leaf.problem is None:
-                self._open[leaf.name] = leaf
-            elif isinstance(leaf, _OpenArray):
-                text = "the array cannot be opened"
-                problems.append(_storage_error(text, path, leaf.name, leaf.problem))
+        errors = [
+            _storage_error("the array cannot be opened", path, name, problem)
+            for name, problem in problems.items()
+        ]
         if on_error is not None:
-            for problem in problems:
+            for problem in errors:
                 on_error(problem)
-        elif problems:
-            raise StorageError.collect(problems, "arrays cannot be opened")
+        elif errors:
+            raise StorageError.collect(errors, "arrays cannot be opened")
 
     def identity(self) -> str:
         """Digest of the names, sizes and times of all files."""
@@ -94,7 +94,7 @@ class OrbaxReader:
         return cut(array.shape, array.dtype.itemsize, most_bytes, chunk=self.chunk(array))
 
     def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
-        reads = [self._open[array.stored].store[box.slices].read() for array, box in blocks]
+        reads = [self._stores[array.stored][box.slices].read() for array, box in blocks]
         arrays = []
         for (array, box), values in zip(blocks, reads, strict=True):
             try:
@@ -105,7 +105,9 @@ class OrbaxReader:
         return arrays
 
     def chunk(self, array: SourceArray) -> tuple[int, ...]:
-        return self._open[array.stored].chunk
+        store = self._stores[array.stored]
+        shape = store.chunk_layout.read_chunk.shape or ()  # None without dimensions
+        return tuple(n or extent for n, extent in zip(shape, store.shape, strict=True))
 
     def chunk_count(self, array: SourceArray) -> int:
         """In how many chunks an array is stored."""
@@ -113,43 +115,36 @@ class OrbaxReader:
         return math.prod(-(-n // max(1, step)) for n, step in zip(array.shape, chunk, strict=True))
 
     def close(self) -> None:
-        self._open.clear()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _OpenArray:
-    """An array of an Orbax checkpoint, by Orbax's name, open for reading."""
-
-    name: str
-    store: Any  # TensorStore's; None where it cannot be opened
-    is_jax: bool  # whether it was a `jax.Array`
-    keys: jax.Array | None = None  # typed PRNG keys, if it is an array of these
-    problem: Exception | None = None  # why it cannot be opened
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        shape = self.store.chunk_layout.read_chunk.shape or ()  # None without dimensions
-        return tuple(n or extent for n, extent in zip(shape, self.store.shape, strict=True))
+        self._stores.clear()
 
 
 class _Opening:
     """Opens arrays in place of restoring them; for a type handler of Orbax to inherit."""
 
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> list[_OpenArray]:
+    def __init__(self, stores: dict[str, Any], problems: dict[str, Exception]) -> None:
+        super().__init__()
+        self._stores = stores
+        self._problems = problems
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> list[Any]:
         return list(await asyncio.gather(*map(self._open, infos)))
 
     async def metadata(self, infos: Sequence[Any]) -> list[None]:
         return [None for _ in infos]  # no array is opened for the metadata of the tree alone
 
-    async def _open(self, info: Any) -> _OpenArray:
+    async def _open(self, info: Any) -> Any:
         is_jax = isinstance(self, _ArrayHandler)
         try:
             spec = _handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
             store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
-            keys = await _keys(info) if is_jax and _may_be_keys(store) else None
+            impl = await _key_impl(info) if is_jax and _may_be_keys(store) else None
         except Exception as problem:  # of many types; the others are opened nevertheless
-            return _OpenArray(info.name, None, is_jax, problem=problem)
-        return _OpenArray(info.name, store, is_jax, keys)
+            self._problems[info.name] = problem
+            return _UNOPENED
+        self._stores[info.name] = store
+        kind: TensorKind = "key" if impl is not None else "jax" if is_jax else "numpy"
+        dtype = np.dtype(store.dtype.numpy_dtype)
+        return SourceArray(info.name, info.name, tuple(store.shape), dtype, kind, impl)
 
 
 class _OpeningJax(_Opening, _ArrayHandler):
@@ -169,21 +164,12 @@ def _may_be_keys(store: Any) -> bool:
     )
 
 
-async def _keys(info: Any) -> jax.Array | None:
-    """Keys, if Orbax makes such of an array."""
+async def _key_impl(info: Any) -> str | None:
+    """The implementation of keys, if Orbax makes such of an array."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     args = _handlers.ArrayRestoreArgs(sharding=here)
     (restored,) = await _handlers.get_type_handler(jax.Array).deserialize([info], [args])
-    return restored if prng.is_key(restored) else None
-
-
-def _open_tree(folder: str) -> tuple[Any, Any]:
-    """The tree of an item that Orbax saved, of `_OpenArray`s, and its custom metadata."""
-    opening = type_handler_registry({jax.Array: _OpeningJax(), np.ndarray: _OpeningNumpy()})
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=opening)
-    path = ocp_v1.path.Path(folder)
-    tree = handler.restore(path, args=ocp.args.PyTreeRestore())
-    return tree, handler.metadata(path).custom_metadata
+    return str(jax.random.key_impl(restored)) if prng.is_key(restored) else None
 
 
 def type_handler_registry(handlers: dict[Any, Any]) -> Any:
@@ -195,15 +181,9 @@ def type_handler_registry(handlers: dict[Any, Any]) -> Any:
 
 
 def _source_leaf(leaf: Any) -> Any:
-    if not isinstance(leaf, _OpenArray):
-        return leaf.item() if isinstance(leaf, np.generic) else leaf
-    if leaf.problem is not None:
+    if leaf is _UNOPENED:
         return None
-    shape, dtype = tuple(leaf.store.shape), np.dtype(leaf.store.dtype.numpy_dtype)
-    if leaf.keys is not None:
-        impl = str(jax.random.key_impl(leaf.keys))
-        return SourceArray(leaf.name, leaf.name, shape, dtype, "key", impl)
-    return SourceArray(leaf.name, leaf.name, shape, dtype, "jax" if leaf.is_jax else "numpy")
+    return leaf.item() if isinstance(leaf, np.generic) else leaf
 
 
 def _storage_error(text: str, path: str, tensor: str, cause: object) -> StorageError:

@@ -24,12 +24,7 @@ _MAX_FILE_BYTES = 8 << 20  # the largest published ones, with names of 20,000 cl
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint's folder, or the one at a path.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        FormatError: It is not a JSON object.
-    """
+    """Return the `config.json` of a checkpoint's folder, or the one at a path."""
     storage, text = open_storage(path)
     with storage:
         file = text if text.endswith(".json") else join(text, CONFIG_FILE)
@@ -75,25 +70,16 @@ class Section:
     """An object of a configuration; null counts as left out, as in transformers.
 
     A value that is left out is the default, None or empty. Methods refuse a value of another kind
-    than they return with a `MappingError`, and so does the class one that is not an object.
-
-    Args:
-        values: Its members.
-        model: The model that the configuration is of, for errors.
-        path: The keys that lead to it, each with its dot.
+    than they return with a `MappingError`. `path` has the keys that lead here, each with its dot.
     """
 
     def __init__(self, values: object, model: str, path: str = "") -> None:
         self.model = model
         self._path = path
         if not isinstance(values, Mapping):
+            where = f"has a {path.rstrip('.')!r} that is" if path else "is"
             raise MappingError(
-                f"the configuration of a {model} model"
-                + (
-                    f" has a {path.rstrip('.')!r} that is not an object"
-                    if path
-                    else " is not an object"
-                ),
+                f"the configuration of a {model} model {where} not an object",
                 expected="a JSON object, as a dict",
                 found=short_repr(values),
             )
@@ -163,9 +149,8 @@ class Section:
     def sections(self, name: str) -> list[Section]:
         """Return the objects that are the members of an object."""
         outer = self.section(name)
-        if outer is None:
-            return []
-        return [Section(v, self.model, f"{outer._path}{k}.") for k, v in outer._values.items()]
+        members = {} if outer is None else outer._values
+        return [Section(v, self.model, f"{self._path}{name}.{k}.") for k, v in members.items()]
 
     def _checked(self, name: str, types: tuple[type, ...], expected: str, default: Any) -> Any:
         value = self.get(name)
