@@ -6,6 +6,7 @@ a step file by file, and lists it as long as its folder is there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -72,16 +73,14 @@ def _open_checked(
     opening = functools.partial(Catalog.open, path, retries=options.retries)
     if options.replicated == "read_once" and jax.process_count() > 1:
         return opening  # all processes have to learn together that one has failed
-    catalog = opening()
-    try:
+    with contextlib.ExitStack() as on_error:
+        catalog = on_error.enter_context(opening())
         names: Iterable[str] = catalog.names
         if abstract is not None and mapping is None:
             paths = jax.tree_util.tree_flatten_with_path(abstract)[0]
             names = {dotted_name(path) for path, _ in paths}.intersection(names)
         catalog.entries(names)
-    except BaseException:
-        catalog.close()
-        raise
+        on_error.pop_all()
     return lambda: catalog
 
 

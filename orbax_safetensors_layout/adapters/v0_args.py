@@ -64,8 +64,6 @@ def abstract_tree_of(args: Any) -> Any:
         overrides = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
     if overrides is not None:
         item = _override(item, overrides, partial=getattr(args, "partial_restore", False))
-    if item is None:
-        return None
     fallback = getattr(args, "fallback_sharding", None)
     layouts = getattr(args, "support_layout", False)
     return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)

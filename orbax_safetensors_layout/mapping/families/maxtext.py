@@ -164,7 +164,6 @@ def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
         raise MappingError(
             "MaxText's Gemma 2 joins two layers to one", found=f"{dims.layers} layers"
         )
-    steps = _steps(dims, sparse=False)
     groups = []
     for start, kind in enumerate(("local", "global")):
         modules = (
@@ -172,7 +171,7 @@ def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
             ("self_attn", f"self_attention_{kind}"),
             ("mlp", f"mlp_{kind}"),
         )
-        leaves = renamed(steps, (*modules, *_GEMMA_NAMES, *_NAMES))
+        leaves = renamed(_steps(dims, sparse=False), (*modules, *_GEMMA_NAMES, *_NAMES))
         layers = tuple(range(start, dims.layers, 2))
         groups.append(LayerGroup("decoder.layers.", "decoder.layers_{n}.", layers, leaves, first=0))
     return tuple(groups)
@@ -202,13 +201,9 @@ def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
 
 def _cycle(length: int, layers: int, leaves: tuple[FamilyLeaf, ...]) -> tuple[LayerGroup, ...]:
     """Layers of which `length` are scanned together."""
+    name, unscanned = "decoder.layers.layers_{}.", "decoder.layers_{n}."
     return tuple(
-        LayerGroup(
-            f"decoder.layers.layers_{i}.",
-            "decoder.layers_{n}.",
-            tuple(range(i, layers, length)),
-            leaves,
-        )
+        LayerGroup(name.format(i), unscanned, tuple(range(i, layers, length)), leaves)
         for i in range(length)
     )
 
