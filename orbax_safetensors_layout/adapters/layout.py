@@ -14,7 +14,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError
 
 from . import _orbax, routing, settings
 from .background import in_background
-from .item_load import begin_load
+from .item import begin_load
 from .metadata import CheckpointMetadata, metadata_v1
 from .v0 import SafetensorsCheckpointHandler, SafetensorsRestore, SafetensorsSave
 

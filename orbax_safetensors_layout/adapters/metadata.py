@@ -29,7 +29,7 @@ from orbax_safetensors_layout.pytree import HostLeaf, decode_treedef, prng
 from orbax_safetensors_layout.sharding import decode_sharding
 
 from . import _orbax
-from .item_load import check_remains
+from .item import check_remains
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 

@@ -22,7 +22,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 from . import _orbax
 from .background import in_background
-from .item_load import check_step, is_orbax_item
+from .item import check_step, is_orbax_item
 from .settings import NOTHING, Settings
 from .v1 import SafetensorsHandler
 

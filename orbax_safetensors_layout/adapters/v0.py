@@ -21,12 +21,10 @@ from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 from . import _orbax, settings
 from .folder_creation import folders_being_made
-from .item_load import begin_load, is_orbax_item
-from .item_save import ItemSave
+from .item import ItemSave, begin_load, is_orbax_item
 from .metadata import metadata_v0
-from .resizing import load_resized
 from .settings import Settings
-from .v0_args import abstract_tree_of, leaf_dtypes, restore_orbax_item
+from .v0_args import abstract_tree_of, leaf_dtypes, load_resized, restore_orbax_item
 from .v1 import SafetensorsHandler, item_name
 
 

@@ -23,8 +23,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from . import _orbax, settings
 from .background import in_background
 from .folder_creation import folders_being_made
-from .item_load import begin_load, is_orbax_item
-from .item_save import ItemSave
+from .item import ItemSave, begin_load, is_orbax_item
 from .metadata import metadata_v1
 from .settings import NOTHING, Settings
 

@@ -69,7 +69,7 @@ class OrbaxReader:
         self.tree = jax.tree.map(_source_leaf, tree)
         errors = [
             _storage_error("the array cannot be opened", path, name, problem)
-            for name, problem in problems.items()
+            for name, problem in sorted(problems.items())
         ]
         if on_error is not None:
             for problem in errors:
