@@ -44,10 +44,9 @@ async def folders_being_made(directory: Any) -> AsyncIterator[Callable[[], None]
     Orbax v0 tells handlers only that the folders are there: if one cannot be made, they wait until
     `coordination_timeout`, five minutes. Our wait ends then, with an `OSError`.
 
-    Ends the making of folders if the block raises, as the item cannot be saved then. If the
-    program ends, or closes the checkpointer, while Orbax v0 makes them for `training.Checkpointer`,
-    a thread of Orbax waits for them for five minutes. The item's folder is in Orbax v1 a
-    `PathAwaitingCreation`.
+    Ends the making of folders if the block raises, as the item cannot be saved then; else a thread
+    of Orbax waits five minutes for those that v0 makes for `training.Checkpointer`, if the program
+    ends or closes that meanwhile. The item's folder is in Orbax v1 a `PathAwaitingCreation`.
     """
     operation = _orbax.current_operation()
     futures = tuple(_making.get(operation, ()))

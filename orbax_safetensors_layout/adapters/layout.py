@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
@@ -146,7 +146,13 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         if not theirs:
             return in_background(load_ours)
         loading = await (await _orbax.orbaxs_layout(path)).load_checkpointables(path, theirs)
-        return _join(abstracts, in_background(load_ours), loading)
+        ours = in_background(load_ours)
+
+        async def load_all() -> dict[str, Any]:
+            loaded = await ours | await loading
+            return {name: loaded[name] for name in abstracts}
+
+        return load_all()
 
     async def save_checkpointables(
         self, path: ocp.path.PathAwaitingCreation, *, checkpointables: Mapping[str, Any]
@@ -164,7 +170,15 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         writing = [
             await handlers[name].save(path / name, value) for name, value in checkpointables.items()
         ]
-        return _write(path, writing, context.multiprocessing.primary_host)
+
+        async def write() -> None:
+            await asyncio.gather(*writing)
+            folder = await path.await_creation()
+            if ocp.multihost.is_primary_host(context.multiprocessing.primary_host):
+                # By this file Orbax knows a checkpoint of v1.
+                await in_background((folder / _orbax.STEP_INDICATOR).touch, exist_ok=True)
+
+        return write()
 
 
 class _Save(SafetensorsSave): ...  # what `ocp.Checkpointer(SafetensorsLayout())` makes of a tree
@@ -227,23 +241,6 @@ def uninstall() -> None:
     with _install_lock:
         if routing.is_installed():
             _orbax.safetensors.SafetensorsLayout = _previous
-
-
-async def _write(
-    path: ocp.path.PathAwaitingCreation, writing: list[Awaitable[None]], primary_host: int | None
-) -> None:
-    await asyncio.gather(*writing)
-    folder = await path.await_creation()
-    if ocp.multihost.is_primary_host(primary_host):
-        # By this file Orbax knows a checkpoint of v1.
-        await in_background((folder / _orbax.STEP_INDICATOR).touch, exist_ok=True)
-
-
-async def _join(names: Iterable[str], *loading: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    loaded: dict[str, Any] = {}
-    for part in loading:
-        loaded |= await part
-    return {name: loaded[name] for name in names}
 
 
 async def _with_record(path: ocp.path.Path, own: CheckpointMetadata) -> ocp.CheckpointMetadata[Any]:

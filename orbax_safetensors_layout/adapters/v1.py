@@ -6,7 +6,6 @@ The other way is the layout, see `layout`; both leave the same folder.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Awaitable
@@ -81,7 +80,12 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         if save.is_captured:
             return write()
         # More than the memory budget: the caller waits until files have taken up the rest.
-        return _join(save.start(await folder()))
+        writing = save.start(await folder())
+
+        async def join() -> None:
+            await asyncio.wrap_future(writing)  # for the loop that waits, not the one that began
+
+        return join()
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
@@ -158,10 +162,6 @@ def _check_processes() -> None:
             expected="context.multiprocessing.primary_host: 0",
             found=None,
         )
-
-
-async def _join(writing: concurrent.futures.Future[None]) -> None:
-    await asyncio.wrap_future(writing)  # for the loop that waits, not the one that began
 
 
 def _is_abstract_leaf(leaf: Any) -> bool:

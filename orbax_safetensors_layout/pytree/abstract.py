@@ -59,15 +59,11 @@ class SavedLeaf:
 
 
 class AbstractTree(NamedTuple):
-    """An abstract tree and its leaves.
-
-    One that is left out (`...`) is left out with all tensors below it; `skipped` has its name with
-    and without a flax box.
-    """
+    """An abstract tree and its leaves; one left out (`...`) is so with all tensors below it."""
 
     leaves: list[Any]
     parsed: list[AbstractLeaf | None]  # the parsed leaves; None for one that is left out
-    skipped: set[str]
+    skipped: set[str]  # names of those that are, with and without a flax box
     build: Callable[[Sequence[Any]], Any]  # makes the tree of values
 
     @classmethod

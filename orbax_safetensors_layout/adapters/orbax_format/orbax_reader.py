@@ -7,6 +7,7 @@ TensorStore and read nothing. All else, names, metadata and scalars, is Orbax's.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import math
 import os
@@ -24,6 +25,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.pytree import prng
+from orbax_safetensors_layout.storage import FULL
 
 _handlers: Any = ocp.type_handlers
 _ArrayHandler: Any = ocp.type_handlers.ArrayHandler
@@ -68,7 +70,7 @@ class OrbaxReader:
             ) from error
         self.tree = jax.tree.map(_source_leaf, tree)
         errors = [
-            _storage_error("the array cannot be opened", path, name, problem)
+            storage_error("the array cannot be opened", path, name, problem)
             for name, problem in sorted(problems.items())
         ]
         if on_error is not None:
@@ -101,7 +103,7 @@ class OrbaxReader:
                 arrays.append(np.ascontiguousarray(values.result()).reshape(box.shape))
             except ValueError as error:  # TensorStore's
                 text = f"reading {list(box.start)} to {list(box.stop)} failed"
-                raise _storage_error(text, self.path, array.name, error) from error
+                raise storage_error(text, self.path, array.name, error) from error
         return arrays
 
     def chunk(self, array: SourceArray) -> tuple[int, ...]:
@@ -147,12 +149,10 @@ class _Opening:
         return SourceArray(info.name, info.name, tuple(store.shape), dtype, kind, impl)
 
 
-class _OpeningJax(_Opening, _ArrayHandler):
-    pass
+class _OpeningJax(_Opening, _ArrayHandler): ...
 
 
-class _OpeningNumpy(_Opening, _NumpyHandler):
-    pass
+class _OpeningNumpy(_Opening, _NumpyHandler): ...
 
 
 def _may_be_keys(store: Any) -> bool:
@@ -186,8 +186,10 @@ def _source_leaf(leaf: Any) -> Any:
     return leaf.item() if isinstance(leaf, np.generic) else leaf
 
 
-def _storage_error(text: str, path: str, tensor: str, cause: object) -> StorageError:
-    return StorageError(text, file=path, tensor=tensor, found=_first_line(cause))
+def storage_error(text: str, path: str, tensor: str, cause: object) -> StorageError:
+    """An error of TensorStore, which says a lot."""
+    hint = FULL if os.strerror(errno.ENOSPC) in str(cause) else None
+    return StorageError(text, file=path, tensor=tensor, found=_first_line(cause), hint=hint)
 
 
 def _first_line(error: object) -> str:

@@ -8,7 +8,6 @@ the merge of OCDBT databases and the commit, is Orbax's.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
 import os
 import threading
@@ -33,16 +32,15 @@ from orbax_safetensors_layout.conversion import (
 )
 from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
-    StorageError,
     UnsupportedDtypeError,
 )
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
 from orbax_safetensors_layout.pytree import dotted_name, prng
-from orbax_safetensors_layout.storage import FULL, link_tree
+from orbax_safetensors_layout.storage import link_tree
 
 from .._orbax import ITEM_METADATA
-from .orbax_reader import type_handler_registry
+from .orbax_reader import storage_error, type_handler_registry
 
 _handlers: Any = ocp.type_handlers
 _NumpyHandler: Any = ocp.type_handlers.NumpyHandler
@@ -198,14 +196,8 @@ class OrbaxTarget:
         try:
             return done.result()
         except ValueError as error:  # TensorStore's
-            text = str(error).split("\n")[0]
-            raise StorageError(
-                "writing chunks failed",
-                file=self._written,
-                tensor=leaf.name,
-                found=text,
-                hint=FULL if os.strerror(errno.ENOSPC) in text else None,
-            ) from error
+            text = "writing chunks failed"
+            raise storage_error(text, self._written, leaf.name, error) from error
 
     def flush(self) -> None:
         self._stores.clear()  # each write has waited for itself
