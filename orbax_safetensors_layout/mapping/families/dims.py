@@ -118,7 +118,6 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     if layer_types and len(layer_types) != layers:
         read.refuse("layer_types", f"one for each of {layers:,} layers", layer_types)
     most_experts = (1, _MOST_EXPERTS // layers)
-    extra = "num_nextn_predict_layers"
     return Dims(
         family=family,
         layers=layers,
@@ -135,7 +134,9 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         dense=_dense(family, read, layers) if sparse else tuple(range(layers)),
         shared_experts=latent is not None
         and read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS)) > 0,
-        extra=read.integer(extra, 0, bounds=(0, _MOST_LAYERS)) if latent else 0,
+        extra=read.integer("num_nextn_predict_layers", 0, bounds=(0, _MOST_LAYERS))
+        if latent
+        else 0,
         latent=latent,
         biased=_biased(family, read),
         quantized=weight_format(family, read.section("quantization_config")),
