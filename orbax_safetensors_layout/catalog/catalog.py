@@ -55,14 +55,7 @@ class Catalog:
     if there is one, else file by file in the order of their bytes.
     """
 
-    def __init__(
-        self,
-        discovery: Discovery,
-        storage: Storage,
-        *,
-        owns_storage: bool = False,
-        concurrency: int | None = None,
-    ) -> None:
+    def __init__(self, discovery: Discovery, storage: Storage) -> None:
         path, manifest = discovery.path, discovery.manifest
         self.path = path
         self.storage = storage
@@ -70,8 +63,7 @@ class Catalog:
         self._pieces: PieceCatalog | None = None
         self._manifest_file = discovery.manifest_file
         self._manifest = manifest
-        self._owns_storage = owns_storage
-        self._headers = HeaderCache(storage, concurrency)
+        self._headers = HeaderCache(storage)
         self._file_of: Mapping[str, str]
         if manifest is not None and manifest.pieces is not None:
             self._pieces = PieceCatalog(
@@ -93,7 +85,6 @@ class Catalog:
         path: str | os.PathLike[str],
         *,
         storage: Storage | None = None,
-        concurrency: int | None = None,
         retries: RetryPolicy | None = None,
     ) -> Self:
         """Opens a `.safetensors` file or a folder.
@@ -104,20 +95,14 @@ class Catalog:
         `model.safetensors` or its numbered set, and all headers are read. Of a step that Orbax
         made, the only item of safetensors files is opened, or `default` or `state`.
 
-        Without a `storage` the one that `path` names is opened, with `retries`, and closed by
-        `close`. `concurrency` is of headers; by default the storage class's.
+        Without a `storage` the one that `path` names is opened, with `retries`.
         """
-        owns_storage = storage is None
         if storage is None:
-            storage, text = open_storage(path, retries=retries)
-        else:
-            text = os.fspath(path)
+            storage, path = open_storage(path, retries=retries)
         try:
-            discovery = discover(storage, text)
-            return cls(discovery, storage, owns_storage=owns_storage, concurrency=concurrency)
+            return cls(discover(storage, os.fspath(path)), storage)
         except BaseException:
-            if owns_storage:
-                storage.close()
+            storage.close()
             raise
 
     @classmethod
@@ -127,9 +112,8 @@ class Catalog:
         return cls(Discovery(folder, files, manifest=Manifest("sharded", pieces=pieces)), storage)
 
     def close(self) -> None:
-        """Closes the storage, if `open` opened it."""
-        if self._owns_storage:
-            self.storage.close()
+        """Closes the storage."""
+        self.storage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -277,9 +261,8 @@ class HeaderCache:
     100 MB takes 200 to 600 MB while it is parsed, and seconds under Python's lock.
     """
 
-    def __init__(self, storage: Storage, concurrency: int | None = None) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._concurrency = concurrency or storage_profile(storage.kind).concurrency
         self._headers: dict[str, Header] = {}
         self._lock = threading.Lock()
         self._large_lock = threading.Lock()
@@ -294,7 +277,7 @@ class HeaderCache:
             if len(lacking) == 1:
                 self._read(lacking[0])
             elif lacking:
-                threads = min(self._concurrency, len(lacking))
+                threads = min(storage_profile(self._storage.kind).concurrency, len(lacking))
                 with Workers(threads, "catalog", self._storage.interrupt) as workers:
                     for file in lacking:
                         workers.submit(functools.partial(self._read, file))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import (
@@ -49,7 +48,7 @@ class PieceCatalog:
         stored: StoredPieces,
         files: Sequence[str],
         fetch: FetchHeaders,
-        dtypes: Mapping[str, DType] = MappingProxyType({}),
+        dtypes: Mapping[str, DType],
     ) -> None:
         self.stored = stored
         self._dtypes = dtypes

@@ -16,7 +16,12 @@ _MAX_HINTS = 5  # suggestions in one error; each is a pass over all names
 _MAX_RANGE = 10_000
 _MAX_DEPTH = 20
 _MAX_LOOSE = 3
-_NUMERIC_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
+_TOKEN = re.compile(
+    r"\{(?P<low>[0-9]{1,18})\.\.(?P<high>[0-9]{1,18})\}"
+    r"|\[(?P<not>(?>!?))(?P<set>.[^\]]*)\]"  # a ']' that comes first belongs to the set
+    r"|[*?{},\[]|[^*?{},\[]+",
+    re.DOTALL,
+)
 _SET_ITEM = re.compile(r"(.)-(.)|(.)", re.DOTALL)
 _SPECIAL = frozenset("*?[{}")
 
@@ -105,7 +110,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """
     if not isinstance(pattern, str):
         raise InvalidArgumentError(f"A pattern of names is a string, not {pattern!r}.")
-    return re.compile(_Translator(pattern).translate(), re.DOTALL)
+    try:
+        return re.compile(_translated(pattern), re.DOTALL)
+    except ValueError as error:
+        raise InvalidArgumentError(f"Pattern {pattern[:200]!r}: {error}.") from error
 
 
 def is_plain(pattern: str) -> bool:
@@ -154,85 +162,55 @@ def _any_of(parts: Sequence[_Part]) -> _Part:
     return _Part(f"(?:{text})", width, max(part.loose for part in parts))
 
 
-class _Translator:
-    """Translates a pattern from left to right."""
+def _translated(pattern: str) -> str:
+    levels: list[list[list[_Part]]] = [[[]]]  # for each open brace alternatives, each a sequence
+    for token in _TOKEN.finditer(pattern):
+        alternatives, text = levels[-1], token[0]
+        part = _Part(re.escape(text), len(text))
+        if token["low"]:
+            part = _number(token["low"], token["high"])
+        elif token["set"]:
+            part = _Part(f"[{'^' if token['not'] else ''}{_set_body(token['set'])}]", 1)
+        elif text == "*":
+            part = _STAR
+        elif text == "?":
+            part = _Part(".", 1)
+        elif text == "[":
+            raise ValueError(f"the '[' at {token.start()} is not closed")
+        elif text == "{":
+            if len(levels) > _MAX_DEPTH:
+                raise ValueError(f"more than {_MAX_DEPTH} braces within one another")
+            levels.append([[]])
+            continue
+        elif text == "," and len(levels) > 1:
+            alternatives.append([])
+            continue
+        elif text == "}":
+            if len(levels) == 1:
+                raise ValueError(f"'}}' at {token.start()} closes nothing")
+            part = _any_of([*map(_joined, levels.pop())])
+        levels[-1][-1].append(part)
+    if len(levels) > 1:
+        raise ValueError("a '{' is not closed")
+    whole = _joined(levels[0][0])
+    if whole.loose > _MAX_LOOSE:
+        raise ValueError(f"more than {_MAX_LOOSE} '*' beside braces take too long to match")
+    return whole.text
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-        self._at = 0
-        self._depth = 0
 
-    def translate(self) -> str:
-        whole = self._alternatives()
-        if self._at < len(self._pattern):
-            raise self._error(f"'}}' at {self._at} closes nothing")
-        if whole.loose > _MAX_LOOSE:
-            raise self._error(f"more than {_MAX_LOOSE} '*' beside braces take too long to match")
-        return whole.text
+def _set_body(text: str) -> str:
+    body = ""
+    for low, high, single in _SET_ITEM.findall(text):
+        if high < low:
+            raise ValueError(f"the set range {low}-{high} is empty")
+        body += re.escape(single) or f"{re.escape(low)}-{re.escape(high)}"
+    return body
 
-    def _alternatives(self) -> _Part:
-        """Parses up to the closing brace, or the end; commas separate only within braces."""
-        alternatives: list[list[_Part]] = [[]]
-        while self._at < len(self._pattern):
-            character = self._pattern[self._at]
-            if character == "}":
-                break
-            if character == "[":
-                alternatives[-1].append(_Part(self._set(), 1))
-                continue
-            if character == "{":
-                alternatives[-1].append(self._braces())
-                continue
-            self._at += 1
-            if character == "*":
-                alternatives[-1].append(_STAR)
-            elif character == "?":
-                alternatives[-1].append(_Part(".", 1))
-            elif character == "," and self._depth:
-                alternatives.append([])
-            else:
-                alternatives[-1].append(_Part(re.escape(character), 1))
-        return _any_of([*map(_joined, alternatives)])
 
-    def _braces(self) -> _Part:
-        numeric = _NUMERIC_RANGE.match(self._pattern, self._at)
-        if numeric is not None:
-            self._at = numeric.end()
-            numbers = self._numbers(*numeric.groups())
-            return _any_of([_Part(number, len(number)) for number in numbers])
-        if self._depth == _MAX_DEPTH:
-            raise self._error(f"more than {_MAX_DEPTH} braces within one another")
-        self._at += 1
-        self._depth += 1
-        part = self._alternatives()
-        self._depth -= 1
-        if self._at == len(self._pattern):
-            raise self._error("a '{' is not closed")
-        self._at += 1
-        return part
-
-    def _set(self) -> str:
-        position = self._at
-        start = position + 1
-        negated = self._pattern.startswith("!", start)
-        start += negated
-        stop = self._pattern.find("]", start + 1)  # a ']' that comes first belongs to the set
-        if stop < 0:
-            raise self._error(f"the '[' at {position} is not closed")
-        body = ""
-        for low, high, single in _SET_ITEM.findall(self._pattern, start, stop):
-            if high < low:
-                raise self._error(f"the set range {low}-{high} is empty")
-            body += re.escape(single) or f"{re.escape(low)}-{re.escape(high)}"
-        self._at = stop + 1
-        return f"[{'^' if negated else ''}{body}]"
-
-    def _numbers(self, low: str, high: str) -> list[str]:
-        if not 0 <= int(high) - int(low) < _MAX_RANGE:
-            raise self._error(f"the range {{{low}..{high}}} must have 1 to {_MAX_RANGE} numbers")
-        padded = any(len(end) > 1 and end.startswith("0") for end in (low, high))
-        width = max(len(low), len(high)) if padded else 0
-        return [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
-
-    def _error(self, problem: str) -> InvalidArgumentError:
-        return InvalidArgumentError(f"Pattern {self._pattern[:200]!r}: {problem}.")
+def _number(low: str, high: str) -> _Part:
+    if not 0 <= int(high) - int(low) < _MAX_RANGE:
+        raise ValueError(f"the range {{{low}..{high}}} must have 1 to {_MAX_RANGE} numbers")
+    padded = any(len(end) > 1 and end.startswith("0") for end in (low, high))
+    width = max(len(low), len(high)) if padded else 0
+    numbers = [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
+    return _any_of([_Part(number, len(number)) for number in numbers])

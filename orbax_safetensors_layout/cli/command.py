@@ -22,10 +22,6 @@ _USUAL_BUDGET_BYTES = ReadOptions().memory_budget_bytes
 T = TypeVar("T")
 
 
-class UsageError(Exception):
-    """The arguments are malformed, or make no sense together; exit code 2."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
     """One command; `examples` lack the program's name.
@@ -147,19 +143,19 @@ def find_mapping(text: str, path: str) -> Any:
     try:
         return find(text, path)
     except MappingError as error:
-        raise UsageError(str(error)) from error
+        raise ValueError(str(error)) from error
 
 
 def python_object(text: str) -> Any:
     """Return the object that `module:attribute` names."""
     module, _, name = text.partition(":")
     if not (module and name):
-        raise UsageError(f"{text!r} is not a MODULE:ATTRIBUTE")
+        raise ValueError(f"{text!r} is not a MODULE:ATTRIBUTE")
     _see_working_folder()
     try:
         return getattr(importlib.import_module(module), name)
     except AttributeError as error:
-        raise UsageError(f"{text!r}: {error}") from error
+        raise ValueError(f"{text!r}: {error}") from error
 
 
 def _see_working_folder() -> None:

@@ -11,7 +11,6 @@ from orbax_safetensors_layout.runtime import size_text
 
 from .command import (
     Command,
-    UsageError,
     add_mapping,
     add_max_file_bytes,
     add_memory_budget,
@@ -111,7 +110,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
 
 def _mapping(parsed: argparse.Namespace) -> Any:
     if parsed.leave_out and not (parsed.mapping and parsed.config):
-        raise UsageError("--leave-out goes with --mapping and --config")
+        raise ValueError("--leave-out goes with --mapping and --config")
     if not parsed.mapping:
         return None
     mapping = find_mapping(parsed.mapping, parsed.config or parsed.source)

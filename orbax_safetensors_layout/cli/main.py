@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 
 from . import consolidate, convert, families, inspect, plan, verify
-from .command import Command, UsageError
+from .command import Command
 from .output import PROGRAM, Output
 from .sigint import INTERRUPTED, clean_interrupts
 
@@ -26,7 +26,7 @@ VERBS: tuple[Command, ...] = (
     families.VERB,
 )
 
-_EXPECTED = (SafetensorsLayoutError, UsageError, OSError, ValueError, ImportError)
+_EXPECTED = (SafetensorsLayoutError, OSError, ValueError, ImportError)
 _FINDING, _MISUSE, _NO_READER = 1, 2, 141
 
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.error(text)
         if isinstance(error, SafetensorsLayoutError):
             return _MISUSE if isinstance(error, InvalidArgumentError) else _FINDING
-        return _MISUSE if isinstance(error, UsageError | ValueError | ImportError) else _FINDING
+        return _MISUSE if isinstance(error, ValueError | ImportError) else _FINDING
 
 
 def _version() -> str:

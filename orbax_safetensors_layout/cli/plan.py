@@ -15,7 +15,6 @@ from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
 
 from .command import (
     Command,
-    UsageError,
     add_json,
     add_mapping,
     add_max_file_bytes,
@@ -90,11 +89,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(parsed: argparse.Namespace, output: Output) -> int:
     variants = [parsed, *(_variant(parsed, text) for text in parsed.compare)]
     if parsed.plot and (parsed.mapping or parsed.abstract or parsed.save is not None):
-        raise UsageError(
+        raise ValueError(
             "--plot draws loads of plain tensors, without --mapping, --abstract, --save"
         )
     if len({variant.save is None for variant in variants}) > 1:
-        raise UsageError("a load and a save cannot be compared")
+        raise ValueError("a load and a save cannot be compared")
     results = [_estimate(variant) for variant in variants]
     labels = ["this", *parsed.compare]
     if parsed.json:
@@ -129,9 +128,9 @@ def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
 
 def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
     if parsed.path is None:
-        raise UsageError("name the checkpoint: plan PATH --mesh ...")
+        raise ValueError("name the checkpoint: plan PATH --mesh ...")
     if parsed.mapping and parsed.abstract:
-        raise UsageError("--mapping and --abstract exclude each other")
+        raise ValueError("--mapping and --abstract exclude each other")
     with Catalog.open(parsed.path) as catalog:
         options = _options(parsed, catalog.storage.kind)
         in_pieces = catalog.layout == "sharded"
@@ -149,7 +148,7 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
         writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
         return estimate_save(loading, writing)
     if parsed.save is not None:
-        raise UsageError("--save plans tensors as they are stored, not with a mapping or in pieces")
+        raise ValueError("--save plans tensors as they are stored, not with a mapping or in pieces")
     from orbax_safetensors_layout.analysis import estimate_tree, mesh_of
 
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
@@ -167,7 +166,7 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
 
 def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> MeshShape:
     if axes is None:
-        raise UsageError("name the mesh: --mesh fsdp=64,tensor=4")
+        raise ValueError("name the mesh: --mesh fsdp=64,tensor=4")
     return MeshShape(axes, parsed.hosts)
 
 

@@ -10,8 +10,6 @@ from orbax_safetensors_layout.analysis import ClusterEstimate
 from orbax_safetensors_layout.plan import Cost, Coverage, coverage
 from orbax_safetensors_layout.runtime import size_text
 
-from .command import UsageError
-
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4
 _LEAST_NAMED = 0.02  # of the width, for a tensor's name
@@ -20,7 +18,7 @@ _LEAST_NAMED = 0.02  # of the width, for a tensor's name
 def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     """Draw the bytes that the shards need, and below those that are read, of files of a pattern."""
     if estimate.cluster is None:
-        raise UsageError("--plot draws loads of plain tensors that are stored whole")
+        raise ValueError("--plot draws loads of plain tensors that are stored whole")
     try:
         from matplotlib import rcParams
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,7 +32,7 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     hosts = [number * estimate.grid.processes // count for number in range(count)]
     seen = coverage(estimate.cluster, hosts, _COLUMNS, files=files)
     if not seen.edges:
-        raise UsageError(f"no file is called {files!r}")
+        raise ValueError(f"no file is called {files!r}")
     rcParams["font.size"] = 9
     figure = Figure(figsize=(11, 3 + 0.1 * max(count, 20)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

@@ -8,7 +8,7 @@ import dataclasses
 from orbax_safetensors_layout.analysis import resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions
 
-from .command import Command, UsageError, add_json, add_mapping, add_memory_budget, find_mapping
+from .command import Command, add_json, add_mapping, add_memory_budget, find_mapping
 from .output import Output
 
 
@@ -27,12 +27,12 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     from orbax_safetensors_layout.analysis import verify
 
     if (parsed.mapping or parsed.subtree) and parsed.against is None:
-        raise UsageError("--mapping and --subtree say what is compared: give --against OTHER, too")
+        raise ValueError("--mapping and --subtree say what is compared: give --against OTHER, too")
     mapping = None
     if parsed.mapping:
         source = resolve_checkpoint(parsed.against)
         if source.is_orbax:
-            raise UsageError(
+            raise ValueError(
                 "a mapping takes the tensors of a safetensors checkpoint; exchange the two: PATH is"
                 " the model, and --against what it is made of"
             )

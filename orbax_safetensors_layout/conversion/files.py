@@ -124,16 +124,13 @@ class FilesTarget:
 
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         for region, value in zip(regions, values, strict=True):
-            data = self._encoded(region, value)
+            dtype = self._dtypes[region.leaf.name]
+            stored = value.astype(dtype.numpy) if value.dtype.name in NARROW_INTEGERS else value
+            data = stored.reshape(-1).view(np.uint8)
+            if dtype.packed:
+                data = pack_bits(data, dtype.bits)
             for name, start in self._places[region.leaf.name, region.box]:
                 self._file(name).write_at(start, [data])
-
-    def _encoded(self, region: LeafRegion, values: np.ndarray) -> np.ndarray:
-        dtype = self._dtypes[region.leaf.name]
-        if values.dtype.name in NARROW_INTEGERS:
-            values = values.astype(dtype.numpy)
-        flat = values.reshape(-1).view(np.uint8)
-        return pack_bits(flat, dtype.bits) if dtype.packed else flat
 
     def _file(self, name: str) -> ResumableFile:
         with self._lock:

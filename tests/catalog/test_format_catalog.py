@@ -277,7 +277,7 @@ def test_headers_are_fetched_concurrently() -> None:
                 barrier.wait()
             return super().size(file)
 
-    catalog = Catalog.open("/m", storage=Waiting(indexed().files), concurrency=3)
+    catalog = Catalog.open("/m", storage=Waiting(indexed().files))
     assert len(catalog.all_entries()) == 4
 
 
@@ -429,11 +429,11 @@ def test_local_files(tmp_path: pathlib.Path) -> None:
         Catalog.open(tmp_path / "none")
 
 
-def test_close_leaves_a_given_storage_open() -> None:
+def test_close_closes_a_given_storage() -> None:
     storage = indexed()
     with Catalog.open("/m", storage=storage):
-        pass
-    assert not storage.closed
+        assert not storage.closed
+    assert storage.closed
 
 
 def test_own_storage_is_closed() -> None:

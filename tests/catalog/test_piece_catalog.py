@@ -43,7 +43,7 @@ def opened(process: int, wanted: dict[str, tuple[Box, ...]]) -> set[int]:
                     entries[key] = TensorEntry(key, DTYPES["U8"], shape, file, 0, shape[0])
         return Header(entries, {})
 
-    catalog = PieceCatalog(STORED, FILES, fetch)
+    catalog = PieceCatalog(STORED, FILES, fetch, {})
     catalog.prefer(process)
     found = catalog.find(wanted)
     assert list(found) == list(wanted)

@@ -18,7 +18,6 @@ from programs import program_path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
-from orbax_safetensors_layout.cli.command import UsageError
 from orbax_safetensors_layout.cli.main import VERBS, main
 
 
@@ -82,7 +81,6 @@ def test_the_version_and_the_families(capsys):
     [
         (osl.FormatError("bad\nbytes"), 1),
         (OSError("no disk"), 1),
-        (UsageError("no sense"), 2),
         (ValueError("no sense"), 2),
         (KeyError("lost"), 1),
         (MemoryError(), 1),

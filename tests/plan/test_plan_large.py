@@ -63,7 +63,7 @@ def test_the_share_of_one_process_is_what_it_reads(model, name, process):
     found = estimate(model(name), grid, rules)
     profile = PROFILES["local"]
     storage = RecordingStorage()
-    with Catalog.open(model(name), storage=storage) as catalog, storage:
+    with Catalog.open(model(name), storage=storage) as catalog:
         leaves = []
         local = {}
         for leaf in found.cluster.leaves:
