@@ -228,7 +228,6 @@ def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
             needed = sum(region.read.runs.total_bytes for region in regions)
             costs.append((read, requests, needed))
         read, requests, needed = max(costs, default=(0, 0, 0))
-        code = entry.dtype.code
-        worst.append(LeafCost("", entry.shape, code, spec, needed, read, requests))
+        worst.append((entry.shape, entry.dtype.code, spec, needed, read, requests))
     members = zip(cluster.leaves, cluster.kind_of, strict=True)
-    return tuple(worst[number]._replace(name=leaf.entry.name) for leaf, number in members)
+    return tuple(LeafCost(leaf.entry.name, *worst[number]) for leaf, number in members)

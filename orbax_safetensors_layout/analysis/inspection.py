@@ -24,13 +24,7 @@ from orbax_safetensors_layout.errors import (
     FormatError,
     UnsupportedDtypeError,
 )
-from orbax_safetensors_layout.format import (
-    SUFFIX,
-    TensorEntry,
-    ValueLeaf,
-    dtype_from_numpy,
-    leaf_names,
-)
+from orbax_safetensors_layout.format import SUFFIX, TensorEntry, dtype_from_numpy
 from orbax_safetensors_layout.mapping import read_config
 
 
@@ -120,11 +114,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
         parameters = {} if quantization is None else quantization.parameters
         is_file = catalog.storage.is_file(catalog.path)
         root = (os.path.dirname(catalog.path) if is_file else catalog.path).rstrip("/") + "/"
-        values: dict[str, object] = {}
         manifest = catalog.manifest()
-        if manifest is not None and manifest.tree is not None:
-            named = leaf_names(manifest.tree)
-            values = {name: leaf.value for name, leaf in named if isinstance(leaf, ValueLeaf)}
         return Inspection(
             path=catalog.path,
             layout=catalog.layout,
@@ -134,7 +124,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
             files={f.removeprefix(root): catalog.storage.size(f) for f in catalog.files},
             metadata=catalog.metadata(),
             quantization=quantization,
-            values=values,
+            values={} if manifest is None else {**manifest.values()},
             model=_model(config),
             problem=problem,
         )

@@ -124,7 +124,7 @@ def _check_files(path: str, digests: bool, progress: OnProgress) -> Report:
         digested = structure.check_digests(progress) if digests else 0
     return Report(
         place,
-        tuple(structure.findings),
+        structure.all_findings(),
         files=len(structure.headers),
         tensors=sum(len(header.tensors) for header in structure.headers.values()),
         digested_files=digested,
@@ -164,10 +164,14 @@ class StructureCheck:
         if tree is not None:
             self._check_keys(tree, pieces)
         self._check_stray(discovery)
-        for kind, count in self._counts.items():
-            if count > _MOST_FINDINGS:
-                more = f"{count - _MOST_FINDINGS:,} more are not listed"
-                self.findings.append(Finding(kind, more))
+
+    def all_findings(self) -> tuple[Finding, ...]:
+        """Return the findings, and of each kind how many more there are."""
+        more = {kind: count - _MOST_FINDINGS for kind, count in self._counts.items()}
+        texts = {
+            kind: f"{count:,} more are not listed" for kind, count in more.items() if count > 0
+        }
+        return (*self.findings, *(Finding(kind, text) for kind, text in texts.items()))
 
     def check_digests(self, progress: OnProgress) -> int:
         """Compares files with their checksums; returns how many."""

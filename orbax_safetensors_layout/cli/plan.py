@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import shlex
-from typing import Any
 
 from orbax_safetensors_layout.analysis import ClusterEstimate, estimate, estimate_save
 from orbax_safetensors_layout.catalog import Catalog
@@ -171,13 +170,12 @@ def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> MeshShape:
 
 
 def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
-    given: dict[str, Any] = {}
-    if parsed.latency is not None:
-        given["latency_seconds"] = {kind: parsed.latency}
-    if parsed.bandwidth is not None:
-        given["bandwidth_bytes_per_second"] = {kind: float(parsed.bandwidth)}
+    latency, bandwidth = parsed.latency, parsed.bandwidth
     return ReadOptions(
-        concurrency=parsed.concurrency, memory_budget_bytes=parsed.memory_budget_bytes, **given
+        concurrency=parsed.concurrency,
+        memory_budget_bytes=parsed.memory_budget_bytes,
+        latency_seconds={} if latency is None else {kind: latency},
+        bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
     )
 
 

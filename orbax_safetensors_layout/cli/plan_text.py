@@ -192,7 +192,8 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
 
 def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
     """Return an estimate as a JSON document; bytes, seconds and counts are plain numbers."""
-    times = estimate.seconds()
+    times, held = estimate.seconds(), estimate.process_parameters
+    processes = zip(estimate.processes, held, estimate.costs, times, strict=True)
     return {
         "path": estimate.path,
         "save": estimate.saves,
@@ -219,14 +220,12 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
         "largest_shard": {"tensor": estimate.largest[0], "bytes": estimate.largest[1]},
         "processes": [
             {
-                "process": process,
-                "parameters": parameters,
+                "process": number,
+                "parameters": held,
                 **_cost_document(cost),
                 "estimated_seconds": time,
             }
-            for process, parameters, cost, time in zip(
-                estimate.processes, estimate.process_parameters, estimate.costs, times, strict=True
-            )
+            for number, held, cost, time in processes
         ],
         "total": _cost_document(sum(estimate.costs, Cost())),
         "complete": estimate.is_complete,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -30,14 +31,11 @@ def clean_interrupts(message: Callable[[], str]) -> Iterator[None]:
             frame = frame.f_back
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody's own
+    is_main = threading.current_thread() is threading.main_thread()  # signals arrive there alone
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    try:
-        signal.signal(signal.SIGINT, interrupted)
-    except ValueError:  # not the main thread, where no signal arrives
-        yield
-        return
+    signal.signal(signal.SIGINT, interrupted)
     try:
         yield
     finally:

@@ -19,7 +19,6 @@ from orbax_safetensors_layout.format import (
     TensorKind,
     TensorLeaf,
     ValueLeaf,
-    leaf_names,
 )
 from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
@@ -221,8 +220,7 @@ class SafetensorsReader:
             return decode_treedef(
                 saved, lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf)
             )
-        named = () if saved is None else leaf_names(saved)
-        values = {name: leaf.value for name, leaf in named if isinstance(leaf, ValueLeaf)}
+        values = {} if manifest is None else manifest.values()
         return values | {name: self._array(TensorLeaf(name, "numpy")) for name in self._sources}
 
     def _array(self, leaf: TensorLeaf) -> SourceArray:

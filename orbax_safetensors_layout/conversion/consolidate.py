@@ -10,12 +10,14 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
     DTYPES,
+    PACKED,
     Container,
     DType,
     Manifest,
     NewTensor,
     Node,
     TensorLeaf,
+    dtype_from_numpy,
 )
 from orbax_safetensors_layout.options import WriteOptions, given_or_default
 from orbax_safetensors_layout.plan import plan_consolidation
@@ -24,8 +26,6 @@ from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import LocalStorage, finish_interrupted
 from orbax_safetensors_layout.writing import HostValues, read_sidecar_files
-
-_PACKED = {dtype.numpy.name: dtype for dtype in DTYPES.values() if dtype.packed}
 
 
 def consolidate(
@@ -120,9 +120,9 @@ def _packed_tensors(manifest: Manifest) -> dict[str, DType]:
     assert manifest.pieces is not None
     tensors = manifest.pieces.tensors
     return {
-        name: _PACKED[dtype.numpy.name]
+        name: dtype_from_numpy(dtype.numpy)
         for name, dtype in manifest.dtypes().items()
-        if dtype.numpy.name in _PACKED and math.prod(tensors[name].shape) % 8 == 0
+        if dtype.numpy in PACKED and math.prod(tensors[name].shape) % 8 == 0
     }
 
 

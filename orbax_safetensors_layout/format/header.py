@@ -135,12 +135,10 @@ class _HeaderParser:
                 if self._look_closely:
                     strict_json.refuse_lone_surrogate(name)
                 try:
-                    if outer is not None:
-                        self._add_metadata(name, value)
-                    elif name == _METADATA_KEY:
-                        self._begin_metadata(value)
-                    else:
+                    if outer is None and name != _METADATA_KEY:
                         self._tensors.append(self._entry(name, value))
+                    else:
+                        self._add_metadata(outer, name, value)
                 except FormatError as problem:
                     self._on_error(problem)
                     self._is_complete = False
@@ -149,23 +147,18 @@ class _HeaderParser:
                 raise
             raise strict_json.JsonError(f"{error}, in or after {name!r}") from error
 
-    def _begin_metadata(self, value: object) -> None:
-        if self._metadata is not None:
+    def _add_metadata(self, outer: str | None, key: str, value: object) -> None:
+        """Begins with the whole object, null or empty, which its members follow."""
+        if outer is None and self._metadata is not None:
             raise self._repeated(_METADATA_KEY)
-        self._metadata = {}
-        if value is not None and type(value) is not tuple:
-            self._refuse_metadata(value)
-
-    def _add_metadata(self, key: str, value: object) -> None:
-        assert self._metadata is not None
-        if not isinstance(value, str):
-            self._refuse_metadata({key: value})
-        strict_json.refuse_lone_surrogate(value)
-        self._metadata[key] = value
-
-    def _refuse_metadata(self, found: object) -> NoReturn:
-        expected = "an object of strings"
-        self._checks.refuse(f"malformed {_METADATA_KEY}", expected, short_repr(found))
+        if self._metadata is None:
+            self._metadata = {}
+        if outer is not None and isinstance(value, str):
+            strict_json.refuse_lone_surrogate(value)
+            self._metadata[key] = value
+        elif outer is not None or not (value is None or type(value) is tuple):
+            found = short_repr(value if outer is None else {key: value})
+            self._checks.refuse(f"malformed {_METADATA_KEY}", "an object of strings", found)
 
     def _repeated(self, name: str) -> FormatError:
         return self._checks.error("a name is repeated", "each name once", "it twice", name)

@@ -19,7 +19,7 @@ from . import strict_json
 from .dtypes import ONE_A_BYTE, DType
 from .pieces import StoredPieces, dump_pieces, parse_pieces
 from .schema import Schema, short_repr
-from .tree import Node, TensorLeaf, dump_tree, leaves, parse_tree
+from .tree import Node, TensorLeaf, ValueLeaf, dump_tree, leaf_names, leaves, parse_tree
 
 MANIFEST = "orbax_safetensors_layout.json"
 VERSION = 1
@@ -90,6 +90,11 @@ class Manifest:
             for leaf in (() if self.tree is None else leaves(self.tree))
             if isinstance(leaf, TensorLeaf) and leaf.dtype is not None
         }
+
+    def values(self) -> dict[str, bool | int | float | str]:
+        """Return what was saved beside the tensors, by name."""
+        named = () if self.tree is None else leaf_names(self.tree)
+        return {name: leaf.value for name, leaf in named if isinstance(leaf, ValueLeaf)}
 
     def stamped(self, save_id: str) -> Manifest:
         """Return the manifest of one save, whose id is in its files of pieces, if it has any."""
