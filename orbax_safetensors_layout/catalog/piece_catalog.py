@@ -58,6 +58,7 @@ class PieceCatalog:
         self._own_file: int | None = None
         self._lock = threading.Lock()
         self._chosen: dict[tuple[int, tuple[Box, ...]], tuple[StoredBox, ...]] = {}
+        self._choices: dict[int, bool] = {}
         self._used: set[int] = set()
 
     def prefer(self, process: int) -> None:
@@ -93,12 +94,7 @@ class PieceCatalog:
     ) -> dict[str, tuple[tuple[Box, TensorEntry], ...]]:
         """Return the pieces that regions of tensors are made of; see `Catalog.locate`."""
         # Boxes in one file first: the others are then read from files that are open.
-        number_of = {name: self.stored.tensors[name].number for name in regions}
-        has_choice = {
-            number: len({stored.box for stored in boxes}) < len(boxes)
-            for number, boxes in ((n, self.stored.classes[n]) for n in set(number_of.values()))
-        }
-        in_order = sorted(regions, key=lambda name: has_choice[number_of[name]])
+        in_order = sorted(regions, key=self._has_choice)
         chosen = {name: self._choose(name, tuple(regions[name])) for name in in_order}
         numbers = sorted({stored.file for boxes in chosen.values() for stored in boxes})
         headers = self._fetch([self._files[number] for number in numbers])
@@ -131,6 +127,13 @@ class PieceCatalog:
     def _cost(self, file: int) -> tuple[bool, bool, int]:
         turn = (file - self._process) % len(self._files)
         return file not in self._used, file != self._own_file, turn
+
+    def _has_choice(self, name: str) -> bool:
+        number = self.stored.tensors[name].number
+        if number not in self._choices:
+            boxes = self.stored.classes[number]
+            self._choices[number] = len({stored.box for stored in boxes}) < len(boxes)
+        return self._choices[number]
 
     def _entry(self, name: str, stored: StoredBox, headers: Mapping[str, Header]) -> TensorEntry:
         tensor = self.stored.tensors[name]
