@@ -284,12 +284,13 @@ def _other_names(path: ocp.path.Path, items: Collection[str]) -> list[str]:
 
 
 def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
-    """The path of a checkpointable; None is `path` itself."""
+    """The path of a checkpointable; None is `path` itself. The others are not looked at."""
+    if is_safetensors_checkpoint(path):
+        if name in (None, _orbax.STATE):
+            return path
+    elif name is not None and is_safetensors_checkpoint(path / name):
+        return path / name
     items = _required_items(path)
-    if name in items:
-        return items[name]
-    if name is None and path in items.values():
-        return path
     missing = "a checkpoint of its own" if name is None else f"a checkpointable named '{name}'"
     raise ocp.errors.InvalidLayoutError(
         f"'{path}' does not hold {missing}; it holds: {', '.join(items)}."
