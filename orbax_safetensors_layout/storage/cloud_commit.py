@@ -164,7 +164,7 @@ class StagedCopy(Publication):
     def publish(self) -> None:
         new = _ranked(self._storage, self.folder, self._rank)
         old = _ranked(self._storage, self.target, self._rank)
-        self._check_alone(new)
+        self._check_alone(self.folder, new)
         call_for_all(self._storage.look_again, [join(self.target, name) for name in old])
         self._claim.check()
         self._keeps = True
@@ -174,10 +174,8 @@ class StagedCopy(Publication):
                 call_for_all(self._remove, [*names])
             for _, names in itertools.groupby(new, self._rank):
                 call_for_all(self._copy, [*names])
-            self._check_alone(new)  # what was copied is what this save wrote
-            self._storage.check_written(self.target)
-            if _ranked(self._storage, self.target, self._rank) != new:
-                raise not_alone(self.target)
+            self._check_alone(self.folder, new)  # what was copied is what this save wrote
+            self._check_alone(self.target, new)
             self._claim.check_in_store()
         except SafetensorsLayoutError as error:
             raise StorageError(
@@ -195,16 +193,16 @@ class StagedCopy(Publication):
         finally:  # also when interrupted: a claim that is renewed keeps other saves out
             self._claim.release()
 
-    def _check_alone(self, names: Sequence[str]) -> None:
-        """Checks that the files beside the folder are those that this save wrote."""
-        self._storage.check_written(self.folder)
-        if not names or _ranked(self._storage, self.folder, self._rank) != names:
-            raise not_alone(self.folder)
+    def _check_alone(self, folder: str, names: Sequence[str]) -> None:
+        """Checks that the files in a folder are those that this save wrote."""
+        self._storage.check_written(folder)
+        if not names or _ranked(self._storage, folder, self._rank) != names:
+            raise not_alone(folder)
 
     def _describe_copy(self, names: Sequence[str]) -> str:
         """Tells where the finished checkpoint is, from what is there."""
         try:
-            self._check_alone(names)
+            self._check_alone(self.folder, names)
         except SafetensorsLayoutError:
             return (
                 f"{self.folder}, where it was complete, does not have all of it any more, or cannot"

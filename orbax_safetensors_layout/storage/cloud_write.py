@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from absl import logging
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError, redact
+from orbax_safetensors_layout.errors import StorageError, redact
 from orbax_safetensors_layout.options import MIB
 
 from .base import ByteBuffer
@@ -36,10 +36,6 @@ def part_bytes(size: int) -> int:
     """Return the size of an object's parts: 8 MiB, or enough for at most 10,000 of them."""
     needed = -(-size // _MOST_PARTS)
     return max(_PART_BYTES, -(-needed // MIB) * MIB)
-
-
-class _Aborted(Exception):
-    """Ends an upload that was abandoned."""
 
 
 class CloudFileWriter:
@@ -70,7 +66,7 @@ class CloudFileWriter:
         self._changed = threading.Condition()
         self._ready: np.ndarray | None = None
         self._is_last = False
-        self._error: BaseException | None = None
+        self._error: StorageError | None = None
         self._thread: threading.Thread | None = None
 
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
@@ -114,7 +110,7 @@ class CloudFileWriter:
         if self._finished:
             return
         # Before the lock: who holds it may wait for the upload, who waits for it shall not.
-        self._fail(_Aborted())
+        self._fail(StorageError("the upload was given up", file=self.file))
         self._join()
         with self._order:
             self._join()  # who held it may have begun the upload meanwhile
@@ -177,48 +173,44 @@ class CloudFileWriter:
     def _upload(self) -> None:
         try:
             self._put(self._parts())
-        except _Aborted:
-            pass
         except BaseException as error:
-            if isinstance(self._error, _Aborted):
+            if self._error is None:
+                self._fail(self._explained(error))
+            elif error is not self._error:
                 cause = redact(str(error).partition("\n")[0])
                 logging.warning("%s: dropping the upload failed: %s", self.file, cause)
-            self._fail(self._explained(error))
 
     def _parts(self) -> Iterator[np.ndarray]:
-        """Yields the parts as they are handed over; raises `_Aborted` if they are given up."""
+        """Yields the parts as they are handed over; raises the error if they are given up."""
         while True:
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._ready is not None or self._is_last or self._error is not None
                 )
                 if self._error is not None:
-                    raise _Aborted
+                    raise self._error
                 part, self._ready = self._ready, None
                 self._changed.notify_all()
             if part is None:
                 return
             yield part
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: StorageError) -> None:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explained(self, error: BaseException) -> StorageError:
         failure = classify(error) if isinstance(error, Exception) else None
-        if failure is None:
-            return error
-        cause = redact(failure.cause)
-        explained = StorageError("writing failed", file=self.file, found=cause)
-        explained.__cause__ = Failure(cause)
+        cause = None if failure is None else redact(failure.cause)
+        problem = "the upload was given up" if cause is None else "writing failed"
+        explained = StorageError(problem, file=self.file, found=cause)
+        explained.__cause__ = error if cause is None else Failure(cause)
         return explained
 
     def _check(self) -> None:
-        if isinstance(self._error, SafetensorsLayoutError):
-            raise self._error
         if self._error is not None:
-            raise StorageError("the upload was given up", file=self.file) from self._error
+            raise self._error
 
     def _join(self) -> None:
         if self._thread is not None:
