@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import itertools
 import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 
@@ -73,10 +74,10 @@ class SafetensorsLayoutError(Exception):
     def collect(
         cls, problems: Sequence[Self], what: str = "problems", *, hint: str | None = None
     ) -> Self:
-        """Return one error for at least one problem.
+        """Return one error for at least one problem, with the fields of the first.
 
-        It has the class that all have, else this one, and the fields of the first; its text counts
-        `what`, a noun in the plural, and has a line for each, shortened by `group_lines`.
+        It has the class that all have, else this one; its text counts `what`, a noun in the plural,
+        and has a line for each, shortened by `group_lines`.
         """
         first = problems[0]
         if len(problems) == 1:
@@ -96,7 +97,6 @@ class SafetensorsLayoutError(Exception):
         return error
 
     def _pattern(self) -> tuple[object, ...]:
-        """What errors have in common that differ in numbers only."""
         names = pattern_of(self.tensor or ""), pattern_of(self.message)
         return type(self), *names, str(self.expected), str(self.found)
 
@@ -192,6 +192,19 @@ class CheckpointExistsError(SafetensorsLayoutError, FileExistsError):
 
 class CheckpointNotFoundError(SafetensorsLayoutError, FileNotFoundError):
     """No safetensors checkpoint exists at the given path."""
+
+
+@contextlib.contextmanager
+def explained(note: str, tensor: str) -> Iterator[None]:
+    """Adds the tensor to errors of this package, and a note to all others."""
+    try:
+        yield
+    except SafetensorsLayoutError as error:
+        error.tensor = error.tensor or tensor
+        raise
+    except BaseException as error:
+        error.add_note(note)
+        raise
 
 
 _URL = re.compile(

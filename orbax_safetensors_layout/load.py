@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from orbax_safetensors_layout.reading import (
     LeafBuilder,
     ReadStats,
     ReplicaExchange,
+    ResolvedLeaf,
     SavedMetadata,
     VerifyingReader,
     adopts,
@@ -36,7 +37,7 @@ from orbax_safetensors_layout.reading import (
 )
 from orbax_safetensors_layout.runtime import (
     ProcessGroup,
-    consecutive,
+    ProgressReport,
     frozen_heap,
     progress_callback,
 )
@@ -49,14 +50,7 @@ _VERIFYING = "verifying what was read"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        file: The file it is in; of a tensor that comes from several, the first.
-        nbytes: Its bytes.
-    """
+    """One tensor of a checkpoint; where it comes from several files, `file` is the first."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -135,13 +129,13 @@ def load_catalog(
         frozen_heap(),
         _explicit_transfer(),
     ):
-        tree = _abstract_tree(catalog, abstract, only, mapping, devices=True)
         storage: RangeReader = catalog.storage
         if options.verify:
-            storage = VerifyingReader.of(catalog.storage, catalog.path)
-        if only is not None:  # the tensors that it leaves out are not unexpected
-            options = dataclasses.replace(options, strict=False)
-        values, stats = _read_tree(catalog, storage, tree, mapping, options, group)
+            storage = VerifyingReader(catalog.storage, catalog.path)
+        planned = _plan(
+            catalog, storage, abstract, mapping, only, options, ProcessShards(), devices=True
+        )
+        values, stats = _read(planned, options, group)
         if isinstance(storage, VerifyingReader):
             with group.together(_VERIFYING):
                 storage.check()
@@ -154,9 +148,7 @@ def load_catalog(
 def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, TensorMetadata]:
     """Name, shape, dtype, file and size of every tensor of a checkpoint, from the headers alone.
 
-    Args:
-        path: As for `load`.
-        mapping: Gives the leaves that it makes, in place of the tensors.
+    With a mapping, of the leaves that it makes.
 
     Raises:
         CheckpointNotFoundError: There is nothing at `path`.
@@ -180,34 +172,61 @@ def plan_load(
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> ReadPlan:
-    """Plans what `load` would read, from the headers alone.
+    """Plans what `load` would read with these arguments, from the headers alone.
 
-    Args:
-        path: As for `load`.
-        abstract: As for `load`. Shardings may be `NamedSharding`s over an `AbstractMesh`, for a
-            cluster that one does not have: devices are numbered in row-major order of the mesh
-            and divided among the processes in equal blocks.
-        mapping: As for `load`.
-        only: As for `load`.
-        options: As for `load`.
-        process_index: The process whose plan is wanted; by default this one.
-        process_count: For an `AbstractMesh`: the number of processes; by default
-            `jax.process_count()`.
+    The plan is that of process `process_index`, by default this one. Shardings may be
+    `NamedSharding`s over an `AbstractMesh`, for a cluster that one does not have: its devices are
+    numbered in row-major order of the mesh and divided in equal blocks among `process_count`
+    processes, by default `jax.process_count()`.
 
     Raises:
         ValueError: There is no process of that index.
+        SafetensorsLayoutError: As from `load`.
     """
     options = given_or_default(options, ReadOptions)
     with Catalog.open(path, retries=options.retries) as catalog, frozen_heap():
-        tree = _abstract_tree(catalog, abstract, only, mapping, devices=False)
         shards = ProcessShards(process_index, process_count)
-        strict = options.strict and only is None
-        leaves = resolve_leaves(
-            catalog, tree, shards, mapping=mapping, strict=strict, devices=False
+        planned = _plan(
+            catalog, catalog.storage, abstract, mapping, only, options, shards, devices=False
         )
-        steps = steps_of(catalog, leaves, shards, options)
-        reader = _reader(catalog.storage, tree, steps, options)
-        return ReadPlan.joined([reader.plan(step.reads) for step in steps])
+        return ReadPlan.joined(planned.plans)
+
+
+class _PlannedLoad(NamedTuple):
+    """The steps of a load, of which each has a plan, and the reader that runs them in turn."""
+
+    tree: AbstractTree
+    leaves: list[ResolvedLeaf]
+    steps: list[ExchangeStep]
+    plans: list[ReadPlan]
+    reader: ArrayReader
+
+
+def _plan(
+    catalog: Catalog,
+    storage: RangeReader,
+    abstract: Any,
+    mapping: Mapping | None,
+    only: str | Sequence[str] | None,
+    options: ReadOptions,
+    shards: ProcessShards,
+    *,
+    devices: bool,
+) -> _PlannedLoad:
+    """Plans what a process reads from `storage`; `devices` refuses shardings without devices."""
+    tree = _abstract_tree(catalog, abstract, only, mapping, devices=devices)
+    strict = options.strict and only is None  # what `only` leaves out is not unexpected
+    leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
+    steps = steps_of(catalog, leaves, shards, options)
+    reader = ArrayReader(
+        storage=storage,
+        profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
+        memory_budget_bytes=options.memory_budget_bytes,
+        adopt=adopts(tree.parsed),
+        joins_gaps=options.replicated == "each",
+        mmap=options.mmap,
+    )
+    return _PlannedLoad(tree, leaves, steps, [reader.plan(step.reads) for step in steps], reader)
 
 
 def _abstract_tree(
@@ -219,72 +238,45 @@ def _abstract_tree(
     devices: bool,
 ) -> AbstractTree:
     """The tree that is asked for, filled with what the checkpoint has recorded."""
-    recorded = SavedMetadata(catalog)
-    if abstract is None and mapping is not None and only is None:
-        arrays = array_sources(catalog, mapping).items()
-        return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
-    if abstract is None and mapping is None:
-        saved = recorded.tree() if only is None else None
-        names = catalog.names if only is None else catalog.select(only)
-        return AbstractTree.of_tensors(names) if saved is None else saved
     if only is not None:
+        if abstract is None and mapping is None:
+            return AbstractTree.of_tensors(catalog.select(only))
         raise ValueError(
             "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
             " leave out of the tree the leaves that are not wanted, or put `...` in their place."
         )
+    if abstract is None and mapping is not None:
+        arrays = array_sources(catalog, mapping).items()
+        return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
+    recorded = SavedMetadata(catalog)
+    if abstract is None:
+        return recorded.tree() or AbstractTree.of_tensors(catalog.names)
     tree = AbstractTree.parse(abstract)
     return tree if mapping is not None else recorded.apply_defaults(tree, devices=devices)
 
 
-def _read_tree(
-    catalog: Catalog,
-    storage: RangeReader,
-    tree: AbstractTree,
-    mapping: Mapping | None,
-    options: ReadOptions,
-    group: ProcessGroup,
+def _read(
+    planned: _PlannedLoad, options: ReadOptions, group: ProcessGroup
 ) -> tuple[Any, ReadStats]:
-    """The tree with values in place of its leaves."""
-    shards = ProcessShards()
-    leaves = resolve_leaves(
-        catalog, tree, shards, mapping=mapping, strict=options.strict, devices=True
-    )
+    tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves)
     exchange = ReplicaExchange(leaves, values, group)
-    steps = steps_of(catalog, leaves, shards, options)
     takers = [exchange.taker(step) for step in steps]
-    reader = _reader(storage, tree, steps, options)
-    plans = [reader.plan(step.reads) for step in steps]
     group.barrier(PLANNING, agree=fingerprint_of(steps, leaves))
-    stats = ReadStats()
+    check = functools.partial(group.check, LOADING)
+    of_steps = []
     with progress_callback(options.progress) as progress:
-        reports = consecutive(progress, [plan.needed_bytes for plan in plans])
-        for step, plan, take, report in zip(steps, plans, takers, reports, strict=True):
+        report = ProgressReport(progress, sum(plan.needed_bytes for plan in plans))
+        for step, plan, take in zip(steps, plans, takers, strict=True):
             with group.together(LOADING):
                 exchange.launch()  # what all have read in the step before
-                check = functools.partial(group.check, LOADING)
-                stats += reader.run(step.reads, plan, take, progress=report, check=check)
+                of_steps.append(reader.run(step.reads, plan, take, report=report, check=check))
         with group.together(LOADING):
             exchange.finish()
     built = values.values()
     given = zip(tree.leaves, tree.parsed, strict=True)
-    return tree.build(
-        [leaf if abstract is None else next(built) for leaf, abstract in given]
-    ), stats
-
-
-def _reader(
-    storage: RangeReader, tree: AbstractTree, steps: Sequence[ExchangeStep], options: ReadOptions
-) -> ArrayReader:
-    """The reader of all steps, which are run one after the other."""
-    return ArrayReader(
-        storage=storage,
-        profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
-        memory_budget_bytes=options.memory_budget_bytes,
-        adopt=adopts(tree.parsed),
-        joins_gaps=options.replicated == "each",
-        mmap=options.mmap,
-    )
+    leaf_values = [leaf if abstract is None else next(built) for leaf, abstract in given]
+    return tree.build(leaf_values), ReadStats(*map(sum, zip(*of_steps, strict=True)))
 
 
 def _explicit_transfer() -> contextlib.AbstractContextManager[None]:
@@ -299,8 +291,6 @@ def _explicit_transfer() -> contextlib.AbstractContextManager[None]:
 
 def _record(stats: ReadStats) -> None:
     """Reports the load as Orbax's own reader does, so that existing dashboards see it."""
-    prefix = "/jax/orbax/read/safetensors/"
-    jax.monitoring.record_scalar(prefix + "bytes_read", float(stats.bytes_read))
-    jax.monitoring.record_scalar(prefix + "num_reads", float(stats.num_reads))
-    jax.monitoring.record_scalar(prefix + "storage_reads", float(stats.storage_reads))
+    for name, value in stats._asdict().items():
+        jax.monitoring.record_scalar(f"/jax/orbax/read/safetensors/{name}", float(value))
     logging.vlog(1, "Loaded safetensors: %s", stats)

@@ -12,18 +12,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import ml_dtypes
 import numpy as np
 
-KIB = 1 << 10
-MIB = 1 << 20
-GIB = 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageProfile:
     """The cost model of a storage class, for read plans.
 
-    A gap between two needed ranges is read through when `gap / bandwidth < latency`: when reading
-    and discarding it is cheaper than one more request. The latency of local files is that of a
-    system call and the interpreter (4 to 9 us measured), not the disk's.
+    A gap between two needed ranges is read through when `gap / bandwidth < latency`. The latency of
+    local files is that of a system call and the interpreter (4 to 9 us measured), not the disk's.
     """
 
     latency_seconds: float  # time of one more request, without its bytes
@@ -36,7 +33,7 @@ class StorageProfile:
 
     @property
     def max_gap_bytes(self) -> int:
-        """The largest gap, in bytes, that is cheaper to read than to skip."""
+        """The largest gap that is cheaper to read than to skip."""
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
 
     def balanced_request_bytes(self, total_bytes: int) -> int:
@@ -245,7 +242,6 @@ class WriteOptions(_CheckedOptions):
         replicate_below_bytes: In layout `"sharded"` tensors up to this size are written by every
             process that holds a part, so that a restore on the same processes opens one file each.
         digests: Keep a checksum of every file beside them, for `verify`.
-        progress: As in `ReadOptions`.
         timeout_seconds: How long a process waits for the others at each step of a save.
     """
 
@@ -386,10 +382,9 @@ def _check_metadata(kind: str, metadata: Any) -> None:
     if not isinstance(metadata, Mapping):
         raise ValueError(f"{kind}.metadata is {metadata!r}; a dict of strings.")
     for pair in metadata.items():
-        for text in pair:
-            if type(text) is not str:
-                raise ValueError(f"{kind}.metadata: {pair!r} must be two strings.")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{kind}.metadata: {text!r} is not Unicode text.") from error
+        if not all(type(text) is str for text in pair):
+            raise ValueError(f"{kind}.metadata: {pair!r} must be two strings.")
+        try:
+            "".join(pair).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{kind}.metadata: {pair!r} is not Unicode text.") from error

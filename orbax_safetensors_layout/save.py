@@ -103,15 +103,9 @@ def plan_save(
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> WritePlan:
-    """Returns the plan of what `save` would write.
+    """Plans what `save` would write of a tree of arrays or of `jax.ShapeDtypeStruct`s.
 
-    Args:
-        abstract: The tree, of arrays or of `jax.ShapeDtypeStruct`s with shardings; these may be
-            over an `AbstractMesh`, as for `plan_load`.
-        mapping: As for `save`.
-        options: As for `save`.
-        process_index: The process whose plan is wanted; by default this one.
-        process_count: For an `AbstractMesh`: the number of processes.
+    The processes are as for `plan_load`; shardings may be over an `AbstractMesh`, too.
 
     Raises:
         SafetensorsLayoutError: Leaves that cannot be saved.
@@ -125,10 +119,9 @@ def plan_save(
 def save_group(
     path: PathLike, options: WriteOptions | ConvertOptions, purpose: str = "save"
 ) -> ProcessGroup:
-    """Returns the group of this program's processes, which `purpose` (save or convert) together.
+    """Returns the group of this program's processes, which save or convert together.
 
-    All enter it as a `with` block in the same order, before anything can fail on one of them alone:
-    an error in the block reaches the others.
+    All enter it as a `with` block in the same order, before anything can fail on one of them alone.
     """
     count = jax.process_count()
     store = DistributedStore.connect() if count > 1 else None
@@ -144,21 +137,16 @@ def save_group(
 class PreparedSave:
     """A tree on its way to files. `of` and `capture` are quick; `write` may run in another thread.
 
-    Attributes:
-        plan: What this process writes.
-        values: The values of its leaves.
-        manifest: The manifest, if the checkpoint has one.
-        options: How to write.
-        mapped: What the files' tensors are made of, in a save through a mapping.
-        pieces: Storage and folder of the pieces that files are assembled from, if they exist
-            already; by default this save writes them, and removes them when it is complete.
+    After `values.wait_captured` the caller may overwrite, donate or delete the arrays.
     """
 
-    plan: WritePlan
+    plan: WritePlan  # what this process writes
     values: HostValues
     manifest: Manifest | None
     options: WriteOptions
-    mapped: MappedTensors | None = None
+    mapped: MappedTensors | None = None  # what the files' tensors are made of, through a mapping
+    # Storage and folder of the pieces that files are assembled from, if they exist already; else
+    # this save writes them, and removes them when it is complete.
     pieces: tuple[Storage, str] | None = None
 
     @classmethod
@@ -171,10 +159,7 @@ class PreparedSave:
         custom: object = None,
         dtypes: Sequence[Any] | None = None,
     ) -> Self:
-        """Plans a save of a tree, with a JSON value `custom` beside its tensors.
-
-        For `dtypes` see `PreparedTree.parse`, for the rest `save`.
-        """
+        """Plans a save, with a JSON value `custom`; for `dtypes` see `PreparedTree.parse`."""
         shards = ProcessShards()
         prepared = PreparedTree.parse(
             tree, options=options, shards=shards, dtypes=dtypes, mapping=mapping
@@ -182,19 +167,21 @@ class PreparedSave:
         prepared.check_concrete()
         plan, mapped = prepared.plan(mapping, options, shards)
         values = HostValues(prepared.values, plan.leaves)
-        manifest: Manifest | None = None
         if custom is not None:  # checked, and copied, now: the caller may change it
             data = Manifest("hf", custom=custom).to_json()
-            manifest = parse_manifest(data, file=MANIFEST)
+            custom = parse_manifest(data, file=MANIFEST).custom
+        manifest: Manifest | None = None
         if mapped is None:
             manifest = Manifest(
                 layout=options.layout,
                 tree=prepared.node,
                 shardings=prepared.shardings,
                 metadata=dict(options.metadata),
-                custom=None if manifest is None else manifest.custom,
+                custom=custom,
                 pieces=plan.stored if options.layout == "sharded" else None,
             )
+        elif custom is not None:
+            manifest = Manifest("hf", custom=custom)
         return cls(plan, values, manifest, options, mapped=mapped)
 
     def capture(self) -> None:
@@ -210,13 +197,6 @@ class PreparedSave:
             ]
         self.values.capture(parts, self.options.memory_budget_bytes)
 
-    def wait_captured(self, timeout_seconds: float | None = None) -> bool:
-        """Waits until `write`, in another thread, has brought over what `capture` left out.
-
-        Returns whether it has: the caller may then overwrite, donate or delete the arrays.
-        """
-        return self.values.wait_captured(timeout_seconds)
-
     def commit(
         self,
         path: PathLike,
@@ -225,10 +205,7 @@ class PreparedSave:
         overwrite: bool,
         sidecar_files: Mapping[str, bytes],
     ) -> None:
-        """Writes everything; the checkpoint appears at `path` when it is complete.
-
-        The side files of the leader count. Raises as `save` does.
-        """
+        """Writes everything; the checkpoint appears at `path` when it is complete."""
         storage, target = open_storage(path, retries=self.options.retries)
         with (
             storage,
@@ -257,11 +234,10 @@ class PreparedSave:
                 with folder.step("putting files together"):
                     if plan.exchanges and plan.stored is not None:
                         pieces = Catalog.of_pieces(*self.pieces or (storage, path), plan.stored)
-                        sources = (
-                            array_sources(pieces, None)
-                            if self.mapped is None
-                            else leaf_sources(pieces, self.mapped.expressions)
-                        )
+                        if self.mapped is None:
+                            sources = array_sources(pieces, None)
+                        else:
+                            sources = leaf_sources(pieces, self.mapped.expressions)
                         assemble_files(folder, plan, pieces.storage, sources, progress)
                     elif self.mapped is not None:
                         write_mapped(folder, self.mapped, self.values, progress)
@@ -270,7 +246,7 @@ class PreparedSave:
             folder.close()
             self.values.release()
         folder.complete(plan)
-        nbytes = folder.files.bytes_written
+        nbytes = folder.bytes_written
         # Beside what loads report.
         jax.monitoring.record_scalar("/jax/orbax/write/safetensors/bytes_written", float(nbytes))
         logging.vlog(1, "Saved safetensors: %d bytes", nbytes)

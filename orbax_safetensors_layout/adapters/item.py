@@ -118,14 +118,14 @@ class ItemSave:
     @property
     def is_captured(self) -> bool:
         """Whether the caller may change the arrays; if not yet, `write` will come to that."""
-        return self._prepared.wait_captured(0)
+        return self._prepared.values.wait_captured(0)
 
     def start(self, folder: _PathLike) -> concurrent.futures.Future[None]:
         """Writes in a thread, and waits until the caller may change the arrays."""
         pool = concurrent.futures.ThreadPoolExecutor(1, "safetensors_save")
         future = pool.submit(self.write, folder)
         pool.shutdown(wait=False)
-        while not self._prepared.wait_captured(_POLL_SECONDS) and not future.done():
+        while not self._prepared.values.wait_captured(_POLL_SECONDS) and not future.done():
             pass
         return future
 

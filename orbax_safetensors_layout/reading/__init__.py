@@ -13,6 +13,6 @@ from .replica_exchange import (
     load_group,
     steps_of,
 )
-from .resolve import adopts, resolve_leaves
+from .resolve import ResolvedLeaf, adopts, resolve_leaves
 from .saved_metadata import SavedMetadata
 from .verifying import VerifyingReader, file_ranges, read_digests

@@ -23,10 +23,10 @@ _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 
 
 def stays_on_devices(dtype: np.dtype) -> bool:
-    """Whether values of a dtype become it on the device: it has its bits in whole bytes there.
+    """Whether bits become values of a dtype on the device; others pass through the host.
 
-    Others (complex numbers, booleans, elements of less than a byte, and of eight, which not all
-    backends take apart) pass through the host.
+    Not complex numbers, booleans, elements of less than a byte, nor of eight, which not all
+    backends take apart.
     """
     name = dtype.name
     is_plain = dtype.type.__module__ == "numpy" and dtype.kind in "iuf" and dtype.itemsize <= 4
@@ -44,10 +44,7 @@ class SendBuffer:
         self._values: dict[tuple[int, int], np.ndarray] = {}
 
     def put(self, row: int, column: int, offset: int, values: np.ndarray) -> None:
-        """Takes what the device at a place of the grid contributes of a leaf, in its dtype.
-
-        In a packed lane it goes to byte `offset`.
-        """
+        """Takes values of the device at a place of the grid; in a packed lane for byte `offset`."""
         contiguous = np.ascontiguousarray(values)
         if self._round.is_packed:
             flat = contiguous.reshape(-1).view(np.uint8)
@@ -70,10 +67,9 @@ class SendBuffer:
         return slot
 
     def gather(self, process: int) -> tuple[jax.Array, ...]:
-        """Runs the round; all processes with devices in its grid do, in the same order.
+        """Runs the round, as all processes with devices in its grid do, in the same order.
 
-        Returns:
-            An array for each lane, or one of the bytes of all lanes where they go to the host.
+        Returns an array for each lane, or one of the bytes of all lanes if they go to the host.
         """
         step = self._round
         lanes = len(step.lanes)
@@ -96,7 +92,7 @@ class SendBuffer:
 
 
 def on_host(step: Round, gathered: tuple[jax.Array, ...], process: int) -> dict[int, np.ndarray]:
-    """The bytes of all lanes that a process (this one) has gathered, by row: `[lanes, ...]`."""
+    """The bytes of all lanes that this process has gathered, by row: `[lanes, ...]`."""
     by_device = {shard.device: shard.data for shard in gathered[0].addressable_shards}
     devices = {row: step.grid.devices[row][column] for row, column in step.grid.slots(process)}
     return {row: jax.device_get(by_device[device]) for row, device in devices.items()}

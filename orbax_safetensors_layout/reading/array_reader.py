@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     ValueOp,
@@ -17,7 +17,7 @@ from orbax_safetensors_layout.mapping import (
     cast_into,
     in_chunks,
 )
-from orbax_safetensors_layout.options import Progress, StorageProfile
+from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ComposedBlock,
@@ -25,13 +25,12 @@ from orbax_safetensors_layout.plan import (
     RegionReads,
     plan_reads,
 )
-from orbax_safetensors_layout.runtime import allocate
+from orbax_safetensors_layout.runtime import ProgressReport, allocate
 from orbax_safetensors_layout.storage import RangeReader
 
 from .decoding import check_booleans
-from .read import ReadStats, read_leaves
+from .read import PlanReader, ReadStats, Wait
 
-Wait = Callable[[], object]
 TakeBoxes = Callable[[Sequence[int], Sequence[int], Sequence[np.ndarray]], Wait | None]
 """Takes numbers of regions with the same values, numbers of some of their boxes, and the values of
 these. What it returns, if anything, is called before the memory of the values counts as free."""
@@ -49,8 +48,7 @@ class ArrayReader:
     in_order: bool = False
     # Whether bytes between two regions may be read; not where another process reads them.
     joins_gaps: bool = True
-    # Take mapped pages of local files in place of reads, where these are aligned.
-    mmap: bool = False
+    mmap: bool = False  # take mapped pages of local files where these are aligned
 
     def plan(self, reads: RegionReads) -> ReadPlan:
         """Plans the requests of some reads; raises where the pieces of an array do not make it."""
@@ -69,31 +67,30 @@ class ArrayReader:
         plan: ReadPlan,
         take: TakeBoxes,
         *,
-        progress: Callable[[Progress], None] | None = None,
+        report: ProgressReport | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> ReadStats:
         """Reads regions, in any order; `take` gets finished boxes, on the calling thread.
 
-        `progress` is told after each tile. `check` is called now and then, to raise where another
-        process has failed.
+        `check` is called now and then, to raise where another process has failed.
 
         Raises:
             SafetensorsLayoutError: A read failed, or a value does not survive a cast.
         """
         values = _Materializer(reads, take)
-        values.begin()
-        return read_leaves(
+        values.complete_unread()
+        return PlanReader(
             plan,
             self.storage,
             deliver=values.deliver,
             convert=values.convert,
             mmap=self.mmap,
-            progress=progress,
+            report=report,
             check=check,
-        )
+        ).run()
 
     def read(self, regions: Sequence[ArrayRegion]) -> list[np.ndarray]:
-        """The values of some regions of one box each, in their order; raises as `run` does."""
+        """The values of some regions of one box each, in their order."""
         values: dict[int, np.ndarray] = {}
 
         def take(numbers: Sequence[int], _: Sequence[int], parts: Sequence[np.ndarray]) -> None:
@@ -114,29 +111,25 @@ class _Materializer:
         self._blocks_left = {n: len(plan.blocks) for n, plan in enumerate(reads.plans)}
         self._arrays: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
-    def begin(self) -> None:
-        """Completes what nothing has to be read for."""
+    def complete_unread(self) -> None:
         for number in self._reads.equal:
             plan = self._reads.plans[number]
-            if plan.read is not None:
-                continue
             for block in plan.blocks:
                 if not block.inputs:
                     self._compose(number, block, {})
-            if not plan.blocks:
+            if plan.read is None and not plan.blocks:
                 self._finish(number, [], [])
 
     def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
         """Puts stored values of a read in their place, in the dtype of the region."""
         which = self._reads.purposes[number].region
         region = self._reads.regions[which]
-        _check(region, values)
+        check_booleans([values], region.source.file, region.name)
         _put(region, self._reads.plans[which].ops, values, out)
 
     def deliver(
         self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
-        """Takes some boxes of a read."""
         region, block_number, which = self._reads.purposes[number]
         if block_number is None:
             return self._finish(region, boxes, parts)
@@ -156,7 +149,7 @@ class _Materializer:
 
         def read(piece: AffinePiece) -> np.ndarray:
             values = arrays.pop(next(in_order))
-            _check(region, values)
+            check_booleans([values], region.source.file, region.name)
             return values
 
         boxes = self._boxes.setdefault(number, {})
@@ -168,14 +161,10 @@ class _Materializer:
         place: np.ndarray = values[at]
         dtype = region.source.dtype
         out = place if dtype == region.dtype else np.empty(place.shape, dtype)
-        try:
+        with explained(
+            f"In a function that makes leaf {region.name!r}, of osl.opaque.", region.name
+        ):
             assemble_box(block.pieces, block.box, dtype, read, out=out)
-        except SafetensorsLayoutError as error:
-            error.tensor = error.tensor or region.name
-            raise
-        except Exception as error:
-            error.add_note(f"In a function that makes leaf {region.name!r}, of osl.opaque.")
-            raise
         if out is not place:
             _put(region, (), out, place)
         self._blocks_left[number] -= 1
@@ -188,10 +177,6 @@ class _Materializer:
         self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
         return self._take(self._reads.equal[number], boxes, parts)
-
-
-def _check(region: ArrayRegion, values: np.ndarray) -> None:
-    check_booleans([values], file=region.source.file, name=region.name)
 
 
 def _put(

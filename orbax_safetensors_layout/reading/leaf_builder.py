@@ -18,8 +18,8 @@ from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.sharding import Placement, box_of, sharding_of
 
 from ._jax import batched_device_put
-from .array_reader import Wait
 from .decoding import check_booleans
+from .read import Wait
 from .resolve import ResolvedLeaf
 
 
@@ -48,8 +48,8 @@ class LeafBuilder:
         """Takes the values of some boxes of a leaf, or of several that are tied.
 
         Of tied leaves each numpy array is a copy, which may be written to. On the CPU backend
-        arrays adopt aligned values without a copy, so they must never be written again. What is
-        returned waits until the values are on their devices.
+        arrays adopt aligned values, so they must never be written again. What is returned waits
+        until the values are on their devices.
         """
         waits: list[Wait] = []
         on_devices_first = sorted(leaves, key=lambda leaf: leaf.abstract.placement is None)
@@ -65,7 +65,7 @@ class LeafBuilder:
         self, leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
         region, placement = leaf.region, leaf.abstract.placement
-        check_booleans(parts, file=region.source.file, name=region.name)
+        check_booleans(parts, region.source.file, region.name)
         if placement is None:
             self._values[leaf.number] = _host_value(leaf, parts[0])
             return None
@@ -97,7 +97,6 @@ class LeafBuilder:
     def _array(
         self, leaf: ResolvedLeaf, placement: Placement, values: Mapping[int, np.ndarray]
     ) -> jax.Array:
-        """The array of the values of all boxes of this process, by their numbers."""
         key = (placement, leaf.region.source.shape, leaf.region.dtype)
         recipe = self._recipes.get(key)
         if recipe is not None and self._put is not None:
@@ -136,7 +135,6 @@ class LeafBuilder:
 
 
 def _joined(leaf: ResolvedLeaf, placement: Placement, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """The array of all shards of this process."""
     shape, sharding = leaf.region.source.shape, sharding_of(placement)
     in_order = [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
     dtype = leaf.region.dtype

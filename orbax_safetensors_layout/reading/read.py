@@ -7,20 +7,19 @@ the buffers are dropped, and the one error names file, tensor, byte range and ca
 from __future__ import annotations
 
 import collections
-import dataclasses
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.geometry import Box, packed_box, unpack_box
-from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.plan import ByteRegion, ReadPlan, RequestGroup, TileKey, read_bytes
 from orbax_safetensors_layout.runtime import (
     SLOT_ALIGNMENT,
-    Budget,
+    ProgressReport,
     Staging,
     Then,
     Workers,
@@ -35,7 +34,8 @@ from .tile_buffers import BufferSlice, TileBuffer, buffer_slices
 
 _CACHE_PROBES = 16
 
-Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Callable[[], object] | None]
+Wait = Callable[[], object]
+Deliver = Callable[[int, Sequence[int], Sequence[np.ndarray]], Wait | None]
 """Takes a leaf's number, some of its boxes by number, and their values. What it returns, if
 anything, is called before the buffers count as free: it waits for a transfer."""
 
@@ -43,73 +43,64 @@ Convert = Callable[[int, np.ndarray, np.ndarray], None]
 """Takes a leaf's number, values as they are in the file, and where they go in its dtype."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReadStats:
+class ReadStats(NamedTuple):
     """What a load did on this process."""
 
-    bytes_read: int = 0  # bytes requested from storage for tensors
-    num_reads: int = 0  # planned ranges: groups of neighbouring regions
-    storage_reads: int = 0  # ranged reads issued
-
-    def __add__(self, other: ReadStats) -> ReadStats:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return ReadStats(*(a + b for a, b in pairs))
+    bytes_read: int  # bytes requested from storage for tensors
+    num_reads: int  # planned ranges: groups of neighbouring regions
+    storage_reads: int  # ranged reads issued
 
 
-def read_leaves(
-    plan: ReadPlan,
-    storage: RangeReader,
-    *,
-    deliver: Deliver,
-    convert: Convert,
-    mmap: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> ReadStats:
-    """Reads every leaf of a plan.
+class _Budget:
+    """Counts host bytes of tiles, from the first region that is scheduled to the last transfer."""
 
-    Args:
-        plan: The requests.
-        storage: Reads byte ranges.
-        deliver: Called on the calling thread for each tile, in the order in which they finish;
-            for a leaf that needs no byte, once.
-        convert: Called on a worker thread for leaves whose dtype is not the file's.
-        mmap: As of `ArrayReader`.
-        progress: Told after each tile.
-        check: Called now and then; raises where another process has failed.
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._reserved_bytes = 0
+        self._held: collections.deque[tuple[Wait, int]] = collections.deque()
+
+    def reserve(self, nbytes: int, make_progress: Callable[[], bool]) -> None:
+        """Waits until `nbytes` more fit, or `make_progress` returns that nothing is in flight."""
+        while nbytes and self._reserved_bytes + nbytes > self._most_bytes:
+            if self._held:
+                self._release_oldest()
+            elif not make_progress():
+                break
+        self._reserved_bytes += nbytes
+
+    def hold(self, wait: Wait | None, nbytes: int) -> None:
+        """Releases reserved bytes once `wait` has returned."""
+        if nbytes:
+            self._held.append((wait or (lambda: None), nbytes))
+
+    def release_all(self) -> None:
+        while self._held:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        wait, nbytes = self._held.popleft()
+        wait()
+        self._reserved_bytes -= nbytes
+
+
+class PlanReader:
+    """Reads every leaf of a plan, once. Only the calling thread touches it; workers see jobs.
+
+    `deliver` is called on the calling thread for each tile, in the order in which they finish, and
+    for boxes that need no byte; `convert` on a worker thread for leaves whose dtype is not the
+    file's. `check` is called now and then, to raise where another process has failed.
     """
-    return _Reader(plan, storage, deliver, convert, mmap, progress, check).run()
-
-
-@dataclasses.dataclass(slots=True)
-class _OpenTile:
-    """A tile that several regions fill, from the first that is scheduled to the last."""
-
-    room: TileBuffer
-    left: int
-    bytes_read: int = 0
-
-
-@dataclasses.dataclass(slots=True)
-class _OpenBox:
-    """A box whose values are computed, from the first part of it to the last."""
-
-    values: np.ndarray
-    left: int
-
-
-class _Reader:
-    """The state of one run. Only the calling thread touches it; workers see jobs and a queue."""
 
     def __init__(
         self,
         plan: ReadPlan,
         storage: RangeReader,
+        *,
         deliver: Deliver,
         convert: Convert,
-        mmap: bool,
-        progress: Callable[[Progress], None] | None,
-        check: Callable[[], None],
+        mmap: bool = False,
+        report: ProgressReport | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._storage = storage
@@ -118,19 +109,21 @@ class _Reader:
         can_map = mmap and plan.adopt
         self._map = storage.map if can_map and isinstance(storage, LocalStorage) else None
         self._mapped_files: set[str] = set()
-        self._progress = progress
+        self._report = report
         self._scratch = Scratch()
         self._staging = Staging()
         threads = _threads(plan, storage)
         self._workers = Workers(threads, "safetensors-read", storage.interrupt, check)
-        self._budget = Budget(plan.memory_budget_bytes)
-        self._tiles: dict[TileKey, _OpenTile] = {}
-        self._boxes: dict[tuple[int, int], _OpenBox] = {}  # by leaf and number
-        self._parts: collections.Counter[tuple[int, int]] = collections.Counter()  # of each
+        self._budget = _Budget(plan.memory_budget_bytes)
+        # Tiles that several regions fill, from the first that is scheduled to the last.
+        self._tiles: dict[TileKey, TileBuffer] = {}
+        self._regions_done: collections.Counter[TileKey] = collections.Counter()
+        # Boxes whose values are computed, by leaf and number, from their first part to the last.
+        self._boxes: dict[tuple[int, int], np.ndarray] = {}
+        self._parts_left: collections.Counter[tuple[int, int]] = collections.Counter()
         self._reserved: set[tuple[int, int]] = set()  # those whose memory has room in the budget
         self._units = collections.Counter(leaf.unit for leaf in plan.leaves)  # reads to come
         self._unit_bytes: collections.Counter[int | None] = collections.Counter()
-        self._total_bytes = self._done_bytes = 0
         self._bytes_read = self._num_reads = self._storage_reads = 0
 
     def run(self) -> ReadStats:
@@ -140,10 +133,9 @@ class _Reader:
             for region in regions:
                 members = region.layout.tile.members
                 needing.setdefault(region.leaf, set()).update(members)
-                self._total_bytes += region.read.runs.total_bytes
                 if self._plan.leaves[region.leaf].is_converted and region.tile not in computed:
                     computed.add(region.tile)
-                    self._parts.update((region.leaf, member) for member in members)
+                    self._parts_left.update((region.leaf, member) for member in members)
         for number, leaf in enumerate(self._plan.leaves):
             if number not in needing or leaf.fills:
                 self._deliver_unread(number, needing.get(number, ()))
@@ -193,29 +185,23 @@ class _Reader:
                 for destination in destinations:
                     self._region_done(destination)
 
-        def run(job: Job) -> Callable[[], None]:
-            return functools.partial(done, *job.run(self._storage, self._scratch))
+        def run(job: Job) -> Then:
+            return functools.partial(done, *job(self._storage, self._scratch))
 
         for job in jobs_of(group, destinations, self._plan.profile):
             outstanding += 1
-            regions = [d.region for d in job.destinations]
-            self._submit(functools.partial(run, job), job.file, regions, wait=True)
+            self._submit(functools.partial(run, job), group.file, group.regions, wait=True)
         done(0, 0)
         self._workers.progress_finished()
 
     def _destinations(self, group: RequestGroup) -> list[BufferSlice]:
         """The memory of a group's regions; waits until there is room for tiles that are new."""
         self._reserve(group.regions)
-        open_tiles = {r.tile for r in group.regions if r.parts > 1} & self._tiles.keys()
-        opened = {tile: self._tiles[tile].room for tile in open_tiles}
-        try:
-            destinations = buffer_slices(group, opened, self._staging)
-        except MemoryError as error:
-            error.add_note(f"while making room for {self._names(group.regions)} of {group.file}")
-            raise
+        with self._explained(group.regions, group.file):
+            destinations = buffer_slices(group, self._tiles, self._staging)
         for region, room in destinations:
-            if region.parts > 1 and region.tile not in self._tiles:
-                self._tiles[region.tile] = _OpenTile(room, region.parts)
+            if region.parts > 1:
+                self._tiles[region.tile] = room
         return destinations
 
     def _reserve(self, regions: Sequence[ByteRegion]) -> None:
@@ -246,20 +232,19 @@ class _Reader:
     def _submit(
         self, work: Callable[[], Then], file: str | None, regions: Sequence[ByteRegion], wait: bool
     ) -> None:
-        def explain(error: BaseException) -> None:
-            if not isinstance(error, SafetensorsLayoutError):
-                error.add_note(f"while loading {self._names(regions)} of {file}")
-            elif error.tensor is None:
-                error.tensor = self._tensor(regions[0])
+        def run() -> Then:
+            with self._explained(regions, file):
+                return work()
 
-        self._workers.submit(work, explain, wait=wait)
+        self._workers.submit(run, wait=wait)
 
-    def _names(self, regions: Sequence[ByteRegion]) -> str:
+    def _explained(
+        self, regions: Sequence[ByteRegion], file: str | None
+    ) -> contextlib.AbstractContextManager[None]:
+        leaf, source, *_ = regions[0]
+        name = self._plan.leaves[leaf].sources[source].entry.name
         more = f" and {len(regions) - 1} more tensors" if len(regions) > 1 else ""
-        return repr(self._tensor(regions[0])) + more
-
-    def _tensor(self, region: ByteRegion) -> str:
-        return self._plan.leaves[region.leaf].sources[region.source].entry.name
+        return explained(f"while loading {name!r}{more} of {file}", name)
 
     def _adopt_mapped(self, group: RequestGroup) -> bool:
         """Takes a group's bytes from mapped pages where every shard is aligned there."""
@@ -276,20 +261,18 @@ class _Reader:
 
     def _region_done(self, destination: BufferSlice) -> None:
         region = destination.region
-        nbytes = region.read.runs.total_bytes
-        if region.parts > 1:
-            tile = self._tiles[region.tile]
-            tile.left -= 1
-            tile.bytes_read += nbytes
-            if tile.left:
-                return
-            nbytes = self._tiles.pop(region.tile).bytes_read
         leaf = self._plan.leaves[region.leaf]
+        if self._report is not None:
+            self._report.add(region.read.runs.total_bytes, leaf.name)
+        if region.parts > 1:
+            self._regions_done[region.tile] += 1
+            if self._regions_done[region.tile] < region.parts:
+                return
+            del self._tiles[region.tile]
         values = destination.members(leaf.stored)
         if not leaf.is_converted:
             wait = self._deliver(region.leaf, region.layout.tile.members, values)
             self._hold(region.leaf, wait, self._read_bytes(region))
-            self._report(region, nbytes)
             return
         layout = region.layout
         outs = [
@@ -300,19 +283,18 @@ class _Reader:
         def work() -> Callable[[], None]:
             for box, value, out in zip(layout.regions, values, outs, strict=True):
                 self._compute(region.leaf, box, value, out)
-            return lambda: self._computed(region, nbytes)
+            return lambda: self._computed(region)
 
         self._submit(work, leaf.file, [region], wait=False)
 
     def _open(self, number: int, member: int, part: Box) -> np.ndarray:
         """Where a part of a box goes, in the memory of the array."""
-        box = self._boxes.get((number, member))
-        if box is None:
-            parts = self._parts[number, member]
-            box = self._boxes[number, member] = _OpenBox(self._filled(number, member), parts)
+        values = self._boxes.get((number, member))
+        if values is None:
+            values = self._boxes[number, member] = self._filled(number, member)
         whole = self._plan.leaves[number].local.boxes[member]
         at: tuple[Any, ...] = (*part.within(whole).slices, ...)
-        place: np.ndarray = box.values[at]
+        place: np.ndarray = values[at]
         return place
 
     def _compute(self, number: int, box: Box, values: np.ndarray, out: np.ndarray) -> None:
@@ -333,22 +315,20 @@ class _Reader:
         for fill in leaf.fills:
             fill.put(box, out, fill.value)
 
-    def _computed(self, region: ByteRegion, nbytes: int) -> None:
+    def _computed(self, region: ByteRegion) -> None:
         number = region.leaf
         self._budget.hold(None, self._read_bytes(region))
         whole, parts = [], []
         for member in region.layout.tile.members:
-            box = self._boxes[number, member]
-            box.left -= 1
-            if not box.left:
+            self._parts_left[number, member] -= 1
+            if not self._parts_left[number, member]:
                 whole.append(member)
-                parts.append(self._boxes.pop((number, member)).values)
+                parts.append(self._boxes.pop((number, member)))
         if whole:
             held = sum(self._box_bytes(number, member) for member in whole)
             self._hold(number, self._deliver(number, whole, parts), held)
-        self._report(region, nbytes)
 
-    def _hold(self, number: int, wait: Callable[[], object] | None, nbytes: int) -> None:
+    def _hold(self, number: int, wait: Wait | None, nbytes: int) -> None:
         """Frees the room of a read once its values are on their way, and those of its unit."""
         unit = self._plan.leaves[number].unit
         if unit is not None:
@@ -358,12 +338,6 @@ class _Reader:
                 return
             nbytes = self._unit_bytes.pop(unit)
         self._budget.hold(wait, nbytes)
-
-    def _report(self, region: ByteRegion, nbytes: int) -> None:
-        self._done_bytes += nbytes
-        if self._progress is not None:
-            name = self._plan.leaves[region.leaf].name
-            self._progress(Progress(self._done_bytes, self._total_bytes, name))
 
 
 def _threads(plan: ReadPlan, storage: RangeReader) -> int:

@@ -45,8 +45,6 @@ from .array_reader import TakeBoxes, Wait
 from .leaf_builder import LeafBuilder
 from .resolve import ResolvedLeaf
 
-_Bands = tuple[Replicas, tuple[int, ...]] | None
-
 PLANNING, LOADING = "planning the load", "loading tensors"
 _ROUNDS_IN_BUDGET = 8
 _STAGES_IN_BUDGET = 4
@@ -116,7 +114,7 @@ def _stages(
         values = leaf.region.values_key or leaf.number
         tied.setdefault((values, leaf.abstract.placement), []).append(leaf)
     # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
-    bands: dict[tuple[object, ...], _Bands] = {}
+    bands: dict[tuple[object, ...], tuple[Replicas, tuple[int, ...]] | None] = {}
     shared = []
     for leaf, *others in tied.values():
         placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
@@ -181,7 +179,7 @@ def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]
 class ReplicaExchange:
     """Values of replicas on their way from the process that read them to all that need them.
 
-    Gathers run on the calling thread, in the order of the plan; `values` takes their results.
+    Gathers run on the calling thread, in the order of the plan.
     """
 
     def __init__(
@@ -191,7 +189,7 @@ class ReplicaExchange:
         self._values = values
         self._group = group
         self._process = group.process_index
-        # Of each step; there is none before the first.
+        # Of each step, and none before the first.
         self._stages: deque[list[tuple[Round, SendBuffer]]] = deque([[]])
         self._in_flight: deque[tuple[Round, tuple[jax.Array, ...]]] = deque()
 
@@ -219,11 +217,7 @@ class ReplicaExchange:
         return send if step.stage else keep
 
     def launch(self) -> None:
-        """Spreads what was taken in the step before, once all processes have read theirs.
-
-        Raises:
-            PeerError: A gather failed.
-        """
+        """Spreads what was taken in the step before, once all processes have read theirs."""
         for round_, buffer in self._stages.popleft():
             while len(self._in_flight) >= _MOST_IN_FLIGHT:
                 self._land()
@@ -231,7 +225,6 @@ class ReplicaExchange:
                 self._in_flight.append((round_, buffer.gather(self._process)))
 
     def finish(self) -> None:
-        """Waits for all that is on its way; raises as `launch` does."""
         while self._in_flight:
             self._land()
 
@@ -245,13 +238,12 @@ class ReplicaExchange:
             for array in arrays:
                 array.block_until_ready()
         rows = {} if round_.is_direct else on_host(round_, gathered, self._process)
-        for lane, items in enumerate(round_.lanes):
-            for item in items:
-                if round_.is_direct:
-                    shards = {s.device: s.data for s in gathered[lane].addressable_shards}
-                    self._values.put(self._leaves[item.leaf], shards)
-                else:
-                    self._take(item, {row: lanes[lane] for row, lanes in rows.items()})
+        for lane, item in ((n, item) for n, items in enumerate(round_.lanes) for item in items):
+            if round_.is_direct:
+                shards = {s.device: s.data for s in gathered[lane].addressable_shards}
+                self._values.put(self._leaves[item.leaf], shards)
+            else:
+                self._take(item, {row: lanes[lane] for row, lanes in rows.items()})
 
     def _take(self, item: Item, lanes: dict[int, np.ndarray]) -> None:
         leaf = self._leaves[item.leaf]
@@ -272,7 +264,6 @@ class ReplicaExchange:
 
 @contextlib.contextmanager
 def _gathering() -> Iterator[None]:
-    """Explains an error of a collective."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -37,7 +37,7 @@ class ResolvedLeaf(NamedTuple):
     """A leaf of an abstract tree, and the array of the checkpoint that it is."""
 
     number: int  # its number among the abstract leaves of the tree
-    abstract: AbstractLeaf  # what the caller asks for
+    abstract: AbstractLeaf
     region: ArrayRegion  # what is read: the boxes of this process. A cast that JAX imposes is exact
 
 
@@ -117,19 +117,12 @@ def _sources(
 ) -> tuple[list[str], dict[str, ArraySource]]:
     """The name of the array of each leaf, and the arrays by name."""
     if mapping is None:
-        names = [
-            abstract.name
-            if abstract.unboxed is None or abstract.name in catalog
-            else abstract.unboxed
-            for abstract in parsed
-        ]
+        names = [stored_name(catalog, abstract) for abstract in parsed]
         try:
             sources = array_sources(catalog, None, dict.fromkeys(names))
         except MissingTensorError as error:
             if names == [""]:
-                error.hint = (
-                    "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
-                )
+                error.hint = "One leaf alone has no name: give {'name': leaf}, or `only=`."
             raise
         if strict:
             _refuse_unexpected(catalog, names, tree)
@@ -149,6 +142,12 @@ def _sources(
             if leaf not in asked and isinstance(source, MappedSource):
                 check_left_out(leaf, source.bound)
     return names, sources
+
+
+def stored_name(catalog: Catalog, abstract: AbstractLeaf) -> str:
+    """The name of a leaf's tensor: that of the leaf, or of what is in its flax box."""
+    name, unboxed = abstract.name, abstract.unboxed
+    return name if unboxed is None or name in catalog else unboxed
 
 
 def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:

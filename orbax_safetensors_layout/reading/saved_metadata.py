@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import DtypeMismatchError, MismatchError, ShapeMismatchError
 from orbax_safetensors_layout.format import (
     Leaf,
-    Manifest,
     TensorLeaf,
     ValueLeaf,
     leaf_names,
@@ -27,7 +25,7 @@ from orbax_safetensors_layout.mapping import Subject, cast_into, check_castable,
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, decode_treedef
 from orbax_safetensors_layout.sharding import decode_sharding, is_abstract, sharding_of
 
-from .resolve import check_placeable, jax_dtype
+from .resolve import check_placeable, jax_dtype, stored_name
 
 SavedValue = bool | int | float | str
 
@@ -35,33 +33,25 @@ _HOST_KINDS = ("numpy", "numpy_scalar")
 
 
 class SavedMetadata:
-    """The manifest of a checkpoint, read when something is asked of it."""
+    """What the manifest of a checkpoint says, if it has one."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        manifest = catalog.manifest()
+        self._node = None if manifest is None else manifest.tree
+        self._shardings = () if manifest is None else manifest.shardings
         self._placements: dict[int, Sharding | None] = {}
-
-    @functools.cached_property
-    def manifest(self) -> Manifest | None:
-        """The manifest; None for a checkpoint that others wrote."""
-        return self._catalog.manifest()
-
-    @functools.cached_property
-    def _leaves(self) -> dict[str, Leaf]:
-        """By dotted name, and tensors also by their own."""
-        node = None if self.manifest is None else self.manifest.tree
-        by_name: dict[str, Leaf] = {}
-        for name, leaf in () if node is None else leaf_names(node):
-            by_name[name] = leaf
+        self._leaves: dict[str, Leaf] = {}  # by dotted name, and tensors also by their own
+        for name, leaf in () if self._node is None else leaf_names(self._node):
+            self._leaves[name] = leaf
             if isinstance(leaf, TensorLeaf):
-                by_name[leaf.tensor] = leaf
-        return by_name
+                self._leaves[leaf.tensor] = leaf
 
     def tree(self) -> AbstractTree | None:
         """The tree as it was saved, to be restored as it was; None where none is recorded."""
-        if self.manifest is None or self.manifest.tree is None:
+        node = self._node
+        if node is None:
             return None
-        node = self.manifest.tree
         saved = [*leaves(node)]
         parsed = [
             self._abstract_leaf(leaf) if isinstance(leaf, TensorLeaf) else None for leaf in saved
@@ -79,33 +69,25 @@ class SavedMetadata:
 
         Leaves whose value is in the manifest become that value; arrays that the tree does not
         place go where they were saved from, if there are such devices. `devices` refuses shardings
-        without devices.
-
-        Raises:
-            MismatchError: Recorded values do not fit the abstract tree; names all.
+        without devices. Recorded values that do not fit the tree are one `MismatchError`.
         """
         given, parsed = list(tree.leaves), list(tree.parsed)
         problems: list[MismatchError] = []
         for number, abstract in enumerate(tree.parsed):
             if abstract is None:
                 continue
-            name = self._name(abstract)
-            if name is None:
-                leaf = self._leaves.get(abstract.name) or self._leaves.get(
-                    abstract.unboxed or abstract.name
-                )
-                if isinstance(leaf, ValueLeaf):
-                    try:
-                        check_placeable(abstract, devices)
-                        given[number] = _as_abstract(leaf.value, abstract)
-                        parsed[number] = None
-                    except MismatchError as problem:
-                        problem.file, problem.tensor = self._catalog.path, abstract.name
-                        problems.append(problem)
-                continue
-            leaf = self._leaves.get(name)
+            name = stored_name(self._catalog, abstract)
+            leaf = self._leaves.get(name) or self._leaves.get(abstract.name)
             if isinstance(leaf, TensorLeaf):
                 parsed[number] = self._completed(abstract, leaf)
+            elif isinstance(leaf, ValueLeaf):
+                try:
+                    check_placeable(abstract, devices)
+                    given[number] = _as_abstract(leaf.value, abstract)
+                    parsed[number] = None
+                except MismatchError as problem:
+                    problem.file, problem.tensor = self._catalog.path, abstract.name
+                    problems.append(problem)
         if problems:
             raise MismatchError.collect(problems)
         return tree._replace(leaves=given, parsed=parsed)
@@ -116,9 +98,7 @@ class SavedMetadata:
             abstract = abstract._replace(placement=None)
         elif not abstract.is_placed:
             abstract = abstract._replace(placement=self._placement(leaf) or abstract.placement)
-        if leaf.key_impl is None:
-            return abstract
-        if abstract.key_impl not in (None, leaf.key_impl):
+        if leaf.key_impl is not None and abstract.key_impl not in (None, leaf.key_impl):
             raise DtypeMismatchError(
                 "typed PRNG keys of another implementation",
                 file=self._catalog.path,
@@ -126,17 +106,9 @@ class SavedMetadata:
                 expected=f"{abstract.key_impl} (the abstract tree)",
                 found=leaf.key_impl,
             )
-        return (
-            abstract._replace(key_impl=leaf.key_impl, dtype=None)
-            if abstract.takes_keys
-            else abstract
-        )
-
-    def _name(self, abstract: AbstractLeaf) -> str | None:
-        for name in (abstract.name, abstract.unboxed):
-            if name is not None and name in self._catalog:
-                return name
-        return None
+        if leaf.key_impl is None or not abstract.takes_keys:
+            return abstract
+        return abstract._replace(key_impl=leaf.key_impl, dtype=None)
 
     def _abstract_leaf(self, leaf: TensorLeaf) -> AbstractLeaf:
         placement = None if leaf.kind in _HOST_KINDS else self._placement(leaf)
@@ -144,10 +116,10 @@ class SavedMetadata:
         return AbstractLeaf(leaf.tensor, None, None, None, placement, scalar, True, leaf.key_impl)
 
     def _placement(self, leaf: TensorLeaf) -> Sharding | None:
-        if leaf.sharding is None or self.manifest is None:
+        if leaf.sharding is None:
             return None
         if leaf.sharding not in self._placements:
-            sharding = decode_sharding(self.manifest.shardings[leaf.sharding])
+            sharding = decode_sharding(self._shardings[leaf.sharding])
             self._placements[leaf.sharding] = sharding
             if sharding is None:
                 logging.warning(

@@ -23,9 +23,8 @@ _LONG_LOOP = 32
 
 _MOVED_BYTES = 1 << 20  # at once, of slabs in no regular order
 
+# A dimension of a copy: indices, and bytes from one to the next where staged and in memory.
 Segment = tuple[int, int, int]
-"""A dimension of a copy: indices, and bytes from one to the next in the staging buffer and in
-memory."""
 
 
 class Scratch(threading.local):
@@ -36,7 +35,7 @@ class Scratch(threading.local):
         self._rows: tuple[StagedRows | None, list[Buffer]] = (None, [])
 
     def take(self, nbytes: int) -> Bytes:
-        """At least `nbytes` of aligned memory; the same each time, so use it up before asking."""
+        """At least `nbytes` of aligned memory, the same each time."""
         if self._memory is None or self._memory.size < nbytes:
             self._memory = allocate(nbytes)
             self._rows = (None, [])
@@ -143,7 +142,7 @@ class Cut(NamedTuple):
     def of(cls, read: RegionPlan, ranges: Sequence[tuple[int, int]], spread: int) -> Cut:
         """The cut of a block, from its half-open range of each axis.
 
-        Each request is longer by `spread` bytes, for regions that interlace.
+        Requests are longer by `spread` bytes, for regions that interlace.
         """
         axes, blocking = read.axes, read.blocking
         counts = [high - low for low, high in ranges]
@@ -175,20 +174,13 @@ class Cut(NamedTuple):
         return cls(StridedRuns(0, length, ()), rows, tuple(copies), length)
 
 
-class BlockTarget(NamedTuple):
-    """Where a block goes."""
-
-    memory: Bytes  # the memory of a tile
-    at: int  # where in it the block's first byte goes
-    shift: int  # where that byte is in the staging buffer, counted from the block's begin
-
-
 class Block(NamedTuple):
     """A block of one region, or of several that interlace."""
 
     cut: Cut  # its shape
     start: int  # its first byte in the file
-    targets: tuple[BlockTarget, ...]  # for each region where it goes
+    destinations: Sequence[BufferSlice]  # its regions
+    moved: int = 0  # bytes of memory from the begin of a region to that of the block
 
     def buffers(self, staging: Bytes, scratch: Scratch) -> Iterator[tuple[int, list[Buffer]]]:
         """Each request: where it begins in the file, and where it goes in the staging buffer."""
@@ -201,16 +193,17 @@ class Block(NamedTuple):
 
     def copy(self, staging: Buffer) -> None:
         """Puts the block, which begins at the first byte of `staging`, in its places."""
-        for memory, first, shift in self.targets:
+        start = self.destinations[0].region.start
+        for region, room in self.destinations:
+            at = room.begin + region.at + self.moved
             for copy in self.cut.copies:
-                copy.run(staging, shift, memory.data, first)
+                copy.run(staging, region.start - start, room.memory.data, at)
 
 
 def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[Block]:
     """The blocks of regions that are staged, in the order of the file."""
-    read, targets = fetch.read, targets_of(destinations)
-    axes = read.axes
-    ranges = [[*a.ranges(n)] for a, n in zip(axes, read.blocking.lengths, strict=True)]
+    read = fetch.read
+    ranges = [[*a.ranges(n)] for a, n in zip(read.axes, read.blocking.lengths, strict=True)]
     cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # all alike but those at the ends
     steps = [
         [_step(read, number, low, high) for low, high in cut] for number, cut in enumerate(ranges)
@@ -221,16 +214,7 @@ def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[B
             cuts[kind] = Cut.of(read, block, fetch.spread_bytes)
         start = fetch.start + sum(source for _, source, _ in step)
         moved = sum(target for _, _, target in step)
-        yield Block(cuts[kind], start, tuple(t._replace(at=t.at + moved) for t in targets))
-
-
-def targets_of(destinations: Sequence[BufferSlice]) -> tuple[BlockTarget, ...]:
-    """Where regions go that are fetched as one block."""
-    start = destinations[0].region.start
-    return tuple(
-        BlockTarget(room.memory, room.begin + region.at, region.start - start)
-        for region, room in destinations
-    )
+        yield Block(cuts[kind], start, destinations, moved)
 
 
 def _step(read: RegionPlan, number: int, low: int, high: int) -> tuple[tuple[int, int], int, int]:
@@ -245,10 +229,7 @@ def _step(read: RegionPlan, number: int, low: int, high: int) -> tuple[tuple[int
 def _copies(
     read: RegionPlan, ranges: Sequence[tuple[int, int]], staged: Sequence[int]
 ) -> Iterator[Copy]:
-    """The copies of a block: one, where no range begins or ends within a member.
-
-    `staged` are the strides of the axes in the staging buffer.
-    """
+    """The copies of a block, whose axes have the strides `staged` in the staging buffer."""
     sides = [*zip(read.axes, ranges, staged, strict=True)]
     sides += [(axis, (0, axis.extent), 0) for axis in read.repeats]
     if read.gather is not None:

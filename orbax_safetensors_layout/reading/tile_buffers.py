@@ -13,16 +13,11 @@ from orbax_safetensors_layout.plan import (
     ByteRegion,
     RequestGroup,
     TileKey,
-    TileLayout,
 )
 from orbax_safetensors_layout.runtime import Bytes, Staging, allocate
 from orbax_safetensors_layout.storage import Buffer
 
-TINY_TILE_BYTES = 64 << 10
-"""Tiles below this share memory with their like only, never with larger ones."""
-
-MAX_RANK = 64
-"""Most dimensions of a numpy array."""
+_TINY_TILE_BYTES = 64 << 10  # tiles below this share memory with their like, not with larger ones
 
 
 class TileBuffer(NamedTuple):
@@ -40,15 +35,9 @@ class BufferSlice(NamedTuple):
 
     def members(self, dtype: DType) -> list[np.ndarray]:
         """Each member as an array over the memory; packed ones as their bytes."""
-        layout = self.region.layout
-        memory, begin = self.room
+        layout, (memory, begin) = self.region.layout, self.room
         stored = np.dtype(np.uint8) if dtype.packed else dtype.numpy
-        count, rank = len(layout.tile.members), len(layout.member_shape)
-        if count > 1 and 0 < rank < MAX_RANK:
-            strides = (layout.slot_bytes, *layout.within)
-            shape = (count, *layout.member_shape)
-            return [*np.ndarray(shape, stored, memory.data, begin, strides)]
-        slots = range(begin, begin + count * layout.slot_bytes, layout.slot_bytes)
+        slots = range(begin, begin + layout.memory_bytes, layout.slot_bytes)
         return [np.ndarray(layout.member_shape, stored, memory.data, slot) for slot in slots]
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -85,40 +74,31 @@ def buffer_slices(
     ones from being freed. Tiles whose values are computed on are in the `staging` memory.
     """
     regions = group.regions
-    if len(regions) == 1:
-        (region,) = regions
-        room = opened.get(region.tile) if region.parts > 1 else None
-        if room is None:
-            # The region goes to `at`; where it is aligned, it can be read past the page cache.
-            offset = max(0, region.start - region.at)
-            make = staging.take if region.layout.staged else allocate
-            room = TileBuffer(make(region.layout.memory_bytes, file_offset=offset), 0)
-        return [BufferSlice(region, room)]
+    rooms: dict[TileKey | int, TileBuffer] = {
+        r.tile: opened[r.tile] for r in regions if r.parts > 1 and r.tile in opened
+    }
     # A tile of one region has a key of its own.
     keys = [r.tile if r.parts > 1 else number for number, r in enumerate(regions)]
-    tiles = zip(keys, regions, strict=True)
-    fresh = {key: region.layout for key, region in tiles if key not in opened}
-    new_rooms = zip(fresh, _rooms([*fresh.values()], staging), strict=True)
-    rooms: dict[TileKey | int, TileBuffer] = dict(new_rooms)
-    rooms.update(opened.items())
+    fresh = {key: r for key, r in zip(keys, regions, strict=True) if key not in rooms}
+    rooms.update(zip(fresh, _rooms([*fresh.values()], staging), strict=True))
     return [BufferSlice(region, rooms[key]) for key, region in zip(keys, regions, strict=True)]
 
 
-def _rooms(layouts: Sequence[TileLayout], staging: Staging) -> list[TileBuffer]:
-    """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other.
-
-    That of values which are computed on is apart from what arrays keep.
-    """
+def _rooms(regions: Sequence[ByteRegion], staging: Staging) -> list[TileBuffer]:
+    """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other."""
     totals: dict[tuple[bool, int], int] = {}
     places = []
-    for number, layout in enumerate(layouts):
-        nbytes = layout.memory_bytes
-        size = -1 if nbytes < TINY_TILE_BYTES else -2 if nbytes < SMALL_REGION_BYTES else number
-        kind = layout.staged, size
+    for number, region in enumerate(regions):
+        nbytes = region.layout.memory_bytes
+        size = -1 if nbytes < _TINY_TILE_BYTES else -2 if nbytes < SMALL_REGION_BYTES else number
+        kind = region.layout.staged, size
         begin = totals.get(kind, 0)
         places.append((kind, begin))
         totals[kind] = begin + nbytes
+    # One region goes to `at`; where it is aligned, it can be read past the page cache.
+    offset = max(0, regions[0].start - regions[0].at) if len(regions) == 1 else 0
     arenas = {
-        kind: staging.take(total) if kind[0] else allocate(total) for kind, total in totals.items()
+        kind: (staging.take if kind[0] else allocate)(total, file_offset=offset)
+        for kind, total in totals.items()
     }
     return [TileBuffer(arenas[kind], begin) for kind, begin in places]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.errors import (
     FormatError,
@@ -22,20 +22,10 @@ _BLOCK_BYTES = 8 * MIB
 class VerifyingReader:
     """Reads as a storage does, and works out the CRC-32 of what it reads, on the same threads.
 
-    `digests` are the CRC-32 of each file, by its name in `folder`.
+    Of the checkpoint whose folder, or one of whose files, is at `path`.
     """
 
-    def __init__(self, storage: Storage, folder: str, digests: Mapping[str, int]) -> None:
-        self.kind = storage.kind
-        self._storage = storage
-        self._folder = folder
-        self._digests = digests
-        self._ranges: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, storage: Storage, path: str) -> VerifyingReader:
-        """A reader of the checkpoint whose folder, or one of whose files, is at `path`."""
+    def __init__(self, storage: Storage, path: str) -> None:
         folder = path.rpartition("/")[0] if storage.is_file(path) else path.rstrip("/")
         digests = read_digests(storage, folder)
         if digests is None:
@@ -45,7 +35,12 @@ class VerifyingReader:
                 expected=DIGESTS,
                 hint="Save with WriteOptions(digests=True), or load without verify=True.",
             )
-        return cls(storage, folder, digests)
+        self.kind = storage.kind
+        self._storage = storage
+        self._folder = folder
+        self._digests = digests  # CRC-32 of each file, by its name in the folder
+        self._ranges: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self._lock = threading.Lock()
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
@@ -68,7 +63,7 @@ class VerifyingReader:
     def check(self) -> None:
         """Holds every file that was read, and the small ones, against their checksums.
 
-        What was not read of them is read. All files that are not what was saved come in one error.
+        What was not read of them is read.
         """
         small = [join(self._folder, n) for n in self._digests if not n.endswith(SUFFIX)]
         files = sorted({*self._ranges, *small})
@@ -107,7 +102,7 @@ class VerifyingReader:
 
 
 def read_digests(storage: Storage, folder: str) -> dict[str, int] | None:
-    """The checksums that a save has left in a folder; None if it has left none."""
+    """The checksums that a save has left in a folder, if it has."""
     if DIGESTS not in storage.list(folder):
         return None
     file = join(folder, DIGESTS)

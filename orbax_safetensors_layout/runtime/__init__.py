@@ -1,6 +1,5 @@
 """Threads, memory and processes: task pools, budgets, process groups, progress."""
 
-from .budget import Budget
 from .gc import frozen_heap
 from .memory import (
     DIRECT_CHUNK_BYTES,
@@ -12,7 +11,7 @@ from .memory import (
     direct_scratch,
 )
 from .process_group import Fingerprint, ProcessGroup
-from .progress import ProgressReport, consecutive, progress_callback
+from .progress import ProgressReport, progress_callback
 from .tasks import Then, Workers
 from .text import (
     count_text,

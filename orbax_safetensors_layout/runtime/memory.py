@@ -26,28 +26,17 @@ HUGE_PAGE_BYTES = 2 * MIB
 """A huge page of x86-64 and of most arm64 systems; elsewhere a boundary like others."""
 
 SLOT_ALIGNMENT = 64
-"""Shards begin at multiples of this many bytes: what JAX's CPU backend asks of a buffer that it
-adopts without a copy (seen with jax 0.10 and 0.12; `tests/reading/test_adoption.py` checks it)."""
+"""Shards begin at multiples of it: JAX's CPU backend adopts such buffers without a copy (seen with
+jax 0.10 and 0.12; `tests/reading/test_adoption.py` checks it)."""
 
+# Processor time of the first write to a huge page, above which small pages cost less. Seen on a
+# virtual machine (Linux 6.18, EPYC) for 2 MiB: 0.2 ms in a huge page that the machine holds, 4.7 in
+# one that the hypervisor has taken back, 1.1 in small pages, of which the kernel keeps some.
 _SLOW_TOUCH_SECONDS = 1e-3
-"""Processor time of the first write to a huge page, above which small pages cost less.
-
-Seen on a virtual machine (Linux 6.18, EPYC) for 2 MiB: 0.2 ms in a huge page that the machine
-holds, 4.7 ms in one that the hypervisor has taken back, 1.1 ms in small pages, of which the kernel
-keeps some that the hypervisor does not take.
-"""
-
-_STRETCH_BYTES = 32 * MIB
-"""How long a page takes to touch decides the size of pages for so many bytes."""
-
-_MOST_SMALL_BYTES = 4 * _STRETCH_BYTES
-"""At most so much is mapped in small pages before a huge one is tried again."""
-
-_PAGED_BYTES = 1 << 20
-"""Memory of this size begins at a page, or as far from one as its bytes do in their file."""
-
-_SPARE = 4
-"""Memory is reused for requests that are smaller by up to this part of it."""
+_STRETCH_BYTES = 32 * MIB  # for so many bytes the time of one page decides
+_MOST_SMALL_BYTES = 4 * _STRETCH_BYTES  # in small pages, before a huge one is tried again
+_PAGED_BYTES = 1 * MIB  # such memory begins as far from a page as its bytes do in their file
+_SPARE = 4  # memory is reused for requests that are smaller by up to this part of it
 
 
 def allocate(nbytes: int, *, file_offset: int = 0) -> Bytes:
@@ -70,15 +59,13 @@ class Staging:
     """Memory for values that are read and then computed on, reused once no array views it.
 
     Fresh memory costs more than the computation: the kernel clears each page. Before more is
-    allocated, as much idle memory that does not fit is freed: the total never exceeds what was in
-    use at one time.
+    allocated, as much idle memory is freed: the total never exceeds what was in use at one time.
     """
 
     def __init__(self) -> None:
         self._idle: deque[Bytes] = deque()  # workers add to it, the calling thread takes from it
 
     def take(self, nbytes: int, *, file_offset: int = 0) -> Bytes:
-        """Return memory as `allocate` does."""
         phase = _phase(nbytes, file_offset)
         memory = self._find(phase + nbytes)
         # A view of an array keeps the array's base, not the array; all views keep this object.
@@ -175,30 +162,25 @@ class Pages:
 
 
 _pages = Pages()
-
 _thread = threading.local()
 
 
 def direct_scratch() -> memoryview:
-    """Return this thread's `DIRECT_CHUNK_BYTES` of aligned memory, the same each time."""
-    if getattr(_thread, "pid", None) != os.getpid():  # a forked child needs its own
-        _thread.pid = os.getpid()
-        _thread.chunk = _huge_pages(DIRECT_CHUNK_BYTES)
-    chunk: memoryview = _thread.chunk
-    return chunk
-
-
-def _huge_pages(nbytes: int) -> memoryview:
-    """Return writable memory, which a fork does not share, in huge pages where there are some.
+    """Return this thread's `DIRECT_CHUNK_BYTES` of aligned memory, the same each time.
 
     With 4 KiB pages the kernel cuts a direct read of 4 MiB into many small ones: 1.3 GiB/s in
     place of 4.0 (Linux 6.18, virtio). A page that a fork shares may miss what the disk writes to it
     (open(2), O_DIRECT).
     """
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(getattr(mmap, advice))
-    start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE_BYTES
-    return memoryview(memory)[start : start + nbytes]
+    if getattr(_thread, "pid", None) != os.getpid():  # a forked child needs its own
+        nbytes = DIRECT_CHUNK_BYTES + HUGE_PAGE_BYTES
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    memory.madvise(getattr(mmap, advice))
+        start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE_BYTES
+        _thread.chunk = memoryview(memory)[start : start + DIRECT_CHUNK_BYTES]
+        _thread.pid = os.getpid()
+    chunk: memoryview = _thread.chunk
+    return chunk

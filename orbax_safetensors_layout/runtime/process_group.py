@@ -1,7 +1,9 @@
 """Processes that save or load together: each waits for all, and all fail with the first cause.
 
 They exchange messages through the key-value store of `jax.distributed`, never through collectives
-on devices, so a save in the background cannot block a running training step.
+on devices, so a save in the background cannot block a running training step. Heartbeats tell of a
+process that was killed: `jax.distributed` notices after 100 s
+(`initialize(heartbeat_timeout_seconds=...)`), and then ends all processes.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ from typing import NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
 
-from . import heartbeat
-
 _PREFIX = "orbax_safetensors_layout"
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
 _CHECK_SECONDS = 1.0
-
+HEARTBEAT_SECONDS = 1.0
+SILENCE_SECONDS = 15.0  # longer than any thread of a live process is kept from running
 _WAIT_SECONDS = 5.0  # a wait in the store cannot be interrupted
 _KEPT_GROUPS = 64  # no process is so many operations behind another
 
@@ -33,46 +34,78 @@ _finished: deque[str] = deque()
 _counts_lock = threading.Lock()
 
 
-class KeyValueStore(heartbeat.HeartbeatStore, Protocol):
+class KeyValueStore(Protocol):
     """The part of `jax.distributed`'s key-value store that a group uses."""
 
-    def set(self, key: str, value: str) -> None:
-        """Sets a new key."""
+    def set(self, key: str, value: str) -> None: ...  # of a new key
+    def renew(self, key: str, value: str) -> None: ...
+    def list(self, prefix: str) -> dict[str, str]: ...  # all below a prefix, which ends in a slash
+    def get(self, key: str, timeout_seconds: float) -> str: ...  # or `TimeoutError`
+    def peek(self, key: str) -> str | None: ...
+    def delete(self, prefix: str) -> None: ...  # a key and those below it
 
-    def get(self, key: str, timeout_seconds: float) -> str:
-        """Waits for a key; `TimeoutError` if it is not set in time."""
 
-    def peek(self, key: str) -> str | None:
-        """Return a key's value, None if it is not set."""
+class Heartbeat:
+    """A thread that renews the key of this process, `prefix/process_index`, once a second."""
 
-    def delete(self, prefix: str) -> None:
-        """Deletes a key and those below it."""
+    def __init__(self, store: KeyValueStore, prefix: str, process_index: int) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._process_index = process_index
+        self._stopped = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._next_look_seconds = 0.0
+        self._beats = 0
+        self._beat()  # at once: a process that is killed from now on is missed
+        self._thread = threading.Thread(
+            target=self._keep_beating, name="safetensors-heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        self._stopped.set()
+
+    def stop(self) -> None:
+        self.end()
+        self._thread.join(SILENCE_SECONDS)
+
+    def dead_processes(self) -> set[int]:
+        """Return the processes whose heartbeat has stopped for `SILENCE_SECONDS`."""
+        now = time.monotonic()
+        if now >= self._next_look_seconds:
+            self._next_look_seconds = now + HEARTBEAT_SECONDS
+            for key, value in self._store.list(f"{self._prefix}/").items():
+                process = int(key.rpartition("/")[2])
+                if self._seen.get(process, ("", 0.0))[0] != value:
+                    self._seen[process] = value, time.monotonic()
+        return {p for p, (_, seen) in self._seen.items() if now - seen > SILENCE_SECONDS}
+
+    def _beat(self) -> None:
+        # If the store is gone, so is the first process: who waits for it gets an error.
+        with contextlib.suppress(Exception):
+            self._store.renew(f"{self._prefix}/{self._process_index}", str(self._beats))
+        self._beats += 1
+
+    def _keep_beating(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_SECONDS):
+            self._beat()
 
 
 class Fingerprint(NamedTuple):
-    """A value that must be the same on all processes.
-
-    If it is not, the error has each one's `description`, and the `demand` on all.
-    """
+    """A value that must be the same on all processes."""
 
     digest: str
-    description: str
-    demand: str
+    description: str  # of each process, for the error
+    demand: str  # on all of them
 
 
 class _Statement(NamedTuple):
-    """A process's word on a step, in JSON; a verdict on all of them is the failure, or null.
-
-    Attributes:
-        error: Its error as text, if it failed.
-        follows: Whether that follows from the error of another process.
-        agree: Its fingerprint.
-    """
+    """A process's word on a step, in JSON; a verdict on all of them is the failure, or null."""
 
     process: int
     error: str | None = None
-    follows: bool = False
-    agree: Sequence[str] = ()
+    follows: bool = False  # whether the error follows from that of another process
+    agree: Sequence[str] = ()  # its fingerprint
 
     @classmethod
     def of(cls, process: int, error: BaseException | None, agree: Sequence[str] = ()) -> Self:
@@ -81,13 +114,10 @@ class _Statement(NamedTuple):
 
 
 class ProcessGroup:
-    """The processes of one operation; all make it for the same `name` in the same order.
+    """The processes of one operation; a step waits `timeout_seconds` for all of them.
 
-    Operations of one `purpose`, a verb, have the same order on all processes. A single process
-    needs no `store`. A step waits `timeout_seconds` for the others.
-
-    Attributes:
-        number: 1-based sequence number of operations with this name, the same on all processes.
+    Operations of one `name` and `purpose`, a verb, have the same order on all processes. A single
+    process needs no `store`. `number` counts these operations from 1, the same on all processes.
     """
 
     def __init__(
@@ -116,15 +146,13 @@ class ProcessGroup:
         self._failed = False
         self._announced = -1
         self._next_check_seconds = 0.0
-        self._heartbeat: heartbeat.Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         if self._store is not None:
-            key = f"{self._key}/heartbeat"
-            self._heartbeat = heartbeat.Heartbeat(self._store, key, process_index)
+            self._heartbeat = Heartbeat(self._store, f"{self._key}/heartbeat", process_index)
             weakref.finalize(self, self._heartbeat.end)  # of an operation that is given up
 
     @classmethod
     def alone(cls) -> Self:
-        """Return the group of a single process."""
         return cls("", 0, 1, None, 1.0)
 
     def __enter__(self) -> Self:
@@ -139,7 +167,6 @@ class ProcessGroup:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process does what is done once."""
         return self.process_index == 0
 
     @contextlib.contextmanager
@@ -165,10 +192,8 @@ class ProcessGroup:
         Returns what the first process has to `broadcast`; others pass any text, if it passes one.
         `agree` must be the same on all.
 
-        Raises:
-            PeerError: Another process failed, raised at once with its error's text; or the
-                processes do not agree.
-            BaseException: `error`, with which this process failed.
+        Raises `error`, with which this process failed, or a `PeerError` at once with the text of
+        another's; also where the processes do not agree.
         """
         if self._store is None or self._failed:
             if error is not None:
@@ -189,8 +214,7 @@ class ProcessGroup:
         except BaseException as problem:
             if self.is_leader:
                 with contextlib.suppress(Exception):  # the error itself is what counts
-                    statement = _Statement.of(self.process_index, problem)
-                    self._announce(self._store, step, statement)
+                    self._announce(self._store, step, _Statement.of(0, problem))
             self.fail(error or problem)  # for instance an interrupt, which others do not know of
             if error is not None and not isinstance(error, PeerError):
                 raise error from None
@@ -209,10 +233,7 @@ class ProcessGroup:
         return self._store.get(f"{key}/broadcast", self._timeout_seconds)
 
     def check(self, doing: str) -> None:
-        """Raises, at most once a second, if another process has failed before the next step.
-
-        The caller passes the `PeerError` to `barrier`.
-        """
+        """Raises a `PeerError`, for `barrier`, if another process failed; asks once a second."""
         now = time.monotonic()
         if self._store is None or self._failed or now < self._next_check_seconds:
             return
@@ -234,7 +255,7 @@ class ProcessGroup:
                 self._store.set(f"{self._key}/left/{self.process_index}", "")
 
     def await_others(self, timeout_seconds: float = 30) -> None:
-        """Waits for a time until all live processes have stopped, so that files can be removed."""
+        """Waits until all live processes have stopped, so that files can be removed."""
         deadline = time.monotonic() + timeout_seconds
         while self._store is not None and time.monotonic() <= deadline:
             with contextlib.suppress(Exception):
@@ -291,7 +312,7 @@ class ProcessGroup:
         if failure is None:
             dead = self._dead_processes() - {statement.process for statement in statements}
             if dead:
-                text = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s"
+                text = f"no sign of life for {SILENCE_SECONDS:g} s"
                 failure = _Statement(min(dead), f"{text}; it was probably killed")
         return failure
 

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from orbax_safetensors_layout.options import Progress
@@ -22,10 +22,9 @@ _LINE_SECONDS = 10.0
 def progress_callback(
     progress: bool | Callable[[Progress], None], label: str = ""
 ) -> Iterator[Callable[[Progress], None] | None]:
-    """Yields the function to call after each tensor: the caller's, one that reports, or None.
+    """Yields the function to call after each tensor.
 
-    True draws a bar where stderr is a terminal and tqdm is installed, and else writes a line to it
-    every ten seconds and one at the end.
+    For True one that draws a bar where stderr is a terminal and tqdm is installed, else lines.
     """
     if callable(progress):
         yield progress
@@ -51,7 +50,7 @@ def _update_bar(bar: Any, state: Progress) -> None:
 
 
 class ProgressLines:
-    """Lines at intervals, for logs."""
+    """Writes a line every ten seconds, and one at the end of each phase, for logs."""
 
     def __init__(
         self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, label: str = ""
@@ -63,7 +62,6 @@ class ProgressLines:
         self._state: Progress | None = None
 
     def __call__(self, state: Progress) -> None:
-        """Takes a report; writes a line if the last one was ten seconds ago."""
         if self._state is not None and state.total_bytes != self._state.total_bytes:
             self.close()  # a next phase
             self._begun = self._written = self._clock()
@@ -73,7 +71,6 @@ class ProgressLines:
             self._write(state)
 
     def close(self) -> None:
-        """Writes the last line."""
         if self._state is not None:
             self._write(self._state)
 
@@ -101,25 +98,7 @@ class ProgressReport:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, name: str) -> None:
-        with self._lock:
-            self._done_bytes += nbytes
-            if self._progress is not None:
+        if self._progress is not None:
+            with self._lock:
+                self._done_bytes += nbytes
                 self._progress(Progress(self._done_bytes, self._total_bytes, name))
-
-
-def consecutive(
-    progress: Callable[[Progress], None] | None, total_bytes: Sequence[int]
-) -> Iterator[Callable[[Progress], None] | None]:
-    """Yields a callback for each of several steps, with their `total_bytes`.
-
-    Each reports the progress of all together to `progress`.
-    """
-
-    def report(before: int, state: Progress) -> None:
-        assert progress is not None
-        progress(Progress(before + state.done_bytes, sum(total_bytes), state.tensor))
-
-    before = 0
-    for nbytes in total_bytes:
-        yield None if progress is None else functools.partial(report, before)
-        before += nbytes

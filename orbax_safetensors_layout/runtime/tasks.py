@@ -10,21 +10,16 @@ from typing import Self, TypeAlias
 
 _CHECK_SECONDS = 1.0
 
-Then: TypeAlias = Callable[[], None] | None
-"""What follows from a task, on the calling thread."""
+Then: TypeAlias = Callable[[], None] | None  # what follows from a task, on the calling thread
 
 
 class Workers:
     """Threads that run tasks, a bounded number ahead, for one calling thread.
 
     The first failure ends all: later tasks are not run, and whoever waits is given its error.
-    Leaving the `with` block waits for what is running and drops what nobody took.
-
-    Args:
-        threads: How many.
-        name: Prefix of their names.
-        interrupt: Called after a failure, perhaps repeatedly: shortens what is running.
-        check: Called while the calling thread waits, about once a second; raises to end the wait.
+    Leaving the `with` block waits for what is running and drops what nobody took. `interrupt` is
+    called after a failure, perhaps repeatedly, and shortens what is running; `check` about once a
+    second while the calling thread waits, and raises to end that.
     """
 
     def __init__(
@@ -53,22 +48,16 @@ class Workers:
             self._interrupt()
         self.stop()
 
-    def submit(
-        self,
-        task: Callable[[], Then],
-        explain: Callable[[BaseException], None] = lambda error: None,
-        *,
-        wait: bool = True,
-    ) -> Future[None]:
+    def submit(self, task: Callable[[], Then], *, wait: bool = True) -> Future[None]:
         """Runs a task on a thread, and what it returns on the calling thread.
 
-        `explain` adds to an error of the task what it was about. `wait` first until just enough
-        tasks are in flight to keep all threads busy. Raises the error of an earlier task.
+        `wait` first until just enough tasks are in flight to keep all threads busy. Raises the
+        error of an earlier task.
         """
         while wait and self._in_flight >= 3 * self.threads:
             self.progress()
         self._in_flight += 1
-        return self._pool.submit(self._run, task, explain)
+        return self._pool.submit(self._run, task)
 
     def progress(self) -> bool:
         """Waits for a task, and does what follows; False if none is in flight."""
@@ -88,12 +77,10 @@ class Workers:
             return True
 
     def progress_finished(self) -> None:
-        """Does what follows from all tasks that are finished."""
         while not self._finished.empty():
             self.progress()
 
     def join(self) -> None:
-        """Waits for all tasks, and does what follows."""
         while self.progress():
             pass
 
@@ -104,7 +91,7 @@ class Workers:
         self._finished = queue.SimpleQueue()  # what is left in it holds buffers
         self._error = None  # its traceback holds this object
 
-    def _run(self, task: Callable[[], Then], explain: Callable[[BaseException], None]) -> None:
+    def _run(self, task: Callable[[], Then]) -> None:
         if self._error is not None:  # what is left out has failed, too: nobody may count on it
             raise self._error
         if self._is_stopped:
@@ -112,7 +99,6 @@ class Workers:
         try:
             then = task()
         except BaseException as error:
-            explain(error)
             with self._lock:
                 if self._error is None:
                     self._error = error

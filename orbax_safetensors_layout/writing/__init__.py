@@ -1,6 +1,6 @@
 """Executes write plans: host copies of shards into the parts of files, and their commit."""
 
-from .assemble_files import assemble_files
+from .assemble_files import assemble_files, write_mapped
 from .commit import (
     appearance_rank,
     check_is_folder,
@@ -12,4 +12,3 @@ from .folder import CheckpointFolder, write_small_files
 from .host import HostValues
 from .prepare_tree import PreparedTree
 from .write import write_parts
-from .write_mapped import write_mapped

@@ -1,8 +1,9 @@
-"""Assembles files of whole tensors from pieces, in blocks of rows."""
+"""Completes files of whole tensors, from pieces in the storage or from shards by a mapping."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,20 +11,22 @@ import numpy as np
 
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
+from orbax_safetensors_layout.mapping import AffinePiece, Piece, apply_view, assemble_box
 from orbax_safetensors_layout.options import Progress, ReadOptions
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ArraySource,
     MappedSource,
+    MappedTensors,
     RegionReads,
     WritePlan,
 )
 from orbax_safetensors_layout.reading import ArrayReader
-from orbax_safetensors_layout.runtime import ProgressReport
+from orbax_safetensors_layout.runtime import ProgressReport, allocate
 from orbax_safetensors_layout.storage import Storage
 
-from .folder import CheckpointFolder
-from .open_files import FileSet, OpenFile
+from .folder import CheckpointFolder, OpenFile
+from .host import HostValues
 
 _BLOCKS_IN_FLIGHT = 8
 _MOST_BLOCK_BYTES = 32 << 20
@@ -50,15 +53,13 @@ def assemble_files(
     sources: Mapping[str, ArraySource],
     progress: Callable[[Progress], None] | None,
 ) -> None:
-    """Completes the files that this process owns from the pieces that all have written.
-
-    The sources are the tensors: in pieces, or made of arrays in pieces.
-    """
+    """Completes the files that this process owns, of tensors in pieces or made of such arrays."""
     budget = folder.memory_budget_bytes
     blocks: list[_Block] = []
-    for file in folder.files.unfinished():
+    for file in folder.unfinished():
         file_blocks = [*_blocks(plan, file, sources, budget // _BLOCKS_IN_FLIGHT)]
-        folder.files.expect(file.plan.name, len(file_blocks))
+        folder.expect(file, len(file_blocks))
+        folder.written(file)  # no more than these
         blocks += file_blocks
     report = ProgressReport(progress, sum(block.nbytes for block in blocks))
 
@@ -68,7 +69,7 @@ def assemble_files(
         jobs = []
         for block in (blocks[number] for number in numbers):
             report.add(block.nbytes, block.entry.name)
-            write = functools.partial(_write, folder.files, block, parts[0])
+            write = functools.partial(_write, folder, block, parts[0])
             jobs.append(folder.pool.submit(write))
         return lambda: [job.result() for job in jobs]
 
@@ -76,7 +77,7 @@ def assemble_files(
         storage=storage,
         profile=ReadOptions().profile(storage.kind).within(budget),
         memory_budget_bytes=budget,
-        in_order=folder.files.appends,
+        in_order=folder.storage.appends,
     )
     regions = []
     for block in blocks:
@@ -103,9 +104,59 @@ def _blocks(
                 start += box.size * entry.dtype.bits // 8
 
 
-def _write(files: FileSet, block: _Block, values: np.ndarray) -> None:
+def _write(folder: CheckpointFolder, block: _Block, values: np.ndarray) -> None:
     data = values.reshape(-1).view(np.uint8)
     if block.entry.dtype.packed:
         data = pack_bits(data, block.entry.dtype.bits)
     block.file.write_at(block.start, [data])
-    files.written(block.file.plan.name)
+    folder.written(block.file)
+
+
+def write_mapped(
+    folder: CheckpointFolder,
+    mapped: MappedTensors,
+    values: HostValues,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    """Completes all files with tensors that a mapping makes of leaves, all of which are here.
+
+    The tensors that are filled at once fit the folder's memory budget, but for a larger one.
+    """
+    tensors: list[tuple[OpenFile, TensorEntry]] = []
+    for file in folder.unfinished():
+        entries = [entry for entry in file.plan.layout.tensors if entry.nbytes]
+        folder.expect(file, len(entries))
+        folder.written(file)  # no more than these
+        tensors += [(file, entry) for entry in entries]
+    report = ProgressReport(progress, sum(entry.nbytes for _, entry in tensors))
+    held_bytes = 0
+    lock = threading.Lock()
+
+    def read(piece: AffinePiece) -> np.ndarray:
+        return apply_view(values.shard(*mapped.held[piece.source]).reshape(-1), piece.view)
+
+    def write(
+        file: OpenFile, entry: TensorEntry, box: Box, pieces: Sequence[Piece], nbytes: int
+    ) -> None:
+        nonlocal held_bytes
+        memory, dtype = allocate(nbytes), entry.dtype.numpy
+        assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
+        data = pack_bits(memory, entry.dtype.bits) if entry.dtype.packed else memory
+        file.write_at(entry.start, [data])
+        folder.written(file)
+        report.add(entry.nbytes, entry.name)
+        with lock:
+            held_bytes -= nbytes
+
+    for file, entry in tensors:
+        expr = mapped.expressions[entry.name]
+        box = Box.whole(expr.shape)
+        pieces = expr.pull_back(box, refined=True)
+        nbytes = box.size * entry.dtype.numpy.itemsize  # unpacked
+        folder.check()
+        while held_bytes and held_bytes + nbytes > folder.memory_budget_bytes:
+            folder.pool.progress()
+        with lock:
+            held_bytes += nbytes
+        folder.pool.submit(functools.partial(write, file, entry, box, pieces, nbytes))
+    folder.pool.join()

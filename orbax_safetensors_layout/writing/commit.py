@@ -23,9 +23,8 @@ _SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 def appearance_rank(name: str) -> int | None:
     """Return when a file of a checkpoint appears; None for a file that belongs to none.
 
-    The manifest comes first, the index last. So every part of a save that a crash leaves is
-    rejected as incomplete: pieces by the manifest that names them all, numbered files by each
-    other. Where the index alone is missing, the checkpoint is complete.
+    So every part of a save that a crash leaves is rejected as incomplete: pieces by the manifest
+    that names them all, numbered files by each other. The index alone may be missing.
     """
     if name == MANIFEST:
         return 0
@@ -46,13 +45,8 @@ def commit_when_complete(
     """Yields the folder to write a checkpoint into; leaving the block commits it to `target`.
 
     All processes enter the block, and leave it when all have written or one has failed. The side
-    files of the leader count.
-
-    Raises:
-        CheckpointExistsError: The folder has a checkpoint, or another file of such a name, and
-            `overwrite` is not set.
-        StorageError: A step failed.
-        PeerError: Another process failed.
+    files of the leader count. Without `overwrite` a checkpoint, or another file of such a name, is
+    a `CheckpointExistsError`.
     """
 
     def rank(name: str) -> int | None:
@@ -97,10 +91,7 @@ def _check_target(
 
 
 def read_sidecar_files(path: str | os.PathLike[str], *, required: bool = False) -> dict[str, bytes]:
-    """Returns the side files of a Hugging Face folder, or that one file, by name.
-
-    With `required`, none is a `CheckpointNotFoundError`.
-    """
+    """Returns the side files of a Hugging Face folder, or that one file, by name."""
     storage, folder = open_storage(path)
     with storage:
         if storage.is_file(folder):

@@ -3,39 +3,80 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from orbax_safetensors_layout.format import (
     DIGESTS,
     MANIFEST,
     Manifest,
     dump_digests,
+    join_crc32,
     parse_digests,
 )
 from orbax_safetensors_layout.options import MIB, WriteOptions
-from orbax_safetensors_layout.plan import PIECES_FOLDER, WritePlan
+from orbax_safetensors_layout.plan import PIECES_FOLDER, FileWrite, WritePlan
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
-from orbax_safetensors_layout.storage import Storage, join, read_file, write_file
+from orbax_safetensors_layout.storage import (
+    ByteBuffer,
+    FileWriter,
+    Storage,
+    join,
+    read_file,
+    write_file,
+)
 
 from .commit import appearance_rank
-from .open_files import FileSet
 
 _BUDGET_BYTES = 256 * MIB  # of a save that names none: copies from devices, and pieces
 
 
+class OpenFile:
+    """A file that is being written, by many threads; they compute the CRC-32, if it has a digest.
+
+    It is complete when no write is pending; the first counts until all writes are known.
+    """
+
+    def __init__(self, plan: FileWrite, writer: FileWriter, *, durable: bool, digest: bool) -> None:
+        self.plan = plan
+        self.durable = durable
+        self.pending_writes = 1
+        self._writer = writer
+        self._digest = digest
+        self._ranges: list[tuple[int, int, int]] = []  # first byte, bytes, CRC-32
+        self._lock = threading.Lock()
+
+    def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
+        value = length = 0
+        for buffer in buffers if self._digest else ():
+            value = zlib.crc32(cast(memoryview, buffer), value)  # releases the GIL
+            length += buffer.nbytes
+        self._writer.write_at(offset, buffers)
+        if self._digest:
+            with self._lock:
+                self._ranges.append((offset, length, value))
+
+    def finish(self) -> int | None:
+        """Completes the file; returns the CRC-32."""
+        try:
+            self._writer.finish()
+        except BaseException:
+            self.abort()
+            raise
+        return join_crc32(self._ranges, self.plan.layout.size) if self._digest else None
+
+    def abort(self) -> None:
+        self._writer.abort()
+
+
 class CheckpointFolder:
-    """A folder that the processes of a save fill.
+    """A folder, which exists, that the processes of a save fill.
 
     `begin` writes the manifest and the side files; then come files of tensors; `complete` writes
     what makes them one checkpoint. See `commit.appearance_rank`.
-
-    Attributes:
-        path: The folder, which exists.
-        files: The files of tensors that this process has begun.
-        pool: Threads that write them.
-        memory_budget_bytes: Host bytes of values that are held at once.
     """
 
     def __init__(
@@ -44,11 +85,14 @@ class CheckpointFolder:
         self.path = path
         self.storage = storage
         self.group = group
-        self.files = FileSet(storage, path, durable=options.fsync, digest=options.digests)
         self.pool = Workers(options.writers, "safetensors-write", storage.interrupt, self.check)
+        # Of values that are held at once.
         self.memory_budget_bytes = options.memory_budget_bytes or _BUDGET_BYTES
-        self._durable = options.fsync
-        self._digests = options.digests
+        self.bytes_written = 0  # of complete files of tensors
+        self._options = options
+        self._open: list[OpenFile] = []
+        self._lock = threading.Lock()
+        self._digests: dict[str, int] = {}  # of complete files, by name
         self._small_files: set[str] = set()
         self._doing = "saving"
 
@@ -65,7 +109,6 @@ class CheckpointFolder:
                 raise
 
     def check(self) -> None:
-        """Raises, at most once a second, if another process has failed."""
         self.group.check(self._doing)
 
     def begin(
@@ -74,10 +117,7 @@ class CheckpointFolder:
         sidecar_files: Mapping[str, bytes],
         fingerprint: Fingerprint | None,
     ) -> str:
-        """Agrees on what is saved, and writes the manifest and the side files.
-
-        Returns the id of the save, the same on all processes.
-        """
+        """Agrees on what is saved, writes manifest and side files, returns the id of the save."""
         save_id = uuid.uuid4().hex
         error: BaseException | None = None
         try:
@@ -85,7 +125,7 @@ class CheckpointFolder:
                 files = dict(sidecar_files)
                 if manifest is not None:
                     files = {MANIFEST: manifest.stamped(save_id).to_json()} | files
-                    self.files.digests[MANIFEST] = zlib.crc32(files[MANIFEST])
+                    self._digests[MANIFEST] = zlib.crc32(files[MANIFEST])
                 self._write(files)
         except BaseException as problem:
             error = problem
@@ -94,20 +134,53 @@ class CheckpointFolder:
             "agreeing on what is saved", error, agree=fingerprint, broadcast=save_id
         )
 
+    def begin_file(self, plan: FileWrite) -> OpenFile:
+        """Creates a file and writes its header; temporary files are not durable."""
+        stays = not plan.is_temporary
+        durable, digest = self._options.fsync and stays, self._options.digests and stays
+        writer = self.storage.create(join(self.path, plan.name), plan.layout.size, durable=durable)
+        file = OpenFile(plan, writer, durable=durable, digest=digest)
+        with self._lock:
+            self._open.append(file)
+        file.write_at(0, [memoryview(bytearray(plan.layout.header))])
+        return file
+
+    def expect(self, file: OpenFile, writes: int) -> None:
+        with self._lock:
+            file.pending_writes += writes
+
+    def written(self, file: OpenFile) -> None:
+        """Counts a pending write of a file as done; the last completes it."""
+        with self._lock:
+            file.pending_writes -= 1
+            if file.pending_writes:
+                return
+            self._open.remove(file)
+        digest = file.finish()
+        with self._lock:
+            self.bytes_written += file.plan.layout.size
+            if digest is not None:
+                self._digests[file.plan.name] = digest
+
+    def unfinished(self) -> list[OpenFile]:
+        with self._lock:
+            return [*self._open]
+
     def make_pieces_folder(self) -> None:
-        """Makes the folder of what only the processes themselves read; `complete` removes it."""
+        """Makes the folder of what only these processes read; `complete` removes it."""
         self.storage.make_folder(join(self.path, PIECES_FOLDER))
 
     def leave_digests(self) -> None:
         """Leaves the checksums of this process's files to the leader, for `complete`."""
-        if self._digests and not self.group.is_leader:
+        if self._options.digests and not self.group.is_leader:
             self.make_pieces_folder()
-            self._write({_own_digests(self.group.process_index): dump_digests(self.files.digests)})
+            self._write({_own_digests(self.group.process_index): dump_digests(self._digests)})
 
     def close(self) -> None:
-        """Stops the threads, and drops files that are not complete."""
         self.pool.stop()
-        self.files.abort()
+        for file in self._open:
+            file.abort()
+        self._open.clear()
 
     def complete(self, plan: WritePlan) -> None:
         """Checks what all have written, writes index and digests, removes temporary files."""
@@ -119,18 +192,17 @@ class CheckpointFolder:
 
     def _complete(self, plan: WritePlan) -> None:
         files = plan.index()
-        if self._digests:
-            digests = {name: zlib.crc32(data) for name, data in files.items()}
-            digests |= self.files.digests
+        if self._options.digests:
+            digests = {name: zlib.crc32(data) for name, data in files.items()} | self._digests
             for process in range(1, plan.process_count):
                 file = join(self.path, _own_digests(process))
                 digests |= parse_digests(read_file(self.storage, file, "the digests"), file=file)
             files[DIGESTS] = dump_digests(digests)
         self._write(files)
         self._remove_strays(plan)
-        if plan.exchanges or self._digests:
+        if plan.exchanges or self._options.digests:
             self.storage.remove(join(self.path, PIECES_FOLDER))
-        if self._durable:
+        if self._options.fsync:
             self.storage.flush_folder(self.path)
 
     def _remove_strays(self, plan: WritePlan) -> None:
@@ -142,7 +214,7 @@ class CheckpointFolder:
 
     def _write(self, files: Mapping[str, bytes]) -> None:
         self._small_files.update(files)
-        write_small_files(self.storage, self.path, files, durable=self._durable)
+        write_small_files(self.storage, self.path, files, durable=self._options.fsync)
 
 
 def _own_digests(process: int) -> str:
@@ -152,6 +224,6 @@ def _own_digests(process: int) -> str:
 def write_small_files(
     storage: Storage, folder: str, files: Mapping[str, bytes], *, durable: bool
 ) -> None:
-    """Writes files from memory, each of which appears complete."""
+    """Writes files, each of which appears complete."""
     for name, data in files.items():
         write_file(storage, join(folder, name), data, durable=durable)

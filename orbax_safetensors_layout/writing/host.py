@@ -26,10 +26,9 @@ _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
 class HostValues:
     """The values of leaves that this process holds, one numpy array a shard.
 
-    On the CPU backend the arrays are views of the shards' own memory: JAX does not reuse it while
-    they live, also not for a donated array (seen with jax 0.7 to 0.12; `test_save_v0.py` checks
-    it). From other devices they are brought over when asked for. Numpy arrays, too, are views,
-    until `capture` says that the caller may overwrite them.
+    On the CPU backend they are views of the shards' own memory: JAX does not reuse it while they
+    live, also not for a donated array (seen with jax 0.7 to 0.12; `test_save_v0.py` checks it).
+    Of numpy arrays, too, until `capture`: then the caller may overwrite these.
     """
 
     def __init__(self, values: Sequence[Any], leaves: Sequence[LeafWrite]) -> None:
@@ -119,7 +118,7 @@ class HostValues:
         return lambda: [np.asarray(shard) for shard in shards]
 
     def _shard_numbers(self, array: jax.Array) -> dict[Box, int]:
-        """Return which addressable shard holds a box, computed once for each sharding and shape."""
+        """Return which addressable shard holds each box, equal shardings and shapes once."""
         key = (array.sharding, array.shape)
         if key not in self._numbers:
             numbers: dict[Box, int] = {}
@@ -134,7 +133,7 @@ class HostValues:
         return self._numbers[key]
 
     def shard(self, leaf: int, held: int) -> np.ndarray:
-        """Return the contiguous values of a box of a leaf, by its number among those of all."""
+        """Return contiguous values of a box, by its number among those of all processes."""
         members = self._captured.get((leaf, (held,)))
         if members is None:
             part = self.box_part(leaf, held)
@@ -146,15 +145,12 @@ class HostValues:
         return members[0]
 
     def box_part(self, leaf: int, held: int) -> FilePart:
-        """Return a box of a leaf as a part that belongs to no file."""
+        """Return a box as a part that belongs to no file."""
         box = self._leaves[leaf].held.boxes[held]
         return FilePart(leaf, Tile.alone(box, held), self._leaves[leaf].tensor.dtype, 0, 0)
 
     def capture(self, parts: Sequence[FilePart], budget_bytes: int | None) -> None:
-        """Brings the members of all `parts` to the host now, in order, as far as a budget allows.
-
-        After `wait_captured` the caller may overwrite, donate or delete the arrays.
-        """
+        """Brings members of all `parts` to the host now, in order, as far as a budget allows."""
         self._copies = True
         held, begun, left = 0, [], 0
         for part in parts:
@@ -171,20 +167,12 @@ class HostValues:
             self.release()
 
     def wait_captured(self, timeout_seconds: float | None = None) -> bool:
-        """Waits until all that `capture` left out is on the host."""
+        """Waits until all that `capture` left out is on the host; returns whether it is."""
         return self._all_captured.wait(timeout_seconds)
 
     def release(self) -> None:
-        """Drops the arrays, and ends `wait_captured`."""
-        self._values = [_Nothing(value) for value in self._values]
+        self._values = [None] * len(self._values)
         self._all_captured.set()
-
-
-class _Nothing:
-    """Replaces a captured value, which is no longer kept alive and costs no more memory."""
-
-    def __init__(self, value: Any) -> None:
-        self.dtype = value.dtype
 
 
 def _on_host(array: jax.Array) -> bool:
@@ -218,8 +206,7 @@ def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:
     for shard in shards:
         device: Any = next(iter(shard.sharding.addressable_devices))
         kinds = {memory.kind for memory in device.addressable_memories()}
-        kind = "pinned_host" if "pinned_host" in kinds else None
-        if kind is None:
+        if "pinned_host" not in kinds:
             return [shard.copy() for shard in shards]
-        targets.append(SingleDeviceSharding(device, memory_kind=kind))
+        targets.append(SingleDeviceSharding(device, memory_kind="pinned_host"))
     return list(jax.device_put(list(shards), targets))

@@ -23,40 +23,32 @@ from orbax_safetensors_layout.plan import FilePart, LeafWrite
 from orbax_safetensors_layout.runtime import Bytes
 from orbax_safetensors_layout.storage import ByteBuffer
 
-STAGING_BYTES = 1 << 20
-"""A block of staged rows: what a core's cache holds."""
-
-_LONGEST_ROW_BYTES = 8 * STAGING_BYTES  # longer ones are cut, and copied element by element
+_STAGING_BYTES = 1 << 20  # a block of staged rows: what a core's cache holds
+_LONGEST_ROW_BYTES = 8 * _STAGING_BYTES  # longer ones are cut, and copied element by element
 
 FetchShards = Callable[[], Sequence[np.ndarray]]
 
 
 class TileRows(NamedTuple):
-    """How a tile is cut into rows that can be staged: all dimensions up to `axis` are unrolled.
+    """How a tile is cut into rows that can be staged."""
 
-    Attributes:
-        axis: The last dimension that is unrolled; -1 for a 0-d tile.
-        elements: Elements of a row.
-        block: Rows that are staged together.
-    """
-
-    axis: int
-    elements: int
-    block: int
+    axis: int  # the last dimension that is unrolled; -1 for a 0-d tile
+    elements: int  # of a row
+    block: int  # rows that are staged together
 
     @classmethod
     def of(cls, shape: tuple[int, ...], row_bits: int, group: int) -> TileRows:
-        """Return the rows of a tile; blocks have a multiple of `group` elements."""
+        """Return the rows of a tile; blocks have a multiple of `group` rows."""
         if not shape:
             return cls(-1, 1, 1)
         # A row has the innermost dimension whole, so that it can be copied as wide elements.
         axis = 0
-        while axis < len(shape) - 2 and math.prod(shape[axis + 1 :]) * row_bits > STAGING_BYTES:
+        while axis < len(shape) - 2 and math.prod(shape[axis + 1 :]) * row_bits > _STAGING_BYTES:
             axis += 1
         if axis == len(shape) - 2 and shape[-1] * row_bits > 8 * _LONGEST_ROW_BYTES:
             axis += 1
         elements = math.prod(shape[axis + 1 :])
-        block = max(1, STAGING_BYTES * 8 // max(1, elements * row_bits))
+        block = max(1, _STAGING_BYTES * 8 // max(1, elements * row_bits))
         block = -(-block // group) * group
         return cls(axis, elements, block)
 
@@ -73,7 +65,6 @@ class PartBytes:
         part: FilePart,
         leaf: LeafWrite,
         fetch: FetchShards,
-        *,
         in_order: bool,
         held_bytes: int,
     ) -> None:
@@ -98,22 +89,16 @@ class PartBytes:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the largest staged block; of a direct part, no bound."""
         return self.rows.block * self.rows.elements * self.part.dtype.bits // 8
 
-    def buffers(self, start: int, stop: int, scratch: Bytes | None) -> list[ByteBuffer]:
-        """Return the part's bytes `start` to `stop`.
-
-        Of a staged part these are whole blocks of rows, which it puts into `scratch`.
-        """
+    def buffers(self, start: int, stop: int, scratch: Bytes) -> list[ByteBuffer]:
+        """Return bytes `start` to `stop` of the part; if staged, whole blocks in `scratch`."""
         members = self._wait()
         if not self.staged:
             return _concatenated(members, start, stop)
-        assert scratch is not None
         return [self._stage(members, start, stop, scratch)]
 
     def drop(self) -> None:
-        """Drops the members, when all is written."""
         self._members = []
 
     def _wait(self) -> list[np.ndarray]:

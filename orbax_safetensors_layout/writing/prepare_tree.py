@@ -48,19 +48,12 @@ _RESERVED = "__metadata__"
 
 
 class PreparedTree(NamedTuple):
-    """A tree that is to be saved.
-
-    Attributes:
-        leaves: Its tensors.
-        values: The value of each: a `jax.Array`, a numpy array, or an abstract array.
-        node: Its structure, with what is not a tensor.
-        shardings: The shardings that `node` names by number.
-    """
+    """A tree that is to be saved."""
 
     leaves: list[LeafWrite]
-    values: list[Any]
-    node: Node
-    shardings: tuple[ShardingRecord, ...]
+    values: list[Any]  # of each leaf: a `jax.Array`, a numpy array, or an abstract array
+    node: Node  # its structure, with what is not a tensor
+    shardings: tuple[ShardingRecord, ...]  # which `node` names by number
 
     @classmethod
     def parse(
@@ -72,20 +65,11 @@ class PreparedTree(NamedTuple):
         dtypes: Sequence[Any] | None = None,
         mapping: LeafMapping | None = None,
     ) -> PreparedTree:
-        """Reads a tree, as `save` and `plan_save` take it.
+        """Reads a tree, as `save` and `plan_save` take it; all leaves that cannot be saved raise.
 
-        Args:
-            tree: The tree.
-            options: How to write.
-            shards: The processes.
-            dtypes: For each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
-                the options say; None for the usual. Not with a mapping.
-            mapping: What the leaves are made of. The tensors that it takes get the dtype of the
-                options then, not the leaves.
-
-        Raises:
-            InvalidArgumentError: The tree is an empty container.
-            SafetensorsLayoutError: Leaves that cannot be saved, or two of one name; names all.
+        `dtypes` has for each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
+        the options say; None for the usual. With a mapping there are none, and the tensors that it
+        takes get the dtype of the options, not the leaves.
         """
         if mapping is not None:
             check_mapping(mapping)
@@ -106,18 +90,10 @@ class PreparedTree(NamedTuple):
     def plan(
         self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards
     ) -> tuple[WritePlan, MappedTensors | None]:
-        """Plans what a process writes, and with a mapping what the files' tensors are made of.
-
-        Raises:
-            ValueError: The options say what only holds without a mapping.
-            MappingError: The mapping does not invert, or does not fit.
-        """
-        index, count = shards.process_index, shards.process_count
+        """Plans what a process writes, and with a mapping what the files' tensors are made of."""
+        processes = {"process_index": shards.process_index, "process_count": shards.process_count}
         if mapping is None:
-            plan = plan_writes(
-                self.leaves, options=options, process_index=index, process_count=count
-            )
-            return plan, None
+            return plan_writes(self.leaves, options=options, **processes), None
         if options.layout != "hf":
             raise ValueError(
                 "A save through a mapping has layout 'hf': leave out WriteOptions.layout."
@@ -128,9 +104,7 @@ class PreparedTree(NamedTuple):
                 f"a save through a mapping takes arrays alone, and these are not: {values[:10]}",
                 hint="Save the parameters alone.",
             )
-        return plan_mapped_writes(
-            self.leaves, mapping, options=options, process_index=index, process_count=count
-        )
+        return plan_mapped_writes(self.leaves, mapping, options=options, **processes)
 
     def check_concrete(self) -> None:
         """Raises for abstract and deleted arrays, which can be planned but not written."""

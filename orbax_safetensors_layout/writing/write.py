@@ -11,18 +11,16 @@ import itertools
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from typing import NamedTuple
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.options import MIB, Progress
 from orbax_safetensors_layout.plan import FileWrite, WritePlan
 from orbax_safetensors_layout.runtime import Bytes, ProgressReport, align, allocate
 from orbax_safetensors_layout.storage import ByteBuffer
 
-from .folder import CheckpointFolder
+from .folder import CheckpointFolder, OpenFile
 from .host import HostValues
-from .open_files import OpenFile
 from .parts import PartBytes
 
 _JOB_BYTES = 8 * MIB
@@ -42,8 +40,6 @@ def write_parts(
 
 
 class _Segment(NamedTuple):
-    """Bytes `start` to `stop` of a part."""
-
     source: PartBytes
     start: int
     stop: int
@@ -59,13 +55,11 @@ class _PartWriter:
         values: HostValues,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._check = folder.check
+        self._folder = folder
+        self._pool = folder.pool
         self._plans = [*plan.writes()]
         self._leaves = plan.leaves
         self._values = values
-        self._files = folder.files
-        self._pool = folder.pool
-        self._budget = folder.memory_budget_bytes
         self._scratch = threading.local()
         self._lock = threading.Lock()
         self._held_bytes = 0
@@ -76,7 +70,9 @@ class _PartWriter:
         # A file system lets one write at a time into a file, so as many files as there are threads
         # take turns.
         files = (self._write_file(plan) for plan in self._plans)
-        begun = [*itertools.islice(files, 1 if self._files.appends else self._pool.threads)]
+        begun = [
+            *itertools.islice(files, 1 if self._folder.storage.appends else self._pool.threads)
+        ]
         while begun:
             is_full = True
             for file in [*begun]:
@@ -91,31 +87,23 @@ class _PartWriter:
 
     def _write_file(self, plan: FileWrite) -> Iterator[bool]:
         """Submits a job of a file in each turn; yields False while the budget has no room."""
-        file = self._files.begin(plan)
-        jobs = []
+        file = self._folder.begin_file(plan)
         for segments in self._segments(plan):
             if segments:
-                jobs.append(self._submit(file, segments))
+                self._submit(file, segments)
             yield bool(segments)
         if not plan.gathered:
-            self._pool.submit(functools.partial(self._finish, plan.name, jobs))
-
-    def _finish(self, name: str, jobs: Sequence[Future[None]]) -> None:
-        # The pool takes jobs in order, so those of this file have all been started.
-        wait(jobs)
-        if all(job.exception() is None for job in jobs):
-            self._files.finish(name)
+            self._pool.submit(functools.partial(self._folder.written, file))
 
     def _segments(self, plan: FileWrite) -> Iterator[list[_Segment]]:
         """Yields the segments of each job: a piece of a large part, or several small neighbours.
 
-        Yields an empty list while the budget has no room, for the caller to wait.
+        Yields an empty list while the budget has no room.
         """
         pending: list[_Segment] = []
         first = 0
-        for part in itertools.chain.from_iterable(
-            self._values.cut(part, self._budget) for part in plan.parts
-        ):
+        budget = self._folder.memory_budget_bytes
+        for part in (slab for whole in plan.parts for slab in self._values.cut(whole, budget)):
             size = part.stop - part.start
             adjoins = pending and pending[-1].source.part.stop == part.start
             held = self._values.held_bytes(part)
@@ -127,20 +115,16 @@ class _PartWriter:
                 yield []
             with self._lock:
                 self._held_bytes += held
-            source = PartBytes(
-                part,
-                self._leaves[part.leaf],
-                self._values.begin(part),
-                in_order=self._values.in_order(part),
-                held_bytes=held,
-            )
-            step = _JOB_BYTES
-            if source.staged:
-                step = max(1, _JOB_BYTES // source.block_bytes) * source.block_bytes
+            in_order = self._values.in_order(part)
+            fetch = self._values.begin(part)
+            source = PartBytes(part, self._leaves[part.leaf], fetch, in_order, held)
             if size < _JOB_BYTES:
                 first = first if pending else part.start
                 pending.append(_Segment(source, 0, size))
                 continue
+            step = _JOB_BYTES
+            if source.staged:
+                step = max(1, step // source.block_bytes) * source.block_bytes
             for start in range(0, size, step):
                 yield [_Segment(source, start, min(start + step, size))]
         if pending:
@@ -149,24 +133,20 @@ class _PartWriter:
     def _has_room(self, held: int) -> bool:
         with self._lock:
             used = self._held_bytes
-        return not held or not used or used + held <= self._budget
+        return not held or not used or used + held <= self._folder.memory_budget_bytes
 
-    def _submit(self, file: OpenFile, segments: list[_Segment]) -> Future[None]:
-        self._check()
-        return self._pool.submit(functools.partial(self._write, file, segments))
+    def _submit(self, file: OpenFile, segments: list[_Segment]) -> None:
+        self._folder.check()
+        self._folder.expect(file, 1)
+        self._pool.submit(functools.partial(self._write, file, segments))
 
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
-        try:
+        name = self._leaves[segments[0].source.part.leaf].tensor.name
+        with explained(f"while saving {name!r} to {file.plan.name}", name):
             for offset, buffers in self._batches(segments, file.durable):
                 file.write_at(offset, buffers)
-        except BaseException as error:
-            leaf = self._leaves[segments[0].source.part.leaf]
-            if not isinstance(error, SafetensorsLayoutError):
-                error.add_note(f"while saving {leaf.tensor.name!r} to {file.plan.name}")
-            elif error.tensor is None:
-                error.tensor = leaf.tensor.name
-            raise
         self._release(segments)
+        self._folder.written(file)
 
     def _batches(
         self, segments: Sequence[_Segment], durable: bool
@@ -188,11 +168,8 @@ class _PartWriter:
         scratch, used = self._take(staged, first), 0
         buffers: list[ByteBuffer] = []
         for source, start, stop in segments:
-            if source.staged:
-                buffers += source.buffers(start, stop, scratch[used:])
-                used += align(stop - start)
-            else:
-                buffers += source.buffers(start, stop, None)
+            buffers += source.buffers(start, stop, scratch[used:])
+            used += align(stop - start) if source.staged else 0
         yield first, buffers
 
     def _take(self, nbytes: int, offset: int) -> Bytes:

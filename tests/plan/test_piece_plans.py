@@ -20,7 +20,7 @@ from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strid
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
 from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
-from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.reading.read import PlanReader
 from orbax_safetensors_layout.sharding.holders import AddressableShards
 
 LOCAL = osl.ReadOptions().profile("local")
@@ -194,7 +194,7 @@ def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
 
     with RecordingStorage() as storage:
         storage.before_read = before_read
-        read_leaves(found, storage, deliver=deliver, convert=lambda n, v: v)
+        PlanReader(found, storage, deliver=deliver, convert=lambda n, v: v).run()
     assert sorted(set(released)) == [*"abcdef"]
     assert max(most) <= 3
     # Where arrays keep their buffers, the files come one after the other.

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.catalog.catalog import Catalog
 from orbax_safetensors_layout.options import PROFILES, ReadOptions
 from orbax_safetensors_layout.plan.leaf_reads import LeafRead
 from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.reading.read import PlanReader
 from orbax_safetensors_layout.sharding.holders import AddressableShards
 from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Partition
 from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
@@ -85,7 +85,7 @@ def test_the_share_of_one_process_is_what_it_reads(model, name, process):
         def deliver(number, boxes, parts):
             held[0] += sum(part.nbytes for part in parts)
 
-        read_leaves(plan, storage, deliver=deliver, convert=lambda _, values: values)
+        PlanReader(plan, storage, deliver=deliver, convert=lambda _, values: values).run()
     cost = found.costs[process]
     assert sum(stop - start for _, start, stop in storage.ranges) == cost.read_bytes
     assert len(storage.ranges) == cost.requests

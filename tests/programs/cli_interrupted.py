@@ -3,9 +3,9 @@ import signal
 import sys
 
 from orbax_safetensors_layout.cli import main
-from orbax_safetensors_layout.writing.open_files import FileSet
+from orbax_safetensors_layout.writing.folder import CheckpointFolder
 
-begin = FileSet.begin
+begin = CheckpointFolder.begin_file
 
 
 def interrupted(self, plan):
@@ -14,5 +14,5 @@ def interrupted(self, plan):
     return found
 
 
-FileSet.begin = interrupted
+CheckpointFolder.begin_file = interrupted
 sys.exit(main(sys.argv[1:]))

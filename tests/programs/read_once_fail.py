@@ -13,10 +13,10 @@ def main(path, guilty, where):
 
     import orbax_safetensors_layout as osl
     from orbax_safetensors_layout.reading.all_gather import SendBuffer
-    from orbax_safetensors_layout.runtime import heartbeat
+    from orbax_safetensors_layout.runtime import process_group
     from orbax_safetensors_layout.storage.local import LocalStorage
 
-    heartbeat.SILENCE_SECONDS = 5.0
+    process_group.SILENCE_SECONDS = 5.0
     mine = jax.process_index() == guilty
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {

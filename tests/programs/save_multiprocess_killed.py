@@ -10,11 +10,11 @@ import orbax_safetensors_layout as osl
 def main(path, target, kind, process):
     import signal
 
-    from orbax_safetensors_layout.runtime import heartbeat
+    from orbax_safetensors_layout.runtime import process_group
     from orbax_safetensors_layout.save import PreparedSave
     from orbax_safetensors_layout.storage.local_write import LocalFileWriter, ResumableFile
 
-    heartbeat.SILENCE_SECONDS = 5.0
+    process_group.SILENCE_SECONDS = 5.0
     tree = make_tree(path, "replicated")
     osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))
     if jax.process_index() == process:

@@ -26,7 +26,7 @@ import orbax_safetensors_layout.reading.read as read_module
 import orbax_safetensors_layout.runtime.memory as buffers_module
 from orbax_safetensors_layout.options import PROFILES
 from orbax_safetensors_layout.reading import tile_buffers
-from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.reading.read import PlanReader
 from orbax_safetensors_layout.runtime.memory import (
     HUGE_PAGE_BYTES,
     SLOT_ALIGNMENT,
@@ -253,7 +253,7 @@ def test_memory_budget_bounds_what_is_held(tmp_path, monkeypatch):
 
     with RecordingStorage() as storage:
         storage.before_read = before_read
-        read_leaves(plan, storage, deliver=deliver, convert=lambda n, v: v)
+        PlanReader(plan, storage, deliver=deliver, convert=lambda n, v: v).run()
     assert sorted(released) == list(range(8))
     assert max(most) <= 2
 

@@ -13,7 +13,7 @@ import pytest
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.reading import replica_exchange
-from orbax_safetensors_layout.runtime import heartbeat, process_group
+from orbax_safetensors_layout.runtime import process_group
 from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 
 PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
@@ -352,8 +352,8 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
 
 def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
     """Also where others have failed already because they need it; not the others' failure."""
-    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(process_group, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(process_group, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         group.barrier("a first step")
@@ -375,8 +375,8 @@ def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
 
 
 def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
-    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(process_group, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(process_group, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         group.barrier("a first step")
@@ -394,8 +394,8 @@ def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
 
 
 def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
-    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(process_group, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         if group.process_index == 1:

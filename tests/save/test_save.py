@@ -39,7 +39,6 @@ from orbax_safetensors_layout.runtime.tasks import Workers
 from orbax_safetensors_layout.sharding.holders import GlobalShards
 from orbax_safetensors_layout.storage.local import LocalStorage
 from orbax_safetensors_layout.writing.folder import CheckpointFolder
-from orbax_safetensors_layout.writing.open_files import FileSet
 from orbax_safetensors_layout.writing.write import _PartWriter, write_parts
 
 P = PartitionSpec
@@ -1019,8 +1018,10 @@ def test_the_memory_budget_is_kept(tmp_path, budget):
 def test_files_are_written_side_by_side(tmp_path, monkeypatch):
     """As many as there are threads, where the storage writes anywhere in a file."""
     events = []
-    begin, submit = FileSet.begin, _PartWriter._submit
-    monkeypatch.setattr(FileSet, "begin", lambda s, p: (events.append(p.name), begin(s, p))[1])
+    begin, submit = CheckpointFolder.begin_file, _PartWriter._submit
+    monkeypatch.setattr(
+        CheckpointFolder, "begin_file", lambda s, p: (events.append(p.name), begin(s, p))[1]
+    )
     monkeypatch.setattr(
         _PartWriter, "_submit", lambda s, f, x: (events.append(f.plan.name), submit(s, f, x))[1]
     )
@@ -1115,7 +1116,7 @@ def most_live(folder, threads, budget, large, file_count=1):
         plan = WritePlan(tuple(leaves), (), tuple(plans), None, None, 0, 1)
         write_parts(made, plan, values, None)
         made.close()
-    assert made.files.bytes_written == sum(plan.layout.size for plan in plans)
+    assert made.bytes_written == sum(plan.layout.size for plan in plans)
     for plan in plans:
         assert (folder / plan.name).stat().st_size == plan.layout.size
         for name, raw in raw_file(folder / plan.name).items():

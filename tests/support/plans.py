@@ -15,7 +15,7 @@ from orbax_safetensors_layout.format.pieces import piece_name
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, WritePlan, plan_writes
-from orbax_safetensors_layout.reading.read import read_leaves
+from orbax_safetensors_layout.reading.read import PlanReader
 from orbax_safetensors_layout.sharding.holders import GlobalShards
 
 DATA_ALIGNMENT = 4096
@@ -211,5 +211,5 @@ def read_all(plan, storage):
             assert (number, box) not in values, "delivered once"
             values[number, box] = part.copy()
 
-    read_leaves(plan, storage, deliver=deliver, convert=lambda n, v: v)
+    PlanReader(plan, storage, deliver=deliver, convert=lambda n, v: v).run()
     return values
