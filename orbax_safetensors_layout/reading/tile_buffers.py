@@ -35,10 +35,10 @@ class BufferSlice(NamedTuple):
 
     def members(self, dtype: DType) -> list[np.ndarray]:
         """Each member as an array over the memory; packed ones as their bytes."""
-        layout, (memory, begin) = self.region.layout, self.room
+        layout, begin, data = self.region.layout, self.room.begin, self.room.memory.data
         stored = np.dtype(np.uint8) if dtype.packed else dtype.numpy
         slots = range(begin, begin + layout.memory_bytes, layout.slot_bytes)
-        return [np.ndarray(layout.member_shape, stored, memory.data, slot) for slot in slots]
+        return [np.ndarray(layout.member_shape, stored, data, slot) for slot in slots]
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where bytes `start` to `stop` of a direct region are in the memory, half-open."""
