@@ -1,7 +1,6 @@
-"""Checks what users give to expressions and rules.
+"""Checks what users give to expressions and rules, and returns it as the type that is meant.
 
-Each function returns the value as the type that is meant; another one is refused with a
-`MappingError` that names `what`, the function of the user's that takes it.
+Others are refused with a `MappingError` that names `what`, the user's function that takes it.
 """
 
 from __future__ import annotations

@@ -48,10 +48,8 @@ def whole_range(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return values in an integer dtype or as booleans, and for each whether it is kept.
-
-    Checked by range, not by a round trip: C leaves the cast of a number out of range undefined.
-    """
+    """Return values in an integer dtype or as booleans, and for each whether it is kept."""
+    # By range, not by a round trip: C leaves the cast of a number out of range undefined.
     low, high = whole_range(dtype)
     kept = np.ones(values.shape, np.bool_)
     if not is_whole(values.dtype):
@@ -82,14 +80,11 @@ def rounded(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def assign(target: np.ndarray, values: np.ndarray) -> None:
-    """`target[...] = values`, also between small dtypes of which ml_dtypes has no cast.
-
-    Those go through float32, which holds every value of both.
-    """
+    """`target[...] = values`, also between small dtypes of which ml_dtypes has no cast."""
     with np.errstate(all="ignore"):
         try:
             target[...] = values
-        except TypeError:
+        except TypeError:  # float32 holds every value of both
             target[...] = values.astype(np.float32)
 
 

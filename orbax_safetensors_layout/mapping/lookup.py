@@ -33,10 +33,7 @@ _FAMILIES = families.TARGETS["plain"]
 
 
 def find_mapping(name: str, config: Config | None = None) -> Mapping:
-    """Return the mapping of a name, which is one of `FORMS`; families need `config`.
-
-    An attribute is a `Mapping`, or a function that makes one of `config`.
-    """
+    """Return the mapping of a name, one of `FORMS`; families and functions take `config`."""
     before, colon, after = name.partition(":")
     if before == _AUTO or before in _FAMILIES:
         return _family(before, after if colon else "plain", config)

@@ -168,18 +168,18 @@ class Mapping:
         """
         files = self._specs(checkpoint, None)
         patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out), *self._spare]
-        taken = set(self.needs(files))
+        taken = set(self.needs(files.names))
         lost = [
             name
-            for name in files
+            for name in files.names
             if name not in taken and not any(pattern.fullmatch(name) for pattern in patterns)
         ]
         if lost:
             kinds = list(dict.fromkeys(pattern_of(name) for name in lost))
             more = f", and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
             raise MappingError(
-                f"what is saved would lack {len(lost)} of the checkpoint's {len(files)} tensors,"
-                " which no rule takes",
+                f"what is saved would lack {len(lost)} of the checkpoint's {len(files.names)}"
+                " tensors, which no rule takes",
                 found=", ".join(map(repr, kinds[:_MOST_KINDS])) + more,
                 hint="If it may, say so: mapping.like(path, leave_out=['vision_tower.*', ...]);"
                 " other programs then find these weights missing. Else add rules for them.",
@@ -249,7 +249,8 @@ class InverseMapping:
         """Return the tensors to save: those of `like`, and others of inferred shapes."""
         inferred: dict[str, InferredTensor] = {}
         files = self.mapping.files
-        targets, _, problems = match_rules(self.mapping.rules, files or TensorSpecs({}), shapes)
+        own = TensorSpecs({}) if files is None else files
+        targets, _, problems = match_rules(self.mapping.rules, own, shapes)
         taken = {leaf: set(rule.patterns(captures)) for leaf, rule, captures in targets}
         for leaf, rule, captures in targets:
             other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
@@ -266,10 +267,9 @@ class InverseMapping:
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             raise mapping_error("The mapping cannot save", problems, names)
-        specs = {name: tensor.spec() for name, tensor in inferred.items()}
-        if files is None:
-            return TensorSpecs(specs)
-        return TensorSpecs({**specs, **dict(files.known())}, [*files, *specs], files.pieces)
+        # As small as they can be.
+        specs = {name: (tuple(n for n, _ in t.shape), t.dtype) for name, t in inferred.items()}
+        return TensorSpecs({**specs, **own}, [*own.names, *specs], own.pieces)
 
 
 def check_mapping(mapping: object) -> None:
@@ -287,7 +287,7 @@ def fingerprint(mapping: Mapping) -> str:
     Unlike the `repr` of an expression it covers all indices. Functions count by their names.
     """
     rules = [_encoded(rule) for rule in mapping.rules]
-    files = None if mapping.files is None else [*mapping.files.known()]
+    files = None if mapping.files is None else [*mapping.files.items()]
     parts = (rules, (*mapping.buffers, *mapping.ignore), mapping.strict, files)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

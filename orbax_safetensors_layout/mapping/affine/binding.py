@@ -55,10 +55,7 @@ class BoundMapping:
 
 @dataclasses.dataclass(slots=True)
 class Binder:
-    """Binds rules to a checkpoint's tensors and a model's leaves, and collects problems.
-
-    Without leaves these are the ones that the checkpoint gives.
-    """
+    """Binds rules to a checkpoint's tensors, and to leaves: None for all that it gives."""
 
     rules: Sequence[Rule]
     specs: TensorSpecs
@@ -68,10 +65,7 @@ class Binder:
     _missing: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def bind(self, ignored: Sequence[re.Pattern[str]] | None) -> BoundMapping:
-        """Binds every leaf, or raises one error for all problems.
-
-        Tensors that are neither used nor `ignored` are problems, unless that is None.
-        """
+        """Binds every leaf, or raises one error for all problems; None ignores all tensors."""
         bound: dict[str, BoundExpr] = {}
         notes: dict[str, object] = {}
         targets, ambiguous, problems = match_rules(self.rules, self.specs, self.leaves)
@@ -87,7 +81,7 @@ class Binder:
             self._check_unused(ignored)
         if self._problems:
             names = {
-                "file": tuple(self.specs),
+                "file": tuple(self.specs.names),
                 "leaf": tuple(self.leaves or ()),
                 "rule": [rule.target for rule in self.rules],
                 "lacking": self._lacking(),
@@ -124,7 +118,7 @@ class Binder:
     def _check_unused(self, ignored: Sequence[re.Pattern[str]]) -> None:
         unused = [
             name
-            for name in self.specs
+            for name in self.specs.names
             if name not in self._used and not any(p.fullmatch(name) for p in ignored)
         ]
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."

@@ -155,9 +155,10 @@ class Valued(Unary):
 
 def refined_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tuple[int, ...]]:
     """Return a window's view of a row-major array, and the number of factors of each axis."""
-    offset, steps = window.flat(strides)
+    offset = sum(map(operator.mul, window.start, strides))
     factors: list[list[tuple[int, int]]] = [[] for _ in window.origin]
-    for (axis, extent, _), stride in zip(window.dims, steps, strict=True):
+    for axis, extent, steps in window.dims:
+        stride = sum(map(operator.mul, steps, strides))
         along = factors[axis]
         if along and along[-1][1] == extent * stride:
             along[-1] = (along[-1][0] * extent, stride)

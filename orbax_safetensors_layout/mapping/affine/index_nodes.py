@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from orbax_safetensors_layout.geometry import StridedRuns, row_major_strides
 
@@ -174,7 +173,10 @@ class Taken(Unary):
         runs = bisect.bisect_right(starts, high) - bisect.bisect_right(starts, low) + 1
         if runs == 1:
             return False
-        indices = self._indices()[window.start[self.axis] + steps[self.axis] * np.arange(extent)]
+        begins, firsts, strides = np.array(self.runs, np.int64).T
+        index = window.start[self.axis] + steps[self.axis] * np.arange(extent)
+        run = np.searchsorted(begins, index, "right") - 1
+        indices = firsts[run] + strides[run] * (index - begins[run])
         row_bytes = math.prod(self.operand.shape[self.axis + 1 :]) * self.dtype.itemsize
         many = runs >= _MANY_RUNS and extent // runs * row_bytes < _LONG_RUN_BYTES
         if not many and np.unique(indices).size == extent:
@@ -199,12 +201,6 @@ class Taken(Unary):
                 sink.pieces.append(gathered(piece, axis, places, piece.view.offset + among))
         return True
 
-    def _indices(self) -> npt.NDArray[np.int64]:
-        start, first, step = np.array(self.runs, np.int64).T
-        lengths = np.diff(self.starts)
-        number = np.arange(self.starts[-1])
-        return np.repeat(first - step * start, lengths) + np.repeat(step, lengths) * number
-
 
 def taken(operand: BoundExpr, axis: int, indices: Sequence[int]) -> BoundExpr:
     """Return `numpy.take(operand, indices, axis)`."""
@@ -217,16 +213,14 @@ def taken(operand: BoundExpr, axis: int, indices: Sequence[int]) -> BoundExpr:
 
 
 def _runs(indices: Sequence[int]) -> Iterator[Run]:
-    """Yields indices as runs of equal step, each as long as it can be.
-
-    Two indices far from each other are two runs: each is read with its own neighbours in the file.
-    """
+    """Yields indices as runs of equal step, each as long as it can be."""
     i = 0
     while i < len(indices):
         step = indices[i + 1] - indices[i] if i + 1 < len(indices) else 0
         j = i + 1
         while j < len(indices) and indices[j] - indices[j - 1] == step:
             j += 1
+        # Two far from each other are two runs: each is read with its own neighbours in the file.
         if j - i == 2 and abs(step) > 1 and len(indices) > 2:
             j, step = i + 1, 0
         yield Run(i, indices[i], step)

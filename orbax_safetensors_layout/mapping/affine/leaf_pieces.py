@@ -79,16 +79,13 @@ class _Input(Protocol):
 
 
 class ComputedPiece(NamedTuple):
-    """A region of a leaf that is computed from regions of expressions.
-
-    `view` maps an index within `box` to an element of the row-major result; it may take axes apart.
-    """
+    """A region of a leaf that is computed from regions of expressions."""
 
     box: Box  # in the leaf
     inputs: tuple[tuple[_Input, Box], ...]  # what has to be read, and the region of each
     decoder: Decoder  # computes `region`, in the indices of its result
     region: Box
-    view: AffineView
+    view: AffineView  # of the row-major result, with axes of `box` taken apart
     ops: tuple[ValueOp, ...]  # on the values, in order
 
     def fn(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
@@ -168,17 +165,15 @@ def apply_view(elements: np.ndarray, view: AffineView) -> np.ndarray:
 
 
 def merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Join pieces that follow one another in their leaf and in their tensor.
-
-    Among many, two with a gap between them stay alone, since any two are equally spaced: each is
-    read with its own neighbours in the file.
-    """
+    """Join pieces that follow one another in their leaf and in their tensor."""
     joined: list[tuple[Piece, list[Piece]]] = []  # each with what it is joined of
     for piece in pieces:
         parts = [piece]
         while joined and (both := _join(joined[-1][0], piece)) is not None:
             piece, parts = both, joined.pop()[1] + parts
         joined.append((piece, parts))
+    # Among many, two with a gap between them stay alone, since any two are equally spaced: each is
+    # read with its own neighbours in the file.
     many = len(pieces) >= _MANY_PIECES
     chosen = (parts if many and _is_chance(parts) else [piece] for piece, parts in joined)
     return tuple(itertools.chain.from_iterable(chosen))

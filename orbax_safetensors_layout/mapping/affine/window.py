@@ -68,11 +68,6 @@ class Window(NamedTuple):
                     low[column] += step * (extent - 1)
         return Box(tuple(low), tuple(n + 1 for n in high))
 
-    def flat(self, strides: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the element offset of the first index, and the stride of each factor."""
-        offset = sum(map(operator.mul, self.start, strides))
-        return offset, [sum(map(operator.mul, dim.steps, strides)) for dim in self.dims]
-
     def permute(self, order: Sequence[int]) -> Window:
         """Return the window on the columns `order`."""
         return self._with_columns(lambda values: tuple([values[c] for c in order]))
@@ -104,10 +99,7 @@ class Window(NamedTuple):
         return Window(self.origin, moved(self.start), dims)
 
     def span(self, number: int, column: int, first: int, extent: int) -> Window:
-        """Replace a factor, the outermost of its axis, that only moves along a column.
-
-        It gets `extent` successive indices, from the column's `first` on, at 0 of the leaf's axis.
-        """
+        """Replace a factor, the outermost of its axis, by indices of a column from `first` on."""
         axis = self.dims[number].axis
         steps = tuple([int(other == column) for other in range(len(self.start))])
         other = (Dim(axis, extent, steps),) if extent > 1 else ()
@@ -120,10 +112,7 @@ class Window(NamedTuple):
         return math.prod(dim.extent for dim in factors[1:] if dim.axis == factors[0].axis)
 
     def narrow(self, number: int, low: int, high: int) -> Window:
-        """Restrict a factor, which must be the outermost of its axis, to `low` to `high`.
-
-        Only then is what remains still a region of the leaf; see `isolate`.
-        """
+        """Restrict a factor, which must be the outermost of its axis; see `isolate`."""
         axis, extent, steps = self.dims[number]
         if low == 0 and high == extent:
             return self
@@ -253,10 +242,8 @@ def _run(window: Window, number: int, column: int, n: int) -> int:
 
 
 def _remainders(window: Window, column: int, n: int) -> tuple[int, int, list[int]]:
-    """Return the bounds of a column's remainders by `n`, and what a step of each factor adds.
-
-    That is what the first step adds: if any affine map gives the remainders, this one does.
-    """
+    """Return the bounds of a column's remainders by `n`, and what a step of each factor adds."""
+    # What the first step adds: if any affine map gives the remainders, this one does.
     low = high = rest = window.start[column] % n
     steps = []
     for _, extent, along in window.dims:

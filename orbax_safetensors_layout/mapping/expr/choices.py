@@ -57,10 +57,10 @@ class Same(_Choice):
     """An expression, and another that must have the same bits where the checkpoint has it.
 
     A process compares only the regions that it loads. Saving writes both, or the first where the
-    names of the saved tensors are unknown. `hint` is the remedy where they differ.
+    names of the saved tensors are unknown.
     """
 
-    hint: str
+    hint: str  # the remedy where they differ
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         first = self.first.bind_to(captures, specs)

@@ -1,4 +1,4 @@
-"""Operations on values: they act on each element by itself, on the shard that a process holds.
+"""Operations on each element by itself, on the shard that a process holds.
 
 Every operation computes in the dtype of its operand, with its constant rounded to that dtype
 first, as numpy does step by step: `x.cast("float32").scale(c).cast("bfloat16")` rounds once, at the
@@ -40,7 +40,8 @@ class Cast:
     lossy_inverse: bool = False  # whether saving may undo it although loading has rounded
 
     def __str__(self) -> str:
-        return f"cast({self.dtype.name!r}{_lossy(self.lossy_inverse)})"
+        lossy = ", lossy_inverse=True" if self.lossy_inverse else ""
+        return f"cast({self.dtype.name!r}{lossy})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         problem = cast_problem(dtype, self.dtype)
@@ -70,11 +71,11 @@ class _Arithmetic:
     constant: float
     lossy_inverse: bool = False
 
-    name: ClassVar[str]
     function: ClassVar[np.ufunc]
 
     def __str__(self) -> str:
-        return f"{self.name}({self.constant!r}{_lossy(self.lossy_inverse)})"
+        lossy = ", lossy_inverse=True" if self.lossy_inverse else ""
+        return f"{type(self).__name__.lower()}({self.constant!r}{lossy})"
 
     def result(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         self._constant(dtype)  # refuses a dtype that cannot hold it
@@ -103,7 +104,6 @@ class Scale(_Arithmetic):
     """Each element times a constant."""
 
     __slots__ = ()
-    name = "scale"
     function = np.multiply
 
     def inverse(self, dtype: np.dtype[Any]) -> Scale:
@@ -119,7 +119,6 @@ class Add(_Arithmetic):
     """Each element plus a constant."""
 
     __slots__ = ()
-    name = "add"
     function = np.add
 
     def inverse(self, dtype: np.dtype[Any]) -> Add:
@@ -144,10 +143,6 @@ def undone(op: ValueOp, operand: np.dtype[Any], values: np.dtype[Any]) -> tuple[
     if isinstance(op, Cast) or values.itemsize >= done_in.itemsize:
         return (back,)
     return Cast(done_in), back
-
-
-def _lossy(accepted: bool) -> str:
-    return ", lossy_inverse=True" if accepted else ""
 
 
 def apply_ops(

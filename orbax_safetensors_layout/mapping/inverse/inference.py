@@ -1,7 +1,6 @@
-"""Infers the shapes of a checkpoint's tensors from the leaves that are saved.
+"""The shapes of a checkpoint's tensors, inferred from the leaves that are saved by `Expr.infer`.
 
-`Expr.infer` walks an expression from a leaf's shape, whose extents are known, down to its tensors,
-whose extents may be known only as a lower bound; `InferredTensor.join` joins those of all leaves.
+Leaves may tell only a lower bound of an extent; `InferredTensor.join` joins what all of them tell.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-
-from ..names import TensorSpec
 
 LIKE = "save through mapping.like(path), with a checkpoint that has the names and shapes"
 """The remedy where leaves do not determine the shapes; for hints."""
@@ -69,7 +66,3 @@ class InferredTensor(NamedTuple):
                 f" {self.leaf!r} makes it [{', '.join(map(str, self.shape))}]"
             )
         return self._replace(shape=tuple(e for e in joined if e is not None))
-
-    def spec(self) -> TensorSpec:
-        """Return the tensor, as small as it can be."""
-        return TensorSpec(tuple(extent.n for extent in self.shape), self.dtype)

@@ -67,10 +67,7 @@ class Patch(NamedTuple):
         return self.replaced(number, reshaped(values, shape[:number] + shape[number + 1 :]))
 
     def restrict(self, number: int, start: int, stop: int, *, keep: bool = False) -> Patch | None:
-        """Restrict a factor to indices `start` to `stop`, then relative to `start`; None if empty.
-
-        With `keep` a factor of extent 1 remains.
-        """
+        """Restrict a factor to `start` to `stop`, then relative to `start`; None if it is empty."""
         _, first, step, count = self.factors[number]
         low = max(0, -(-(start - first) // step))
         high = min(count, -(-(stop - first) // step))
@@ -78,6 +75,7 @@ class Patch(NamedTuple):
             return None
         values = sliced(self.values, number, low, high - low)
         factor = Factor(stop - start, first + low * step - start, step, high - low)
+        # Where it is kept, a factor of extent 1 remains.
         return self.replaced(number, values, factor) if keep else self.put(number, factor, values)
 
 
@@ -244,10 +242,7 @@ def _confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
 
 
 def refine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
-    """Split a patch into such with factors at all of some boundaries.
-
-    These are strides in elements, each of which divides the next larger one.
-    """
+    """Split a patch into such with factors at all of some strides, each dividing the one before."""
     patches = [patch]
     for boundary in boundaries:
         patches = [part for p in patches for part in _refine(p, boundary)]

@@ -108,10 +108,7 @@ def _inverse(tensor: WholeTensor, patches: Sequence[Patch]) -> BoundExpr:
 def _trace(
     node: BoundExpr, patch: Patch, ops: tuple[ValueOp, ...] = ()
 ) -> Iterator[tuple[WholeTensor, Patch]]:
-    """Yields the patches of tensors that hold a patch of an expression over them.
-
-    `ops` are the operations of loading on its values. A `Constant` has no patches.
-    """
+    """Yields the patches of tensors that hold a patch of an expression, which `ops` have loaded."""
     if isinstance(node, WholeTensor):
         _check_exact(node.dtype, ops, patch.values)
         yield node, patch
@@ -199,10 +196,7 @@ def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patc
 
 
 def _check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundExpr) -> None:
-    """Refuses a tensor of which some value, loaded by `ops`, cannot be restored.
-
-    `values` are its elements over a leaf, whose dtype may not be that of the last operation.
-    """
+    """Refuses a tensor of which some value, loaded by `ops`, cannot be restored by `values`."""
     if not ops or any(op.lossy_inverse for op in ops):
         return
     leaf, *inverse = reversed([*values.nodes()])
@@ -210,7 +204,7 @@ def _check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundE
     loaded = stored
     for op in ops:
         loaded = op.result(loaded)
-    if loaded != leaf.dtype:
+    if loaded != leaf.dtype:  # the caller's leaf may have another
         ops = (*ops, Cast(leaf.dtype))
         ops[-1].result(loaded)
     Cast(stored).result(values.dtype)  # a leaf may be complex where the file is not
@@ -274,7 +268,13 @@ def _applied(values: np.ndarray, ops: tuple[ValueOp, ...]) -> tuple[np.ndarray, 
 def _probes(dtype: np.dtype[Any]) -> np.ndarray:
     """Return every value of a dtype, or of a wide one those that arithmetic most likely changes."""
     if is_whole(dtype):
-        return _integers(dtype)
+        low, high = whole_range(dtype)
+        if high - low < 1 << 16:
+            values = [*range(low, high + 1)]
+        else:  # those near powers of two
+            powers = [sign << n for n in range(high.bit_length() + 1) for sign in (1, -1)]
+            values = [n for p in powers for n in (p - 1, p, p + 1) if low <= n <= high]
+        return np.array(values, np.int8 if dtype.name in NARROW_INTEGERS else dtype).astype(dtype)
     if dtype.kind == "c":
         part = _probes(np.empty(0, dtype).real.dtype)
         return (part + 1j * part[::-1]).astype(dtype)
@@ -285,14 +285,3 @@ def _probes(dtype: np.dtype[Any]) -> np.ndarray:
         return (tops[:, None] | np.array(tails, tops.dtype)).reshape(-1).view(dtype)
     limits: Any = ml_dtypes.finfo  # untyped
     return np.arange(1 << limits(dtype).bits, dtype=f"u{dtype.itemsize}").view(dtype)
-
-
-def _integers(dtype: np.dtype[Any]) -> np.ndarray:
-    """Return all integers of a dtype of up to 16 bits; of wider ones those near powers of two."""
-    low, high = whole_range(dtype)
-    if high - low < 1 << 16:
-        values = [*range(low, high + 1)]
-    else:
-        powers = [sign << n for n in range(high.bit_length() + 1) for sign in (1, -1)]
-        values = [n for p in powers for n in (p - 1, p, p + 1) if low <= n <= high]
-    return np.array(values, np.int8 if dtype.name in NARROW_INTEGERS else dtype).astype(dtype)
