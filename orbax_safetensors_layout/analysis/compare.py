@@ -17,7 +17,6 @@ from orbax_safetensors_layout.conversion import (
     SafetensorsReader,
     SourceArray,
     arrays_of,
-    batches,
     check_chunks,
     chunk_bytes,
     rerooted,
@@ -27,6 +26,7 @@ from orbax_safetensors_layout.errors import MappingError, StorageError
 from orbax_safetensors_layout.geometry import Box, chunk_parts
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
+from orbax_safetensors_layout.runtime import batches
 
 from .report import Finding, Report
 

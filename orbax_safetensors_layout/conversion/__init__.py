@@ -15,5 +15,5 @@ from .checkpoint_reader import (
 from .consolidate import consolidate
 from .files import FilesTarget
 from .pipeline import Conversion, conversion_block_bytes
-from .target import FINISHED, LeafRegion, Target, TargetArray, batches
+from .target import FINISHED, LeafRegion, Target, TargetArray
 from .target_tree import Topology, arrays_in, mapped_tree, plain_tree

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from orbax_safetensors_layout.runtime import batches
+
 from .checkpoint_reader import CheckpointReader, ReadableArrays, SourceArray
-from .target import LeafRegion, TargetArray, batches
+from .target import LeafRegion, TargetArray
 
 _MOST_OVER_READ = 1.05  # bytes read for a byte needed, before arrays are rather read as a whole
 

@@ -23,12 +23,12 @@ import numpy as np
 from orbax_safetensors_layout.format import DType, TensorEntry
 from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cut
 from orbax_safetensors_layout.plan import StoredSource
-from orbax_safetensors_layout.runtime import Bytes, allocate
+from orbax_safetensors_layout.runtime import Bytes, allocate, batches
 from orbax_safetensors_layout.storage import Buffer, FileWriter, LocalStorage, new_file
 
 from .checkpoint_reader import CheckpointReader, ReadableArrays, SourceArray
 from .groups import LeafGroup
-from .target import LeafRegion, TargetArray, batches, region_batches
+from .target import LeafRegion, TargetArray, region_batches
 
 _MOST_ORDERS = 24  # of axes that are tried
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import BoundExpr
-
-T = TypeVar("T")
+from orbax_safetensors_layout.runtime import batches
 
 FINISHED = "finished"
 """The folder, in the conversion's own, that becomes the checkpoint."""
@@ -44,21 +43,6 @@ class LeafRegion(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.box.size * self.leaf.dtype.itemsize
-
-
-def batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Groups consecutive items of together up to `most_bytes`, or one that is larger."""
-    batch: list[T] = []
-    held = 0
-    for item in items:
-        size = nbytes(item)
-        if batch and held + size > most_bytes:
-            yield batch
-            batch, held = [], 0
-        batch.append(item)
-        held += size
-    if batch:
-        yield batch
 
 
 def region_batches(regions: Iterable[LeafRegion], most_bytes: int) -> Iterator[list[LeafRegion]]:

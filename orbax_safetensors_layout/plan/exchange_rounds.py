@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.geometry import Box, replaced
-from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT
+from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, batches
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
 _BYTE = np.dtype(np.uint8)
@@ -168,7 +168,14 @@ def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[
             large.setdefault(key, []).append(leaf)
     rounds = [step for group in large.values() for step in _whole(group, limits)]
     rounds += [step for group in small.values() for step in _packed(group, limits)]
-    return list(_stages([_repeated(step, tied) for step in rounds], limits.stage_bytes))
+    # Rounds that share their reads are in one stage.
+    repeated = (_repeated(step, tied) for step in rounds)
+    stages = batches(repeated, _stage_bytes, limits.stage_bytes)
+    return [tuple(itertools.chain.from_iterable(stage)) for stage in stages]
+
+
+def _stage_bytes(stage: Stage) -> int:
+    return sum(step.slot_bytes * step.grid.most_slots for step in stage)
 
 
 def _repeated(step: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
@@ -255,21 +262,6 @@ def _packed(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Ro
     for i in range(rounds):
         lanes = tuple(map(tuple, bins[i::rounds]))
         yield Round(grid, lanes, (max(filled),), _BYTE, 0, True, False)
-
-
-def _stages(bundles: Iterable[Stage], stage_bytes: int) -> Iterator[Stage]:
-    """Joins bundles to stages; the rounds of a bundle share their reads, so they are in one."""
-    stage: list[Round] = []
-    held = 0
-    for bundle in bundles:
-        more = sum(step.slot_bytes * step.grid.most_slots for step in bundle)
-        if stage and held + more > stage_bytes:
-            yield tuple(stage)
-            stage, held = [], 0
-        stage += bundle
-        held += more
-    if stage:
-        yield tuple(stage)
 
 
 def bands_of(

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.runtime import text_table
+from orbax_safetensors_layout.runtime import batches, text_table
 
 from .axes import TileLayout
 from .coalesce import RequestGroup, coalesced
@@ -52,13 +52,13 @@ class ReadPlan:
     def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
         """Return plans that are run one after the other, as one."""
         leaves: list[LeafRead] = []
-        batches: list[Batch] = []
+        in_turn: list[Batch] = []
         for plan in plans:
             first = len(leaves)
             leaves += plan.leaves
             for file, regions in plan.batches:
-                batches.append((file, tuple(r._replace(leaf=first + r.leaf) for r in regions)))
-        return dataclasses.replace(plans[0], leaves=tuple(leaves), batches=tuple(batches))
+                in_turn.append((file, tuple(r._replace(leaf=first + r.leaf) for r in regions)))
+        return dataclasses.replace(plans[0], leaves=tuple(leaves), batches=tuple(in_turn))
 
     @property
     def needed_bytes(self) -> int:
@@ -141,13 +141,20 @@ def plan_reads(
                 by_file = near and alone and not in_order
                 by_file = by_file or (adopt and not leaf.is_staged)
                 (whole if by_file else parts).append(region)
-    bundles = [*_bundles(leaves, parts, memory_budget_bytes)]
+    # A tile that comes from many files holds its memory from its first region to its last. In the
+    # order of the files all tiles would be open at once: so many are as fit a part of the budget.
+    partners = _partners(leaves, parts, memory_budget_bytes)
+    most_bytes = memory_budget_bytes // BUNDLES_IN_BUDGET
+    bundles = [
+        [region for _, regions in bundle for region in regions]
+        for bundle in batches(partners, operator.itemgetter(0), most_bytes)
+    ]
     if len(bundles) == 1 and not in_order:  # all of them may be open at once
         whole += bundles.pop()
-    batches = [batch for regions in (whole, *bundles) for batch in _by_file(leaves, regions)]
+    in_turn = [batch for regions in (whole, *bundles) for batch in _by_file(leaves, regions)]
     if not joins_gaps:
         profile = dataclasses.replace(profile, latency_seconds=0.0)
-    return ReadPlan(tuple(leaves), tuple(batches), profile, memory_budget_bytes, adopt)
+    return ReadPlan(tuple(leaves), tuple(in_turn), profile, memory_budget_bytes, adopt)
 
 
 def staging_bytes(profile: StorageProfile, *, padded: bool) -> int:
@@ -178,25 +185,6 @@ def _by_file(leaves: Sequence[LeafRead], regions: Sequence[ByteRegion]) -> Itera
         by_file.setdefault(file, []).append(region)
     for file, of_file in sorted(by_file.items()):
         yield file, tuple(sorted(of_file, key=operator.attrgetter("start")))
-
-
-def _bundles(
-    leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int
-) -> Iterator[list[ByteRegion]]:
-    """Yields tiles that are open together: in a part of the budget, or those that read the same.
-
-    In the order of the files all tiles of many files would be open at once.
-    """
-    bundle: list[ByteRegion] = []
-    held = 0
-    for more, tiles in _partners(leaves, regions, budget):
-        if bundle and held + more > budget // BUNDLES_IN_BUDGET:
-            yield bundle
-            bundle, held = [], 0
-        bundle += tiles
-        held += more
-    if bundle:
-        yield bundle
 
 
 def _partners(

@@ -8,6 +8,7 @@ from .memory import (
     Staging,
     align,
     allocate,
+    batches,
     direct_scratch,
 )
 from .process_group import Fingerprint, ProcessGroup

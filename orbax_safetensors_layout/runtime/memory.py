@@ -1,4 +1,7 @@
-"""Host memory, aligned: for shards, so that JAX's CPU backend adopts it, and for direct I/O."""
+"""Host memory, aligned: for shards, so that JAX's CPU backend adopts it, and for direct I/O.
+
+Beside it, what is held at once: batches of bounded bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +22,7 @@ import numpy.typing as npt
 from orbax_safetensors_layout.options import MIB
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 DIRECT_CHUNK_BYTES = 2 * MIB
 """One direct read or write."""
@@ -184,3 +189,18 @@ def direct_scratch() -> memoryview:
         _thread.pid = os.getpid()
     chunk: memoryview = _thread.chunk
     return chunk
+
+
+def batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Groups consecutive items of together up to `most_bytes`, or one that is larger."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        size = nbytes(item)
+        if batch and held + size > most_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size
+    if batch:
+        yield batch
