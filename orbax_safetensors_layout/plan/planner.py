@@ -157,7 +157,7 @@ class RegionPlanner:
 
 
 def _meet(source: TensorPiece, layout: TileLayout) -> tuple[int, int, Geometry]:
-    """Return as `_Place` where a piece and a tile meet, but its geometry for its read."""
+    """Return where a piece and a tile meet: as `_Place`, with the geometry for the read."""
     entry, piece, view, _ = source
     box = layout.tile.box
     first, at = view.offset, 0

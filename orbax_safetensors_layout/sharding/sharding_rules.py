@@ -21,7 +21,7 @@ class ShardingRule(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ShardingRule:
-        """Return a rule from its text; raises ValueError for what is none.
+        """Return a rule from its text; raises ValueError for other text.
 
         After the last `=` come the mesh axes of each dimension, with commas between dimensions,
         `-` for one that is not split and `+` between axes that split the same one; or
