@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,12 +28,10 @@ from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
 from orbax_safetensors_layout.runtime import batches
 
-from .report import Finding, Report
+from .report import Finding, OnProgress, Report
 
 _BLOCK_BYTES = 32 * MIB
 _MOST_PLACES = 3
-
-OnProgress = Callable[[Progress], None] | None
 
 
 class _ArrayBox(NamedTuple):

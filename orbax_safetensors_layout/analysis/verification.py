@@ -33,17 +33,16 @@ from orbax_safetensors_layout.format import (
     leaves,
     piece_name,
 )
-from orbax_safetensors_layout.options import Progress, ReadOptions, given_or_default
+from orbax_safetensors_layout.options import ReadOptions, given_or_default
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.reading import file_ranges, read_digests
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
 from orbax_safetensors_layout.storage import Storage, join, open_storage
 
 from .inspection import resolve_checkpoint
-from .report import Finding, Report
+from .report import Finding, OnProgress, Report
 
 PathLike = str | os.PathLike[str]
-OnProgress = Callable[[Progress], None] | None
 _MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 
 

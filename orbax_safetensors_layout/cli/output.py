@@ -78,20 +78,22 @@ class NameFamily(NamedTuple, Generic[Key]):
 def name_families(named: Iterable[tuple[str, Key]]) -> list[NameFamily[Key]]:
     """Joins names, given with kinds, of one kind that differ by whole numbers alone, in order."""
     members: dict[tuple[tuple[str, ...], Key], list[int]] = {}
-    numbers: dict[tuple[tuple[str, ...], Key], list[list[int]]] = {}
+    numbers: dict[tuple[tuple[str, ...], Key], list[set[int]]] = {}
     for place, (name, kind) in enumerate(named):
         parts = _NUMBER.split(name)
         key = (tuple(parts[::2]), kind)
         members.setdefault(key, []).append(place)
-        numbers.setdefault(key, []).append([*map(int, parts[1::2])])
+        columns = numbers.setdefault(key, [set() for _ in parts[1::2]])
+        for column, number in zip(columns, parts[1::2], strict=True):
+            column.add(int(number))
     return [
-        NameFamily(_pattern(key[0], [*zip(*numbers[key], strict=True)]), key[1], tuple(places))
-        for key, places in members.items()
+        NameFamily(_pattern(texts, numbers[texts, kind]), kind, tuple(places))
+        for (texts, kind), places in members.items()
     ]
 
 
-def _pattern(texts: Sequence[str], columns: Sequence[Sequence[int]]) -> str:
-    spans = [_span(sorted(set(column))) for column in columns] + [""]
+def _pattern(texts: Sequence[str], columns: Sequence[set[int]]) -> str:
+    spans = [_span(sorted(column)) for column in columns] + [""]
     if not all(span.isdecimal() for span in spans[:-1]):
         texts = [_SPECIAL.sub(r"[\1]", text) for text in texts]
     return "".join(text + span for text, span in zip(texts, spans, strict=True))

@@ -195,10 +195,8 @@ class _HeaderParser:
             if {key_0, key_1, key_2} == _FIELD_SET and type(dict(value)["dtype"]) is str:
                 code, shape, offsets = map(dict(value).__getitem__, _FIELDS)
                 return code, shape, offsets
-        return self._unusual_fields(name, strict_json.plain(value))
-
-    def _unusual_fields(self, name: str, value: object) -> tuple[str, object, object]:
-        """Additional keys, a list of the three values, a dtype `{"F32": null}`, as serde reads."""
+        # Additional keys, a list of the three values, a dtype `{"F32": null}`: as serde reads them.
+        value = strict_json.plain(value)
         if isinstance(value, list) and len(value) == len(_FIELDS):
             code, shape, offsets = value
         elif isinstance(value, dict) and all(field in value for field in _FIELDS):

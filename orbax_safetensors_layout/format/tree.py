@@ -131,7 +131,8 @@ def _dump_node(node: Node) -> object:
         if node.kind != "jax":
             fields["kind"] = node.kind
         optional = zip(node._fields[2:], node[2:], strict=True)
-        return fields | {name: value for name, value in optional if value is not None}
+        fields |= {name: value for name, value in optional if value is not None}
+        return fields
     if isinstance(node, ValueLeaf):
         return {"value": _dump_scalar(node.value)}
     if node.kind == "none":
