@@ -41,13 +41,9 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, box: Box) -> Window:
         """Return the window of a box, which is not empty, on the leaf itself."""
-        rank = len(box.start)
-        dims = tuple(
-            Dim(axis, n, (0,) * axis + (1,) + (0,) * (rank - axis - 1))
-            for axis, n in enumerate(box.shape)
-            if n > 1
-        )
-        return cls(box.start, box.start, dims)
+        still = (0,) * len(box.start)
+        dims = [Dim(axis, n, put(still, axis, 1)) for axis, n in enumerate(box.shape) if n > 1]
+        return cls(box.start, box.start, tuple(dims))
 
     @property
     def box(self) -> Box:
@@ -101,7 +97,7 @@ class Window(NamedTuple):
     def span(self, number: int, column: int, first: int, extent: int) -> Window:
         """Replace a factor, the outermost of its axis, by indices of a column from `first` on."""
         axis = self.dims[number].axis
-        steps = tuple([int(other == column) for other in range(len(self.start))])
+        steps = put((0,) * len(self.start), column, 1)
         other = (Dim(axis, extent, steps),) if extent > 1 else ()
         dims = put(self.dims, number, *other)
         return Window(put(self.origin, axis, 0), put(self.start, column, first), dims)

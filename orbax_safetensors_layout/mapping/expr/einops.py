@@ -23,12 +23,6 @@ class Pattern(NamedTuple):
     left: Groups
     right: Groups
 
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """For each name of the right its position among those of the left."""
-        names = [name for group in self.left for name in group]
-        return tuple(names.index(name) for group in self.right for name in group)
-
 
 def parse(text: str) -> Pattern:
     """Parse a pattern; its `...` becomes a group of its own.

@@ -89,8 +89,9 @@ class Rearrange:
         shape = tuple(map(Extent, operand.shape))
         pattern = einops.expand(self.pattern, len(shape), "left")
         sizes = einops.solve(pattern.left, shape, dict(self.sizes))
-        factors = tuple(sizes[name].n for group in pattern.left for name in group)
-        moved = permuted(reshaped(operand, factors), pattern.axes)
+        names = [name for group in pattern.left for name in group]
+        order = [names.index(name) for group in pattern.right for name in group]
+        moved = permuted(reshaped(operand, [sizes[name].n for name in names]), order)
         merged = [product(sizes[name] for name in group).n for group in pattern.right]
         return reshaped(moved, merged)
 

@@ -63,8 +63,7 @@ class Patch(NamedTuple):
         """Replace a factor; one of extent 1 is left out."""
         if factor.extent > 1:
             return self.replaced(number, values, factor)
-        shape = values.shape
-        return self.replaced(number, reshaped(values, shape[:number] + shape[number + 1 :]))
+        return self.replaced(number, reshaped(values, put(values.shape, number)))
 
     def restrict(self, number: int, start: int, stop: int, *, keep: bool = False) -> Patch | None:
         """Restrict a factor to `start` to `stop`, then relative to `start`; None if it is empty."""
@@ -277,10 +276,8 @@ def _divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
         each = inner // step
         pair = Factor(outer, row, 1, count // each), Factor(inner, rest, step, each)
     if pair is not None:
-        shape = patch.values.shape
-        counts = (pair[0].length, pair[1].length)
-        values = reshaped(patch.values, (*shape[:number], *counts, *shape[number + 1 :]))
-        yield patch.replaced(number, values, *pair)
+        shape = put(patch.values.shape, number, pair[0].length, pair[1].length)
+        yield patch.replaced(number, reshaped(patch.values, shape), *pair)
         return
     # Neither: separate whole rows from the rest before and after them, or each row.
     first = -(-(inner - rest) // step)
