@@ -10,11 +10,7 @@ import jax
 
 _CHECKED = ((0, 7, 1), (0, 13))  # `batched_device_put` was the same in 0.7.1, 0.10.2 and 0.12.0.1
 _PARAMETERS = ["aval", "sharding", "xs", "devices"]
-_ERRORS = {
-    "DEADLINE_EXCEEDED": TimeoutError,
-    "NOT_FOUND": KeyError,
-    "UNAVAILABLE": ConnectionError,
-}
+_ERRORS = {"DEADLINE_EXCEEDED": TimeoutError, "NOT_FOUND": KeyError, "UNAVAILABLE": ConnectionError}
 
 
 def batched_device_put() -> Callable[..., jax.Array] | None:

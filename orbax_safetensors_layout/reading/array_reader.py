@@ -118,7 +118,7 @@ class _Materializer:
                 if not block.inputs:
                     self._compose(number, block, {})
             if plan.read is None and not plan.blocks:
-                self._finish(number, [], [])
+                self._take(self._reads.equal[number], [], [])
 
     def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
         """Puts stored values of a read in their place, in the dtype of the region."""
@@ -132,7 +132,7 @@ class _Materializer:
     ) -> Wait | None:
         region, block_number, which = self._reads.purposes[number]
         if block_number is None:
-            return self._finish(region, boxes, parts)
+            return self._take(self._reads.equal[region], boxes, parts)
         block = self._reads.plans[region].blocks[block_number]
         arrays = self._arrays.setdefault((region, block_number), {})
         (arrays[which],) = parts
@@ -171,12 +171,7 @@ class _Materializer:
         if self._blocks_left[number]:
             return None
         del self._boxes[number]
-        return self._finish(number, [*boxes], [*boxes.values()])
-
-    def _finish(
-        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
-    ) -> Wait | None:
-        return self._take(self._reads.equal[number], boxes, parts)
+        return self._take(self._reads.equal[number], [*boxes], [*boxes.values()])
 
 
 def _put(

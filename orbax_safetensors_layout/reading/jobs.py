@@ -102,10 +102,7 @@ def _read_blocks(
 
 
 def _read_group(
-    group: RequestGroup,
-    destinations: Sequence[BufferSlice],
-    storage: RangeReader,
-    scratch: Scratch,
+    group: RequestGroup, destinations: Sequence[BufferSlice], storage: RangeReader, scratch: Scratch
 ) -> tuple[int, int]:
     """Reads neighbouring small fetches as one request."""
     parts, twins = _parts_of(group, destinations)

@@ -8,12 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.format import DType
-from orbax_safetensors_layout.plan import (
-    SMALL_REGION_BYTES,
-    ByteRegion,
-    RequestGroup,
-    TileKey,
-)
+from orbax_safetensors_layout.plan import SMALL_REGION_BYTES, ByteRegion, RequestGroup, TileKey
 from orbax_safetensors_layout.runtime import Bytes, Staging, allocate
 from orbax_safetensors_layout.storage import Buffer
 

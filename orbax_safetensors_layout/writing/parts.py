@@ -61,12 +61,7 @@ class PartBytes:
     """
 
     def __init__(
-        self,
-        part: FilePart,
-        leaf: LeafWrite,
-        fetch: FetchShards,
-        in_order: bool,
-        held_bytes: int,
+        self, part: FilePart, leaf: LeafWrite, fetch: FetchShards, in_order: bool, held_bytes: int
     ) -> None:
         self.part = part
         self.held_bytes = held_bytes
