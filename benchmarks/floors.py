@@ -49,6 +49,8 @@ def _ratios() -> Iterator[Ratio]:
     for case in _LARGE:
         for split in splits:
             yield Ratio(Row(case, split, "warm"), "load_file", "ours", 3.0)
+    for split in ("dim0", "2d", "replicated"):
+        yield Ratio(Row("llama", split, "first"), "idiom", "ours", 1.0)
     yield Ratio(Row("llama", "dim0", "cold"), "builtin", "ours", 2.8)
     yield Ratio(Row("llama", "dim0", "cold"), "odirect", "ours", 0.8)
     yield Ratio(Row("aligned", "dim0", "warm"), "builtin", "ours-mmap", 40.0)
