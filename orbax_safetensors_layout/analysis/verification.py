@@ -16,10 +16,7 @@ from orbax_safetensors_layout.catalog import (
     read_header,
     read_manifest,
 )
-from orbax_safetensors_layout.errors import (
-    CheckpointNotFoundError,
-    SafetensorsLayoutError,
-)
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
     DTYPES,
     MANIFEST,
