@@ -1,8 +1,4 @@
-"""Estimates the cost of a load for a hypothetical cluster, from headers and sharding rules alone.
-
-It needs no device and no JAX. `estimate_tree` does the same for trees of abstract arrays, and for
-leaves that are not one tensor each.
-"""
+"""Estimates the cost of a load for a hypothetical cluster, from headers alone, without JAX."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ from orbax_safetensors_layout.sharding import (
 
 from .inspection import read_configuration
 
-_NETWORK_BYTES_PER_SECOND = 25e9 / 8
+_NETWORK_BYTES_PER_SECOND = 25e9 / 8  # all streams' rate, by default at most
 
 
 class HostRate(NamedTuple):
@@ -49,11 +45,7 @@ class HostRate(NamedTuple):
 
     @classmethod
     def of(cls, profile: StorageProfile, kind: str, bytes_per_second: float | None) -> Self:
-        """Return the rate of a storage class; without `bytes_per_second` a guess.
-
-        That is one stream's rate for local files, whose streams share a disk, and else all
-        streams' as far as a network of 25 Gbit/s carries them.
-        """
+        """Return the rate of a storage class, by default a guess: local streams share a disk."""
         if bytes_per_second is None:
             stream = profile.bandwidth_bytes_per_second
             many = min(stream * profile.concurrency, _NETWORK_BYTES_PER_SECOND)
@@ -96,12 +88,7 @@ def rule_uses(rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> RuleUs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterEstimate:
-    """The cost of a load, or with `saves`, the layout of its files, of a save.
-
-    `costs` and `process_parameters` are those of the `processes` that were planned, `device_bytes`
-    those of all shards of one device, the most of any; `largest` is the largest of these, its leaf
-    and its bytes; `cluster` is the plan, where all processes were planned at once.
-    """
+    """The cost of a load, or of a save, to a cluster."""
 
     path: str
     grid: MeshShape
@@ -112,16 +99,16 @@ class ClusterEstimate:
     checkpoint_bytes: int
     checkpoint_files: int
     leaf_count: int
-    processes: tuple[int, ...]
-    costs: tuple[Cost, ...]
+    processes: tuple[int, ...]  # those that were planned
+    costs: tuple[Cost, ...]  # theirs
     process_parameters: tuple[int, ...]
-    device_bytes: int
-    largest: tuple[str, int]
+    device_bytes: int  # of all shards of one device, the most of any
+    largest: tuple[str, int]  # leaf and bytes of the largest of these shards
     leaf_costs: tuple[LeafCost, ...]
     rules: RuleUses = ()
     misfits: tuple[Misfit, ...] = ()
-    cluster: ClusterPlan | None = None
-    saves: str | None = None
+    cluster: ClusterPlan | None = None  # where all processes were planned at once
+    saves: str | None = None  # layout of the files of a save
 
     @property
     def unused_rules(self) -> list[ShardingRule]:
@@ -152,10 +139,7 @@ def estimate(
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
 ) -> ClusterEstimate:
-    """Estimates the cost to every process of loading every tensor of a checkpoint.
-
-    `host_bandwidth` is in bytes per second, see `HostRate.of`.
-    """
+    """Estimates the cost of all tensors to each process; for `host_bandwidth` see `HostRate.of`."""
     options = given_or_default(options, ReadOptions)
     placer = ShardingRules(rules, grid)
     with Catalog.open(path) as catalog:

@@ -42,11 +42,7 @@ class _ArrayBox(NamedTuple):
 
 
 class _Side:
-    """A checkpoint that is compared, or the part of it at `subtree`.
-
-    `values` are texts of what the tree holds besides arrays, by name, None where it is not known;
-    `most_bytes` is the largest block, chunks included.
-    """
+    """A checkpoint that is compared, or the part of it at `subtree`."""
 
     def __init__(
         self, reader: CheckpointReader, options: ReadOptions, subtree: str | None = None
@@ -54,9 +50,10 @@ class _Side:
         tree = rerooted(reader.tree, subtree)
         self.reader = reader
         self.arrays = arrays_of(tree)
-        self.values: Mapping[str, str] | None = None
+        self.values: Mapping[str, str] | None = None  # texts beside the arrays, if they are known
         if reader.is_recorded:
             self.values = {name: repr(value) for name, value in values_of(tree).items()}
+        # Of a block, chunks included.
         self.most_bytes = max(1, options.memory_budget_bytes // CHUNKS_IN_BUDGET)
 
     def block_bytes(self, block: _ArrayBox) -> int:
@@ -97,10 +94,7 @@ def compare(
     options: ReadOptions,
     progress: OnProgress,
 ) -> Report:
-    """Compares two checkpoints bit by bit, as files, or as trees; adds to the report of the first.
-
-    `mapping` makes its arrays of those of `other`; `subtree` is the part of its tree that counts.
-    """
+    """Adds the differences of two checkpoints, as files or as trees, to the report of the first."""
     if mapping is not None and other.is_orbax:
         raise MappingError(
             "a mapping takes the tensors of a safetensors checkpoint",

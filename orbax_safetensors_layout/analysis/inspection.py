@@ -29,19 +29,15 @@ from orbax_safetensors_layout.mapping import read_config
 
 
 class TensorFacts(NamedTuple):
-    """One tensor; `pieces` are also chunks of Orbax, and 1 where it is stored whole.
-
-    Of `parameters` the scales of a quantised weight hold none, a byte that packs two holds two.
-    `files` are relative to the checkpoint, and empty where Orbax saved it.
-    """
+    """One tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    parameters: int
-    files: tuple[str, ...]
-    pieces: int
+    parameters: int  # none in the scales of a quantised weight, two in a byte that packs two
+    files: tuple[str, ...]  # relative to the checkpoint; empty where Orbax saved it
+    pieces: int  # or chunks of Orbax; 1 where it is stored whole
 
 
 class Total(NamedTuple):
@@ -58,20 +54,16 @@ class Total(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """The result of `inspect`; the layout is `hf`, `sharded` or `orbax`.
-
-    `files` has sizes in bytes, by names relative to the checkpoint; `values` is what was saved
-    beside the tensors; `problem` what is wrong with the model's configuration.
-    """
+    """The result of `inspect`."""
 
     path: str
     model: str | None
-    problem: str | None
-    layout: str
+    problem: str | None  # what is wrong with the model's configuration
+    layout: str  # `hf`, `sharded` or `orbax`
     quantization: Quantization | None
     metadata: dict[str, str]
-    values: dict[str, object]
-    files: dict[str, int]
+    values: dict[str, object]  # what was saved beside the tensors
+    files: dict[str, int]  # sizes in bytes, by names relative to the checkpoint
     tensors: tuple[TensorFacts, ...]
 
     @property
@@ -89,10 +81,7 @@ class Inspection(NamedTuple):
 
 
 def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
-    """Resolves a user's path to safetensors, or to what Orbax saved there, or in a step there.
-
-    A path without a checkpoint is returned as it is. Orbax is imported where it is needed alone.
-    """
+    """Resolves a path to safetensors, or to what Orbax saved there or in a step; else as it is."""
     text = os.path.expanduser(os.fsdecode(path))
     if "://" not in text and not is_safetensors_checkpoint(text):
         from orbax_safetensors_layout.adapters import holds_checkpoint, locate

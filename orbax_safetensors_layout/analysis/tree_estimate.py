@@ -1,8 +1,4 @@
-"""Estimates the cost of loading any abstract tree: `estimate` for mappings, pieces and trees.
-
-Each process is planned by itself, as `plan_load` does. Of many processes some are, evenly spread;
-the estimate says which.
-"""
+"""Estimates the cost of loading any abstract tree; of many processes some, evenly spread."""
 
 from __future__ import annotations
 
@@ -62,11 +58,7 @@ def estimate_tree(
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
 ) -> ClusterEstimate:
-    """Estimates the cost of loading a tree; see `estimate`.
-
-    Without `abstract` the tree is all that the mapping makes, or all tensors; `rules` shard leaves
-    that have no sharding of their own.
-    """
+    """Estimates the cost of a tree, by default of all; `rules` shard leaves without sharding."""
     options = given_or_default(options, ReadOptions)
     if abstract is None:
         abstract = {

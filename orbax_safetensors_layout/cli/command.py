@@ -24,18 +24,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """One command; `examples` lack the program's name.
-
-    `run` returns the exit code, and imports the operation, so that help is quick and `inspect` and
-    `plan` need no JAX. `resume` returns the state that an interrupt left, and how to continue.
-    """
+    """One command; `examples` lack the program's name."""
 
     name: str
     help: str
     description: str
     examples: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
+    # It returns the exit code, and imports the operation: help is quick, `inspect` needs no JAX.
     run: Callable[[argparse.Namespace, Output], int]
+    # The state that an interrupt left, and how to continue.
     resume: Callable[[argparse.Namespace], str] = lambda _: "Nothing was changed; run it again."
 
 

@@ -27,14 +27,11 @@ VERBS: tuple[Command, ...] = (
 )
 
 _EXPECTED = (SafetensorsLayoutError, OSError, ValueError, ImportError)
-_FINDING, _MISUSE, _NO_READER = 1, 2, 141
+_FINDING, _MISUSE, _NO_READER = 1, 2, 141  # the last where the reader of stdout is gone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, with the process's arguments by default; return the exit code.
-
-    Besides those of `cli` 141, when the reader of stdout is gone.
-    """
+    """Run one command, with the process's arguments by default; return its exit code."""
     parsed = parser().parse_args(arguments)
     verb: Command = parsed.verb
     output = Output(quiet=parsed.quiet)

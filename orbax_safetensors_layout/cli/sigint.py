@@ -16,12 +16,10 @@ _IMPORTING = "<frozen importlib"
 
 @contextlib.contextmanager
 def clean_interrupts(message: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C in the block raises `KeyboardInterrupt`; in an import it ends the process.
+    """Ctrl-C raises `KeyboardInterrupt`; in an import it prints `message`, and ends the process."""
 
-    An interrupted import may swallow the interrupt, raise another error, or crash in native code
-    (each seen with numpy and jax); there is nothing to clean up yet. `message` goes to stderr then.
-    """
-
+    # An interrupted import may swallow the interrupt, raise another error, or crash in native code
+    # (each seen with numpy and jax); there is nothing to clean up yet.
     def interrupted(_: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename.startswith(_IMPORTING):

@@ -1,8 +1,4 @@
-"""`orbax_safetensors_layout.digests.json`: a checksum of every file of a checkpoint.
-
-Files are written in ranges, in any order and from several threads, so the checksums of ranges must
-combine to that of the file: CRC-32, as in zlib and gzip. It detects damage, not forgery.
-"""
+"""`orbax_safetensors_layout.digests.json`: a checksum of every file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from .schema import Schema, short_repr
 DIGESTS = "orbax_safetensors_layout.digests.json"
 
 _VERSION_KEY, _VERSION = "orbax_safetensors_layout_digests", 1
-_ALGORITHM = "crc32"
+_ALGORITHM = "crc32"  # that of ranges gives that of the file; it detects damage, not forgery
 _MEMBERS = (_VERSION_KEY, "algorithm", "files")
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31  # the polynomial 1: CRC-32 has its bits in reverse

@@ -1,7 +1,4 @@
-"""The table of dtypes: safetensors codes, numpy dtypes, and widths in the file.
-
-The codes are those that the `safetensors` Rust library 0.8.0 accepts (its `Dtype` enum).
-"""
+"""The dtypes that the `safetensors` Rust library 0.8.0 accepts, in files and in numpy."""
 
 from __future__ import annotations
 

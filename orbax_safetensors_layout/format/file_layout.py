@@ -1,8 +1,4 @@
-"""The layout of new files: which tensor is in which file, their order, headers and index.
-
-It depends on names, dtypes and shapes alone, so that every process of a save computes the same
-layout, and the same values become the same bytes whoever writes them.
-"""
+"""The layout of new files; from names, dtypes and shapes alone, so equal on every process."""
 
 from __future__ import annotations
 
@@ -81,13 +77,9 @@ def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, 
 
 
 def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> FileLayout:
-    """Return the layout of one file, with its `__metadata__` strings.
+    """Return the layout of one file, with its `__metadata__` strings."""
 
-    Tensors of whole pages come first, then those whose size is a multiple of 64 bytes, so that all
-    of them begin where mapped pages can be adopted; the others follow by descending element size,
-    so that each begins at a multiple of its own. Otherwise they keep their order.
-    """
-
+    # First what begins where mapped pages can be adopted; others at multiples of their own size.
     def place(tensor: NewTensor) -> tuple[object, ...]:
         is_unpaged = tensor.nbytes % DATA_ALIGNMENT != 0
         return is_unpaged, tensor.nbytes % _ADOPTABLE_BYTES != 0, -tensor.dtype.bits

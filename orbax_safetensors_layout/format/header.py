@@ -88,10 +88,7 @@ def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
 def parse_header(
     header_bytes: bytes, *, file: str, file_size: int, on_error: OnError = raise_error
 ) -> Header:
-    """Parses and validates a header without the 8 bytes of its length.
-
-    `on_error` is called for errors of single tensors; if it returns, they are left out.
-    """
+    """Parses a header without its length; `on_error` is called for errors of single tensors."""
     checks = Schema(file, InvalidHeaderError)
     with checks.parsing("the header"):
         return _HeaderParser(checks, header_bytes, on_error).parse(file_size)

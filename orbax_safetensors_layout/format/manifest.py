@@ -1,9 +1,4 @@
-"""The manifest, `orbax_safetensors_layout.json`: what safetensors files have no place for.
-
-The `.safetensors` files are plain and complete for other tools. This file lets a tree come back as
-it was: containers, leaves that are not tensors, shardings, and, where tensors are stored in pieces,
-which box is in which file.
-"""
+"""`orbax_safetensors_layout.json`: the tree, and all that safetensors files have no place for."""
 
 from __future__ import annotations
 
@@ -51,14 +46,11 @@ class MeshRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedRecord:
-    """A `NamedSharding`; `memory_kind` is None where it is the devices' default.
-
-    The spec splits each dimension by nothing, a mesh axis, several, or as the compiler likes.
-    """
+    """A `NamedSharding`."""
 
     mesh: MeshRecord
-    spec: tuple[SpecPart, ...]
-    memory_kind: str | None = None
+    spec: tuple[SpecPart, ...]  # nothing, a mesh axis or several for each dimension
+    memory_kind: str | None = None  # None where it is the devices' default
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,12 +96,7 @@ class Manifest:
         return dataclasses.replace(self, pieces=pieces)
 
     def to_json(self) -> bytes:
-        """Return the file's bytes: one member a line, the same bytes for the same manifest.
-
-        Raises:
-            TypeError: The custom metadata is not a JSON value.
-            ValueError: A name is not Unicode text.
-        """
+        """Return the file's bytes, one member a line; a Value- or TypeError if it is not JSON."""
         document: dict[str, object] = {_VERSION_KEY: VERSION, "layout": self.layout}
         if self.tree is not None:
             document["tree"] = dump_tree(self.tree)

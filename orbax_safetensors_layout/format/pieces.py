@@ -48,13 +48,10 @@ class StoredTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredPieces:
-    """The places of the pieces of all tensors.
-
-    Tensors of equal shape and sharding share a class of boxes. Its distinct boxes cover the shape
-    exactly; a box that occurs several times is in several files.
-    """
+    """The places of all pieces; tensors of equal shape and sharding share a class of boxes."""
 
     files: tuple[str, ...]  # relative to the folder
+    # Distinct boxes cover the shape exactly; one that occurs several times is in several files.
     classes: tuple[tuple[StoredBox, ...], ...]
     tensors: dict[str, StoredTensor]
     save_id: str | None = None  # in the files' headers; None if the save had none

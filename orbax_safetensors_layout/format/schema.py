@@ -1,8 +1,7 @@
 """Checks of raw JSON values: each method returns a typed value or refuses the file.
 
-By hand, by measurement: with msgspec the records of pieces took 8 lines more, and the parsing of
-100,000 leaves 1.49 s in place of 1.52. Its own JSON reader is ten times as fast, but takes repeated
-keys and -0, and its errors name no keys.
+With msgspec it was no shorter, and as fast (100,000 leaves: 1.49 s, not 1.52); its own reader
+takes repeated keys and -0.
 """
 
 from __future__ import annotations

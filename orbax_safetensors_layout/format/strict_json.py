@@ -2,9 +2,6 @@
 
 Python's `json` is more lenient than the Rust library's parser: it takes `NaN`, lone surrogates,
 numbers beyond a double, integral `-0`, any depth and repeated keys.
-
-`members` yields objects as tuples of pairs, which costs no Python call per object and keeps
-repeated keys visible; `plain` turns them into dicts and refuses what `serde_json` refuses.
 """
 
 from __future__ import annotations
@@ -55,15 +52,14 @@ def members(
 ) -> Iterator[tuple[str | None, str, object]]:
     """Yields the members of the object `text`, which no white space precedes, one by one.
 
-    A member is None, its key and its raw value: objects are tuples of pairs, `plain` makes dicts of
-    them. Objects of the keys `opened` may be large: they are yielded as `()`, and then their
-    members, each with the opened key in place of None. No other value but strings may be longer
-    than `longest` characters. Keys of the object itself, not of opened ones, `may_repeat`.
+    A member is None, its key and its raw value, whose objects are tuples of pairs: that costs no
+    Python call, and keeps repeated keys visible. Objects of the keys `opened` are yielded as `()`,
+    and then their members, each with the opened key in place of None. No other value but strings
+    may be longer than `longest` characters. Keys of the object itself, not of opened ones,
+    `may_repeat`.
 
-    A hostile text of 100 MB can be a list of 33 million lists, which take 5 GB and a minute; cut
-    into values of 1 MB it still takes half a minute, most of it Python's garbage collector.
-    Parsing 60,000 tensors takes 0.17 s this way and 0.30 s with one `json.loads` and a hook: the
-    garbage collector never sees more than one member's containers.
+    A hostile text of 100 MB can be 33 million lists: 5 GB, and a minute. 60,000 tensors take 0.17 s
+    this way, and 0.30 s with one `json.loads`: the collector sees one member's containers at once.
     """
     # A Python call per integer is only paid where it can matter.
     scan = (_MINUS_ZERO_DECODER if "-0" in text else _DECODER).raw_decode
@@ -161,10 +157,7 @@ def _end(match: re.Match[str] | None, problem: str = "", position: int = 0) -> i
 
 
 def plain(value: Any, depth: int = 2) -> object:
-    """Return a raw value, at this depth of containers, with its objects as dicts.
-
-    Refuses a repeated key, a lone surrogate, deep nesting, and a number that fits no double.
-    """
+    """Return a raw value, at this depth, with objects as dicts, if `serde_json` would read it."""
     kind = type(value)
     if kind is list or kind is tuple:
         if depth > _MAX_DEPTH:

@@ -62,15 +62,11 @@ _TENSOR_FIELDS = frozenset(TensorLeaf._fields)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Container:
-    """An inner node of the tree.
+    """An inner node of the tree; a `node` is any registered pytree node without its own kind."""
 
-    A `box` has the one attribute `value`, as `nnx.Variable`; a `node` is any other registered
-    pytree node. `keys` are those of a dict, the fields of a namedtuple, the attributes or keys of a
-    `node`; without them children are counted: in a list, a tuple, a `node` of numbered children.
-    """
-
-    kind: ContainerKind
+    kind: ContainerKind  # a `box` has the one attribute `value`, as `nnx.Variable`
     children: tuple[Node, ...] = ()  # in the order of the container, for dicts that of insertion
+    # Of a dict, a namedtuple (its fields) or a `node`; without them children are counted.
     keys: tuple[Key, ...] = ()
     type: str | None = None  # `module:qualname` of a namedtuple, box or node
 
@@ -95,10 +91,7 @@ def leaves(node: Node) -> Iterator[Leaf]:
 
 
 def leaf_names(node: Node) -> Iterator[tuple[str, Leaf]]:
-    """Yields the leaves with their dotted names, as in the original pytree.
-
-    A box around a leaf adds nothing to its name, as in `pytree.unboxed_name`.
-    """
+    """Yields leaves with their dotted names, to which a box adds nothing (`unboxed_name`)."""
     stack: list[tuple[str | None, Node]] = [(None, node)]
     while stack:
         name, top = stack.pop()

@@ -125,11 +125,7 @@ class MappedSource(NamedTuple):
         return min((self.entries[name].file, self.entries[name].start) for name in sources)
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """Return bytes from one element to the next along each dimension of a box.
-
-        Other tensors, or other pieces of one, along a dimension are infinitely far away. None where
-        nothing is read, or any part of the box takes all of the tensors.
-        """
+        """As of a tensor; infinite between pieces, None where none is read, or all for any part."""
         pieces = self.bound.pull_back(box, refined=True, gathers=True)
         if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
             return None
@@ -145,11 +141,7 @@ class MappedSource(NamedTuple):
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
-        """Plan the read of boxes, whose values will have a dtype.
-
-        Where all of them are elements of tensors, with the same operations on their values, or one
-        value, they are read straight into place; others are composed in parts of `block_bytes`.
-        """
+        """Plan a read straight into place where possible, else composed parts of `block_bytes`."""
         pieces = self._pieces([joined.box for joined in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         fills = [piece for piece in pieces if isinstance(piece, FillPiece)]
@@ -246,10 +238,7 @@ def _is_refined(pieces: Sequence[Piece]) -> bool:
 
 
 def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
-    """Yields a piece as pieces whose dimensions nest, so that each is runs of bytes.
-
-    Those of `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` do not: both walk backwards by one.
-    """
+    """Yields a piece as runs of bytes; `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` is none."""
     box, view = piece.box, piece.view
     try:
         StridedRuns.of(view, 1)
@@ -269,13 +258,9 @@ ArraySource = StoredSource | MappedSource
 def array_sources(
     catalog: Catalog,
     mapping: Mapping | None,
-    names: Dict[str, tuple[int, ...] | None] | None = None,
+    names: Dict[str, tuple[int, ...] | None] | None = None,  # with their shapes, if known
 ) -> dict[str, ArraySource]:
-    """Return arrays of a checkpoint, by name; only headers of files that are needed are fetched.
-
-    The mapping makes them of its tensors; without one they are the tensors. `names` are the arrays,
-    with their shapes where these are known; None for all.
-    """
+    """Return arrays, those of `names` or all, by name; only headers that are needed are fetched."""
     if mapping is None:
         entries = catalog.entries(catalog.names if names is None else names)
         in_pieces = catalog if catalog.layout == "sharded" else None

@@ -57,15 +57,11 @@ class TileLayout:
 
 
 class Axis(NamedTuple):
-    """One dimension of a region.
-
-    Index `i` of it is index `phase + i` of the consecutive members that it runs through. One that
-    stays inside a member, or whose members are contiguous, has a member of its own extent.
-    """
+    """One dimension of a region: index `i` is index `phase + i` of the members it runs through."""
 
     extent: int
     source: int  # byte stride in the file; 0 where elements are repeated
-    member: int  # number of indices of one member
+    member: int  # indices of one member; the extent where bounds of members do not matter
     phase: int  # place of the first index within its member
     within: int  # byte stride in memory inside a member; may be negative
     across: int  # byte stride in memory from member to member

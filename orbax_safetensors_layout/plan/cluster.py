@@ -1,14 +1,12 @@
 """Plans the reads and the writes of every process of a cluster at once, and their costs.
 
-Nothing is sampled; `test_fleet.py` holds the result equal to the `ReadPlan` of each process.
+Nothing is sampled; `test_fleet.py` holds it equal to the `ReadPlan` of each process.
 
 1. Tensors of one shape, dtype and spec are a `TensorClass`.
 2. Processes whose shards are at equal places in all classes are one.
 3. Large regions are read by themselves, so their cost depends on the class alone.
 4. Small regions may share a request with their neighbours: each file is walked once by the rules of
    `coalesce.coalesced`, for all processes together, as vectors.
-
-The costs of a save follow from the one write plan that all processes share.
 """
 
 from __future__ import annotations
@@ -333,11 +331,7 @@ class Coverage(NamedTuple):
 def coverage(
     cluster: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
 ) -> Coverage:
-    """Return the coverage of some processes, in `bins` of equal size.
-
-    Files whose name does not match the glob pattern `files` do not count. A region that is read in
-    several runs is spread evenly over its span.
-    """
+    """Return the coverage of the files of a glob; what is read in runs is spread over its span."""
     chosen = [
         (file, tensors)
         for file, tensors in cluster.files

@@ -10,8 +10,6 @@ which no byte was read twice. A round moves several leaves of one shape, one to 
    take leaves in the order of the files, so that each process reads from few files.
 3. Rounds are joined to stages of bounded host memory.
 
-All is decided from shapes, shardings and headers, which all processes know.
-
 Columns of a matrix of short rows are read through the gaps between them, cheaper than a request a
 row, so N processes would read everything N times. Boxes that are neighbours in the rows of a file
 are therefore one *band*, read in contiguous parts, each by one process, and exchanged.
@@ -269,13 +267,9 @@ def bands_of(
     shape: Sequence[int],
     strides: Sequence[int],
     gap_bytes: int,
-    most_elements: int | None,
+    most_elements: int | None,  # of bands that pass through the host, whole
 ) -> tuple[Replicas, tuple[int, ...]] | None:
-    """Return the bands of an array whose equal boxes would be read through gaps; None without any.
-
-    With them come the dimensions along which a device keeps only its own boxes of a band. Where
-    values pass through the host, every device gathers whole bands of up to `most_elements`.
-    """
+    """Return bands, and the axes of which a device keeps its part; None where no gaps are read."""
     axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
     if not axes:
         return None

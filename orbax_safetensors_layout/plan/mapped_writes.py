@@ -39,10 +39,7 @@ def plan_mapped_writes(
     process_index: int = 0,
     process_count: int = 1,
 ) -> tuple[WritePlan, MappedTensors]:
-    """Plans the writes of one process in a save through a mapping, which is that for loading.
-
-    Several processes leave the leaves in pieces, of which the files' owners make the tensors.
-    """
+    """Plans a save through a mapping for loading; several processes leave the leaves in pieces."""
     of_process = {"process_index": process_index, "process_count": process_count}
     planner = WritePlanner(leaves, options, process_index, process_count)
     stored, pieces = planner.own_pieces() if process_count > 1 else (None, None)

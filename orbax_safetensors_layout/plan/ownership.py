@@ -84,10 +84,7 @@ class _Choices(NamedTuple):
 
 
 def file_owners(sizes: Sequence[int], held: Ints, processes: int) -> tuple[int, ...]:
-    """Choose the process that writes each file: one that holds much of it, with even shares.
-
-    `sizes` are the bytes of the files, `held` [files, processes] those that each process holds.
-    """
+    """Choose writers of files: who holds much (`held` [files, processes], bytes), evenly shared."""
     share = sum(sizes) / processes * _SLACK
     load: Ints = np.zeros(processes, np.int64)
     owners = [0] * len(sizes)

@@ -23,18 +23,15 @@ _Place = tuple[int, int, RegionPlan]
 
 
 class RegionPlanner:
-    """From leaves to regions: O(pieces x tiles x dimensions) for each.
-
-    Unless arrays adopt their buffers, tiles larger than the budget are taken apart into their
-    members. Large ones whose values are computed are cut into slabs. Each slab of a gather is all
-    over the file, and costs a read of most of it: these are as large as the budget allows.
-    """
+    """From leaves to regions: O(pieces x tiles x dimensions) for each."""
 
     def __init__(self, profile: StorageProfile, memory_budget_bytes: int, *, adopt: bool) -> None:
         self._profile = profile
+        # Of a tile, unless arrays adopt it; a larger one is taken apart into its members.
         self._most_bytes = None if adopt else memory_budget_bytes
         least = max(memory_budget_bytes // _SLABS_IN_BUDGET, 64 * KIB)
         self._slab_bytes = min(profile.request_bytes, least)
+        # A slab of a gather is all over the file, and costs a read of most of it.
         self._gather_bytes = max(self._slab_bytes, memory_budget_bytes // BUNDLES_IN_BUDGET)
         self._reads: dict[tuple[object, ...], RegionPlan] = {}
         # The values hold the `AddressableShards`, so that an id stays its own.

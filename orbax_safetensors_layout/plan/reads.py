@@ -1,7 +1,4 @@
-"""The read plan: for each leaf the boxes one process needs, and the requests that fetch them.
-
-A plan costs O(pieces x shards x dimensions), and never a Python object per row.
-"""
+"""The read plan of one process: O(pieces x shards x dimensions), no Python object per row."""
 
 from __future__ import annotations
 

@@ -136,10 +136,7 @@ class _Shape(NamedTuple):
         return sum((a.extent - 1) * a.source for a in self.axes[first:]) + self.itemsize
 
     def lengths(self, most_bytes: int, first: int = 0) -> tuple[tuple[int, ...], int]:
-        """Return the longest blocks of `most_bytes`, and the axis that is cut: `first` or later.
-
-        A block has one index of the axes before it, at least one of it, all of those after.
-        """
+        """Return the longest blocks of `most_bytes`, and the axis that is cut: `first` or later."""
         cut = first
         while cut < len(self.axes) - 1 and self.staged_bytes(cut + 1) > most_bytes:
             cut += 1
@@ -200,17 +197,14 @@ class RegionPlan:
         profile: StorageProfile,
         slabs: Gather | None = None,
     ) -> RegionPlan:
-        """Return the read of a region of a tile.
-
-        With `slabs`, of such slabs in no regular order: their places are bytes of memory, their
-        offsets bytes of the file, ascending from 0.
-        """
+        """Return the read of a region of a tile, or with `slabs` of slabs in no regular order."""
         itemsize, (shape, strides, phases) = layout.itemsize, geometry
         steps = [abs(stride) for stride in strides]
         runs = requests = StridedRuns.of(AffineView(0, shape, tuple(steps)), itemsize)
         axes, repeats = axes_of(layout, shape, [s * itemsize for s in strides], phases)
         gather = None
         if slabs is not None:
+            # Places are bytes of memory; offsets bytes of the file, ascending from 0.
             along, places, offsets = slabs.axis, slabs.places, slabs.offsets
             step = int(np.gcd.reduce(offsets)) or itemsize
             indices = offsets // step
@@ -238,14 +232,12 @@ class RegionPlan:
         return self.spans is not None
 
     def interlaces(self, shift: int) -> bool:
-        """Whether an equal region, `shift` bytes behind in the file, can share its requests.
-
-        Their spans overlap, and are cut, and end rows, at the same places; or they are copies.
-        """
+        """Whether an equal region, `shift` bytes behind in the file, can share its requests."""
         if self.direct or self.gather is not None:
             return not shift
         if not shift < self.requests.run_bytes:
             return False
+        # Spans must overlap, and be cut, and end rows, at the same places.
         reach, blocking = self.itemsize, self.blocking
         for number in reversed(range(len(self.axes))):
             axis = self.axes[number]
