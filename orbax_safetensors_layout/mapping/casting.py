@@ -47,6 +47,19 @@ def whole_range(dtype: np.dtype[Any]) -> tuple[int, int]:
     return int(bounds.min), int(bounds.max)
 
 
+def in_range(values: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Return which integers are in a range, bounds included."""
+    least, most = whole_range(values.dtype)
+    if values.dtype.name in NARROW_INTEGERS:
+        values = values.astype(np.int8)
+    kept = np.ones(values.shape, np.bool_)
+    if low > least:
+        kept &= values >= low
+    if high < most:
+        kept &= values <= high
+    return kept
+
+
 def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return values in an integer dtype or as booleans, and for each whether it is kept."""
     # By range, not by a round trip: C leaves the cast of a number out of range undefined.
@@ -59,13 +72,7 @@ def to_whole(values: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, np.n
             kept = np.isfinite(values) & (np.trunc(values) == values)
             kept &= (values >= low) & (values < float(high + 1))
     elif values.dtype.kind != "b":
-        if values.dtype.name in NARROW_INTEGERS:
-            values = values.astype(np.int8)
-        bounds = np.iinfo(values.dtype)
-        if low > bounds.min:
-            kept &= values >= low
-        if high < bounds.max:
-            kept &= values <= high
+        kept = in_range(values, low, high)
     with np.errstate(invalid="ignore"):
         if dtype.name in NARROW_INTEGERS:
             values = values.astype(np.int8)  # numpy has no cast from all floats
@@ -90,11 +97,12 @@ def assign(target: np.ndarray, values: np.ndarray) -> None:
 
 def held(value: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
     """Return a number as `dtype`: rounded among floats, exact in others; None where that fails."""
+    # Python integers of over 64 bits are objects.
     if is_whole(dtype):
         result, kept = to_whole(value, dtype)
-        return result if kept else None
+        return result if kept and value.dtype.kind != "O" else None
     result = rounded(value, dtype)
-    was_finite = value.dtype.kind == "O" or np.isfinite(value)  # Python integers of over 64 bits
+    was_finite = value.dtype.kind == "O" or np.isfinite(value)
     return None if was_finite and not np.isfinite(result) else result
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import AffineView, Box
 from orbax_safetensors_layout.mapping import Subject
@@ -99,7 +100,8 @@ def _plan_regions(regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> l
     for number, (name, source, local, dtype, _) in enumerate(regions):
         at_once = memory_budget_bytes // (_BLOCKS_IN_BUDGET * max(1, len(local.boxes)))
         block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_once))
-        plan = source.plan(name, local, dtype, block_bytes)
+        with explained(f"while planning leaf {name!r}", name):
+            plan = source.plan(name, local, dtype, block_bytes)
         plans.append(plan)
         if isinstance(source, StoredSource) and source.catalog is not None:
             assert plan.read is not None

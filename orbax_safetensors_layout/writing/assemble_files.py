@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.mapping import AffinePiece, Piece, apply_view, assemble_box
@@ -140,7 +141,8 @@ def write_mapped(
     ) -> None:
         nonlocal held_bytes
         memory, dtype = allocate(nbytes), entry.dtype.numpy
-        assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
+        with explained(f"while saving {entry.name!r} to {file.plan.name}", entry.name):
+            assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
         data = pack_bits(memory, entry.dtype.bits) if entry.dtype.packed else memory
         file.write_at(entry.start, [data])
         folder.written(file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -10,6 +12,8 @@ from checkpoints import assert_same_bits, save
 from saved_files import PACKED_BITS, write_packed
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.mapping.casting import whole_range
+from orbax_safetensors_layout.mapping.expr.values import Add, Scale
 
 
 def load_as(tmp_path, value, dtype):
@@ -63,6 +67,50 @@ def test_integers_in_range_are_cast_from_every_float(tmp_path, source, target):
     found = load_as(tmp_path, value, target)
     assert found.dtype == target
     np.testing.assert_array_equal(np.asarray(found).astype(np.int32), [1, 2, 4])
+
+
+@pytest.mark.parametrize(("op", "exact"), [(Scale, operator.mul), (Add, operator.add)])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, ml_dtypes.int4, ml_dtypes.uint4])
+def test_every_integer_whose_result_fits_is_kept(op, exact, dtype):
+    low, high = whole_range(np.dtype(dtype))
+    numbers = range(low, high + 1)
+    values = np.array(numbers, np.int16).astype(dtype)
+    for constant in numbers:
+        results, kept = op(constant).checked(values)
+        expected = [exact(number, constant) for number in numbers]
+        assert [*np.broadcast_to(kept, values.shape)] == [low <= n <= high for n in expected]
+        assert [*results[kept].astype(int)] == [n for n in expected if low <= n <= high]
+
+
+@pytest.mark.parametrize(
+    ("expr", "found"),
+    [
+        (osl.tensor("a").scale(2), "-100"),
+        (osl.tensor("u").add(100), "200"),
+        (osl.tensor("i").scale(4), "1073741824"),
+        (osl.tensor("a").slice(0, 2).pad(0, 0, 1, 100).scale(2), "100"),
+        (osl.fill((2,), 100, "int8").scale(2), "100"),
+    ],
+)
+def test_integers_of_mappings_do_not_wrap(tmp_path, expr, found):
+    tensors = {"a": np.int8([1, 7, -100]), "u": np.uint8([200]), "i": np.int32([2**30])}
+    path = save(tmp_path, tensors)
+    mapping = osl.Mapping([osl.rule("w", expr)], strict=False)
+    with pytest.raises(osl.DtypeMismatchError, match="1 values do not fit") as caught:
+        osl.load(path, mapping=mapping)
+    assert caught.value.tensor in ("w", *tensors)
+    assert f"for instance {found}). Cast to a wider dtype; " in str(caught.value)
+    if "pad" in str(expr) or "fill" in str(expr):
+        with pytest.raises(osl.DtypeMismatchError, match="tensor: 'w'"):
+            osl.plan_load(path, mapping=mapping)
+
+
+def test_saved_integers_do_not_wrap(tmp_path):
+    mapping = osl.Mapping([osl.rule("w", osl.tensor("a").add(1))])
+    osl.save(tmp_path / "ok", {"w": np.int8([127, -127])}, mapping=mapping)
+    assert_same_bits(osl.load(tmp_path / "ok")["a"], np.int8([126, -128]))
+    with pytest.raises(osl.DtypeMismatchError, match=r"add\(-1\).*tensor: 'a'.*instance -128"):
+        osl.save(tmp_path / "no", {"w": np.int8([127, -128])}, mapping=mapping)
 
 
 def test_dtypes_that_are_no_numbers_are_refused(tmp_path):

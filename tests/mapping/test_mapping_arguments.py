@@ -20,6 +20,7 @@ FACTS = {
     "b": ((4,), np.dtype("bool")),
     "c": ((4,), np.dtype("complex64")),
     "h": ((4,), np.dtype("float16")),
+    "l": ((4,), np.dtype("int64")),
 }
 
 
@@ -106,6 +107,7 @@ def test_arguments_are_refused_by_name(what):
     [
         ("w", 1j), ("w", 1e300), ("w", "7"), ("w", None), ("w", [1, 2]), ("w", HUGE), ("h", 70000),
         ("i", 300), ("i", 1.5), ("i", float("nan")), ("i", 1j), ("n", 8), ("n", 0.5), ("b", 2),
+        ("l", -(2**63) - 1),
     ],
 )  # fmt: skip
 def test_values_that_a_dtype_does_not_hold_are_refused(name, value):

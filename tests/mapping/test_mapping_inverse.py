@@ -22,7 +22,7 @@ from mapping_expressions import (
     take,
 )
 
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 from orbax_safetensors_layout.geometry.box import Box, cover
 from orbax_safetensors_layout.mapping import Mapping, rule
 from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
@@ -280,7 +280,9 @@ def test_values_are_only_undone_exactly():
         invert({"x": made}, {"x": TensorSpec((4,), F32)})
     integers = Mapping([rule("x", tensor("f").add(3))]).inverse()
     (made,) = integers.bind({"x": ((2,), np.int8)}, {"f": ((2,), np.int8)}).expressions.values()
-    same(evaluate(made, {"x": np.int8([5, -128])}), np.int8([2, 125]))
+    same(evaluate(made, {"x": np.int8([5, -125])}), np.int8([2, -128]))
+    with pytest.raises(DtypeMismatchError, match=r"1 values do not fit the add\(-3\)"):
+        evaluate(made, {"x": np.int8([5, -128])})
 
 
 def test_what_never_inverts_is_refused_before_there_are_shapes():

@@ -7,6 +7,7 @@ end, and `x.scale(c)` of a bfloat16 tensor rounds the constant and the product t
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -16,9 +17,23 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 
-from ..casting import cast_problem, held, is_integer, is_number, is_whole, rounded, to_whole
+from ..casting import (
+    cast_problem,
+    held,
+    in_range,
+    is_integer,
+    is_number,
+    is_whole,
+    rounded,
+    to_whole,
+    whole_range,
+)
 
 _CHUNK_ELEMENTS = 1 << 16  # bounds what a chain of operations holds besides its result
+
+
+Checked = tuple[np.ndarray, np.ndarray | np.bool_]
+"""Results, and for each value whether its result is exact where it has to be."""
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
@@ -49,18 +64,10 @@ class Cast:
             raise MappingError(f"{self} of {dtype.name} {problem}")
         return self.dtype
 
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        if not is_whole(self.dtype):
-            return rounded(values, self.dtype)
-        result, kept = to_whole(values, self.dtype)
-        if not kept.all():
-            lost = values[~kept]
-            raise DtypeMismatchError(
-                f"{lost.size} values do not fit the {self} of a mapping",
-                expected=self.dtype,
-                found=f"for instance {lost[0]}",
-            )
-        return result
+    def checked(self, values: np.ndarray) -> Checked:
+        if is_whole(self.dtype):
+            return to_whole(values, self.dtype)
+        return rounded(values, self.dtype), np.True_
 
     def inverse(self, dtype: np.dtype[Any]) -> Cast:
         return Cast(dtype)
@@ -81,10 +88,18 @@ class _Arithmetic:
         self._constant(dtype)  # refuses a dtype that cannot hold it
         return dtype
 
-    def apply(self, values: np.ndarray) -> np.ndarray:
+    def checked(self, values: np.ndarray) -> Checked:
+        constant = self._constant(values.dtype)
+        kept: np.ndarray | np.bool_ = np.True_
+        if is_integer(values.dtype):
+            kept = in_range(values, *self.operands(int(constant), *whole_range(values.dtype)))
         with np.errstate(all="ignore"):
-            result: np.ndarray = self.function(values, self._constant(values.dtype))
-        return result
+            return self.function(values, constant), kept
+
+    @staticmethod
+    @abc.abstractmethod
+    def operands(constant: int, low: int, high: int) -> tuple[int, int]:
+        """Return the least and the greatest integer whose result is in a range."""
 
     def _constant(self, dtype: np.dtype[Any]) -> np.ndarray:
         """Return the constant in an operand's dtype."""
@@ -106,6 +121,13 @@ class Scale(_Arithmetic):
     __slots__ = ()
     function = np.multiply
 
+    @staticmethod
+    def operands(constant: int, low: int, high: int) -> tuple[int, int]:
+        if not constant:
+            return low, high
+        first, last = (low, high) if constant > 0 else (high, low)
+        return -(-first // constant), last // constant
+
     def inverse(self, dtype: np.dtype[Any]) -> Scale:
         """Division by a power of two; `invert.py` checks whether it restores every value."""
         exact = self.constant != 0 and abs(math.frexp(self.constant)[0]) == 0.5
@@ -121,10 +143,13 @@ class Add(_Arithmetic):
     __slots__ = ()
     function = np.add
 
+    @staticmethod
+    def operands(constant: int, low: int, high: int) -> tuple[int, int]:
+        return low - constant, high - constant
+
     def inverse(self, dtype: np.dtype[Any]) -> Add:
-        """Subtraction where it is exact: of zero, and of integers, which wrap around."""
-        wraps = is_integer(dtype) and dtype.kind == "i"
-        if self.constant == 0 or wraps or self.lossy_inverse:
+        """Subtraction where it is exact: of zero, and of signed integers."""
+        if self.constant == 0 or dtype.kind == "i" or self.lossy_inverse:
             return Add(-self.constant)
         self._refuse("Accept the rounding with lossy_inverse=True.")
 
@@ -151,7 +176,16 @@ def apply_ops(
     """Apply operations in order; into `out`, of the same shape, with small temporaries."""
     if out is None:
         for op in ops:
-            values = op.apply(values)
+            result, kept = op.checked(values)
+            if not kept.all():
+                lost = values[~kept]
+                raise DtypeMismatchError(
+                    f"{lost.size} values do not fit the {op} of a mapping",
+                    expected=result.dtype,
+                    found=f"for instance {lost[0]}",
+                    hint="Cast to a wider dtype; arithmetic is in the dtype of its operand.",
+                )
+            values = result
         return values
     for part, place in in_chunks(values, out):
         place[...] = apply_ops(part, ops)

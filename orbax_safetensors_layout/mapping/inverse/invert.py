@@ -36,7 +36,7 @@ from ..affine.index_nodes import (
     reshaped,
     sliced,
 )
-from ..casting import is_whole, to_whole, whole_range
+from ..casting import is_whole, whole_range
 from ..expr.choices import Compared
 from ..expr.values import Cast, ValueOp, undone
 from ..names import Shapes, TensorSpecs
@@ -256,11 +256,8 @@ def _applied(values: np.ndarray, ops: tuple[ValueOp, ...]) -> tuple[np.ndarray, 
     """Return the results of operations, and for each value whether all of them accept it."""
     kept = np.ones(values.shape, np.bool_)
     for op in ops:
-        if isinstance(op, Cast) and is_whole(op.dtype):
-            values, held = to_whole(values, op.dtype)
-            kept &= held
-        else:
-            values = op.apply(values)
+        values, fits = op.checked(values)
+        kept &= fits
     return values, kept
 
 
