@@ -35,13 +35,20 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 FAMILIES = tuple(_DEFAULTS)
 
-# Which value ties the output kernel of a model with vision, by the outer `model_type` (transformers
-# 5.23.0): the outer `tie_word_embeddings`, whose default is true in these classes. So it is in some
-# that are not listed, such as models of speech: there it counts as false where `config.json` leaves
-# it out ...
-_TIED_BY_DEFAULT = "gemma3 got_ocr2 internvl janus kimi_k25 lighton_ocr mistral3 ovis2 paligemma"
-# ... or, in these, either that or the text model's.
-_TIED_BY_EITHER = "llava llava_next_video llava_onevision qwen2_5_vl qwen2_vl video_llama_3"
+# Which value ties the output kernel of a model within another, by the outer `model_type`: the outer
+# `tie_word_embeddings`. Where it is left out it is false, but true in these classes (those of
+# transformers 5.23.0 that take any text model) ...
+_TIED_BY_DEFAULT = """
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid florence2 gemma3 glmasr got_ocr2
+    granite_speech granite_speech_plus grounding-dino hyperclovax_vision_v2 internvl janus kimi_k25
+    lfm2_vl lfm3_vl lighton_ocr minicpm_ocr mistral3 mm-grounding-dino moss_transcribe_diarize ovis2
+    paligemma pe_audio_video pp_chart2table qwen3_asr voxtral_realtime
+"""
+_TIED_BY_TEXT = "perception_lm"  # ... or the text model's in this, ...
+# ... which counts in these even where the outer one is false.
+_TIED_BY_EITHER = """
+    fast_vlm llava llava_next_video llava_onevision qwen2_5_vl qwen2_vl shieldgemma2 video_llama_3
+"""
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -160,8 +167,8 @@ def _tied(outer: Section, read: Section) -> bool:
     if outer.get("text_config") is None:
         return inner
     kind = outer.text("model_type") or outer.model
-    ties = outer.flag("tie_word_embeddings", kind in _TIED_BY_DEFAULT.split())
-    return ties or (inner and kind in _TIED_BY_EITHER.split())
+    default = kind in _TIED_BY_DEFAULT.split() or (inner and kind in _TIED_BY_TEXT.split())
+    return outer.flag("tie_word_embeddings", default) or (inner and kind in _TIED_BY_EITHER.split())
 
 
 def _headless(outer: Section) -> bool:
