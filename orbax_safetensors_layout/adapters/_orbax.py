@@ -1,8 +1,4 @@
-"""Every private orbax symbol that the package needs.
-
-Checked against orbax-checkpoint 0.12.6 and 0.12.8. Nothing else in the package imports a module of
-orbax whose name begins with an underscore.
-"""
+"""Every private orbax symbol that the package needs, checked with versions 0.12.6 and 0.12.8."""
 
 from __future__ import annotations
 
@@ -114,11 +110,7 @@ def register_args(handler: type, save_args: type, restore_args: type) -> None:
 
 
 def add_args(kind: type, args: Sequence[type]) -> None:
-    """Lets handlers of a class, or of one that inherits it, take all these arguments.
-
-    For `item_handlers=` Orbax registers one class of arguments for saving and one for restoring,
-    and refuses others, whatever the handler could do with them; there is no public way to tell.
-    """
+    """Lets handlers of a class take all these arguments; `item_handlers=` registers one of each."""
     register = composite_checkpoint_handler._add_to_handler_registry_from_global_registry
 
     def register_all(registry: Any, handler: Any, item_name: str) -> None:

@@ -18,10 +18,9 @@ _R = TypeVar("_R")
 
 
 def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function` for another thread, where it sees what the caller of this sees now.
+    """`function` for another thread, with the context variables that the caller of this sees now.
 
-    That is context variables, and whether x64 is on: `jax.enable_x64` is local to a thread and no
-    context variable, so a worker would otherwise refuse, or narrow, 64-bit values.
+    So with `jax.enable_x64`, which is local to a thread: a worker would refuse 64-bit values.
     """
     context = contextvars.copy_context()
     x64 = bool(_jax.config.jax_enable_x64)
@@ -36,10 +35,9 @@ def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def in_background(
     function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> Coroutine[Any, Any, _R]:
-    """A coroutine that runs `function` in a thread; what it sees is captured at this call.
+    """A coroutine that runs `function` in a thread, in the context of this call.
 
-    A thread cannot be stopped: a coroutine that is cancelled ends when the thread has, so that
-    nothing goes on behind whoever cancelled it.
+    If it is cancelled, it ends when the thread has, which cannot be stopped.
     """
     captured = functools.partial(in_callers_context(function), *args, **kwargs)
 

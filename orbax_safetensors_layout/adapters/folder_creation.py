@@ -1,13 +1,9 @@
 """Waits for the folders that Orbax makes for a save, and reports those that it cannot make.
 
 Orbax makes the folders of a save on its first process; the others wait for it, up to five minutes.
-Where it makes them in the background (v0's default), handlers wait by `folders_being_made`.
-Otherwise its functions are watched, for every handler:
-
-1. The first process remembers an error, tells it the others, and meets them as if all were well.
-2. Having met, the first process raises the error, and each of the others a `PeerError`.
-
-Without an error, each of the others asks the key-value store once more than Orbax does.
+Where it makes them in the background (v0's default), handlers wait by `folders_being_made`. Else
+its functions are watched: the first process puts an error into the key-value store, and raises it
+only after all have met; each of the others then asks the store, and raises a `PeerError`.
 """
 
 from __future__ import annotations
@@ -41,12 +37,9 @@ _making: dict[str, list[Any]] = {}  # by the operation, of which the last counts
 async def folders_being_made(directory: Any) -> AsyncIterator[Callable[[], None] | None]:
     """Gives what waits for the folders; None, on all processes, where handlers need not wait.
 
-    Orbax v0 tells handlers only that the folders are there: if one cannot be made, they wait until
-    `coordination_timeout`, five minutes. Our wait ends then, with an `OSError`.
-
-    Ends the making of folders if the block raises, as the item cannot be saved then; else a thread
-    of Orbax waits five minutes for those that v0 makes for `training.Checkpointer`, if the program
-    ends or closes that meanwhile. The item's folder is in Orbax v1 a `PathAwaitingCreation`.
+    If one cannot be made, it raises, where Orbax v0 waits for `coordination_timeout`, five minutes.
+    Ends the making of folders if the block raises: else a thread of Orbax waits five minutes for
+    those of `training.Checkpointer`. `directory` is in Orbax v1 a `PathAwaitingCreation`.
     """
     operation = _orbax.current_operation()
     futures = tuple(_making.get(operation, ()))

@@ -1,8 +1,4 @@
-"""One item of a checkpoint on its way to its folder and back, the same for both APIs of Orbax.
-
-`check_step` and `check_remains` refuse what an interrupted deletion of a step leaves; Orbax deletes
-a step file by file, and lists it as long as its folder is there.
-"""
+"""One item of a checkpoint on its way to its folder and back, the same for both APIs of Orbax."""
 
 from __future__ import annotations
 
@@ -59,8 +55,7 @@ _ORBAX_FILES = ("checkpoint", "manifest.ocdbt")
 class _Turn:
     """Whose turn it is to write to a folder: one save's at a time, and the newest's.
 
-    Where another item of a step cannot be saved, Orbax gives the step up and lets our thread run.
-    When the step is saved again, into a folder of the same name, that must not mix in.
+    Orbax lets our thread run when it gives a step up; a second save of the step must not meet it.
     """
 
     def __init__(self) -> None:
@@ -75,11 +70,9 @@ _turns_lock = threading.Lock()
 class ItemSave:
     """The blocking phase of a save; all processes make these in the same order.
 
-    When it is made, what this process writes is on the host, or, with a memory budget, as much of
-    it as fits. Settings of the caller, such as whether x64 is on, hold in `write`, too.
-
-    The folder need not exist yet; processes find each other by it. `wait` waits for it, in `write`;
-    None if it is there when that is called. `dtypes` has for each leaf the one to write it in.
+    What this process writes is then on the host, or as much of it as the memory budget holds. The
+    folder need not exist yet; processes find each other by it. `write` calls `wait`, which waits
+    for the folder, unless it is None. `dtypes` has for each leaf the one to write it in.
     """
 
     def __init__(
@@ -155,8 +148,7 @@ def begin_load(
 ) -> Callable[[], Any]:
     """Checks the headers of what is wanted; returns what loads it, as `osl.load` does.
 
-    `switch` says how a user of the calling API lets the checkpoint hold more than the tree names,
-    for the hint of the `UnexpectedTensorError`.
+    `switch` is the calling API's way to let the checkpoint hold more than the tree, for a hint.
     """
     check_remains(path)
     opening = _open_checked(path, abstract, mapping, options)
@@ -203,12 +195,11 @@ def is_orbax_item(directory: _PathLike) -> bool:
 
 
 def check_remains(folder: _PathLike) -> None:
-    """Refuses an item that this package saved and whose manifest or files are gone.
+    """Refuses an item of ours of which an interrupted deletion took the manifest or the files.
 
-    Without the manifest, the rest would load as a flat dict of some of the tensors. Published
-    weights have no manifest either, so an `InvalidManifestError` needs a sign: the item's own
-    metadata say that there was more; or they are gone as well, and the step's say that this package
-    saved it, or are gone from a step of v1.
+    What is left would load as a flat dict of some of the tensors. Published weights have no
+    manifest either: an error needs the item's metadata, or where these are gone the step's, to say
+    that there was more; or a step of v1 without metadata.
     """
     path = ocp.path.Path(folder)
     has_manifest, has_data = (path / MANIFEST).exists(), is_safetensors_checkpoint(path)
@@ -234,7 +225,7 @@ def check_remains(folder: _PathLike) -> None:
 
 
 def check_step(folder: _PathLike, *, has_layout: bool) -> None:
-    """Refuses a step that Orbax lists, and of which nothing is left that can be read.
+    """Refuses a step that Orbax lists, and of which an interrupted deletion leaves no item.
 
     With a layout the items are checked, too, which otherwise a handler does.
     """

@@ -63,11 +63,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         await in_background(_locate, path, checkpointable_name)
 
     def metadata(self, path: Any, checkpointable_name: str | None = _NOT_GIVEN) -> Any:
-        """Shapes and dtypes of one checkpointable.
+        """Shapes and dtypes of one checkpointable; a coroutine, but for Orbax v0's path alone.
 
-        Orbax v0 gives a path alone, for `SafetensorsCheckpointHandler.metadata`. For v1, it is a
-        coroutine: the tree as `metadata_v1` gives it, with the times and the custom metadata that
-        Orbax recorded, else when the last file was written and the strings of `__metadata__`.
+        Times and custom metadata are those that Orbax recorded, else the last file's and the
+        strings of `__metadata__`.
         """
         if checkpointable_name is _NOT_GIVEN:
             return super().metadata(path)
@@ -83,11 +82,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     async def checkpointables_metadata(
         self, path: ocp.path.Path
     ) -> ocp.CheckpointMetadata[dict[str, Any]]:
-        """Shapes and dtypes of all checkpointables, by name; see `metadata`.
-
-        Without a record of Orbax, `custom_metadata` has the strings of one alone, or else those of
-        each under its name.
-        """
+        """Shapes and dtypes of all, by name; custom metadata that Orbax did not record likewise."""
         mapping = settings.current(self.own).mapping
         items = await in_background(_items, path)
         read = {name: await in_background(metadata_v1, items[name], mapping) for name in items}
@@ -106,10 +101,9 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         checkpointable_name: str | None = None,
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
-        """Loads one checkpointable; the tree may have the leaves that `osl.load` takes.
+        """Loads one checkpointable, by default all of it; leaves are those that `osl.load` takes.
 
-        Here settings are taken, and the headers of what is wanted are read and checked; tensors are
-        read when the result is awaited. Without a tree everything is loaded.
+        Takes settings, and checks the headers of what is wanted; tensors are read when awaited.
         """
         item_path = await in_background(_locate, path, checkpointable_name)
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
@@ -159,8 +153,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     ) -> Awaitable[None]:
         """Copies what this process writes to the host; files are written when awaited.
 
-        Every pytree becomes a folder of its own, as with `SafetensorsHandler`. Checkpointables
-        that others have handlers for are left to these.
+        Each checkpointable becomes a folder, which the handler writes that a user registered for
+        it, else `SafetensorsHandler`.
         """
         context = _orbax.get_context()
         handlers = {
@@ -234,10 +228,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts back what `install` replaced. Without an `install` it does nothing.
-
-    What another library has put in the same place since then, stays.
-    """
+    """Puts back what `install` replaced, unless another library has put something there since."""
     with _install_lock:
         if routing.is_installed():
             _orbax.safetensors.SafetensorsLayout = _previous
@@ -253,7 +244,6 @@ async def _with_record(path: ocp.path.Path, own: CheckpointMetadata) -> ocp.Chec
 
 
 def _items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
-    """The paths of the checkpointables, by name."""
     if is_safetensors_checkpoint(path):
         return {_orbax.STATE: path}
     folders = path.iterdir() if path.is_dir() else ()

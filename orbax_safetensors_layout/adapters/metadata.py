@@ -61,8 +61,7 @@ _Describe = Callable[[str, StoredArray | bool | int | float | str], Any]
 class CheckpointMetadata(NamedTuple):
     """The headers of a checkpoint, and its manifest, as one of Orbax's APIs describes them.
 
-    Of others' checkpoints, and of the leaves that a mapping makes, the tree is a flat dict, and the
-    custom metadata are the strings in the files.
+    Without a manifest the tree is a flat dict, and `custom` has the strings in the files.
     """
 
     tree: Any
@@ -168,11 +167,7 @@ def _sharding_v0(stored: StoredArray) -> Any:
 
 
 def metadata_v1(path: str | os.PathLike[str], mapping: LeafMapping | None) -> CheckpointMetadata:
-    """Metadata whose tree also serves as the tree to load.
-
-    Arrays are `jax.ShapeDtypeStruct`s, with the recorded sharding where this program has the
-    devices; numpy arrays have a shape and a dtype alone; numbers and strings are their types.
-    """
+    """Metadata whose tree also serves as the tree to load; numbers and strings are their types."""
     return CheckpointMetadata.read(path, mapping, _describe_v1)
 
 

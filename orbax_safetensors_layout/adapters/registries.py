@@ -1,7 +1,4 @@
-"""Gives items of a checkpoint to the safetensors handlers: a v0 registry, and a v1 context.
-
-All other items keep Orbax's handlers, which report where they save while the given ones are unused.
-"""
+"""Gives items of a checkpoint to the safetensors handlers: a v0 registry, and a v1 context."""
 
 from __future__ import annotations
 
@@ -146,7 +143,6 @@ def _watched_v1(handler: Any, names: tuple[str, ...]) -> Any:
 async def _save_reported(
     report: Callable[[Any], None], save: Any, directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Saves with a method of a handler of Orbax, after `report` of the folder."""
     await asyncio.sleep(0)  # the step's other items begin before this one goes on
     async with folders_being_made(directory):  # and are not if this raises
         report(directory)
@@ -156,10 +152,7 @@ async def _save_reported(
 def _report_unused(
     item: str, names: tuple[str, ...], used: set[str], *, never: bool, function: str
 ) -> None:
-    """Warns that Orbax saves an item while of the registered `names` only some are used.
-
-    It is an error where the others never will be. `function` registers items, for the hint.
-    """
+    """Warns that Orbax saves an item while not all registered `names` are used; refuses `never`."""
     unused = ", ".join(f'"{name}"' for name in names if name not in used)
     if not unused:
         return

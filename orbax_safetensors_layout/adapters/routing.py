@@ -1,11 +1,7 @@
 """Makes Orbax v1 take our layout and our handlers, where a context's layout is ours.
 
-Orbax resolves layouts by the members of an enumeration and handlers by a registry. `connect` puts
-functions in front of both resolutions. They leave everything to Orbax except in contexts
-
-- whose `checkpoint_layout` was set to our class, or to an instance of it: they hold a
-  `_LayoutOption`; or
-- whose `checkpoint_layout` is `"safetensors"`, after `install`.
+`connect` puts functions in front of Orbax's resolution of layouts and handlers. They leave all to
+Orbax but in contexts of a `_LayoutOption`, or, after `install`, of `"safetensors"`.
 """
 
 from __future__ import annotations
@@ -31,11 +27,10 @@ _layout_class: Any = None
 
 
 class _LayoutOption:
-    """The `checkpoint_layout` of a context that was given our layout.
+    """Our layout, or an instance of it, as the `checkpoint_layout` of a context.
 
     Orbax's enumeration of layouts cannot be extended. This passes for a member, and equals
-    SAFETENSORS, by which Orbax decides what a layout can do (`ocp.load_async`). New contexts
-    inherit it.
+    SAFETENSORS, by which Orbax decides what a layout can do (`ocp.load_async`).
     """
 
     name = _Layouts.SAFETENSORS.name
@@ -101,10 +96,9 @@ def is_installed() -> bool:
 
 
 def handler_for_save(registry: Any, checkpointable: Any, name: str, own: Settings) -> Any:
-    """Ours in the place of Orbax's pytree handler, and for what no handler takes.
+    """Ours in the place of Orbax's pytree handler, and for what no handler takes; else the user's.
 
-    What a user registered handlers for, or what brings its own way to be saved, keeps that. `own`
-    are the settings that the layout was made with.
+    `own` are the settings that the layout was made with.
     """
     if isinstance(checkpointable, _orbax.PartialSave):
         raise SafetensorsLayoutError(

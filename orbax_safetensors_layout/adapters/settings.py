@@ -79,18 +79,14 @@ def using(
 
 
 def current(own: Settings) -> Settings:
-    """The settings of the innermost `using` block, and a handler's own for what it does not set.
-
-    Call this, and the functions below, in the blocking phase of an operation.
-    """
+    """A `using` block's settings, over a handler's own; for the blocking phase of an operation."""
     return _SETTINGS.get().over(own)
 
 
 def read_options_v1(own: Settings) -> ReadOptions:
     """The options for reading with Orbax v1; without `own` or a `using`, those of Orbax's context.
 
-    Its `safetensors.max_over_read_ratio` has no counterpart: what is read through is decided by the
-    cost model of `StorageProfile`.
+    Its `safetensors.max_over_read_ratio` does not count: `StorageProfile` decides over-reads.
     """
     read = current(own).read
     if read is not None:
@@ -120,10 +116,7 @@ def _byte_count(group: str, name: str) -> int | None:
 
 
 def storage_dtypes_v1(tree: Any) -> Sequence[Any] | None:
-    """The dtype that Orbax's context asks for, for each leaf; None where it says nothing.
-
-    Other storage options are about how Orbax's own format stores arrays.
-    """
+    """The dtype that Orbax's context asks for, for each leaf; None where it says nothing."""
     saving = _orbax.get_context().array.saving
     create = saving.scoped_storage_options_creator
     usual = _dtype(saving.storage_options, "storage_options")

@@ -1,7 +1,6 @@
 """Orbax v0: the handler for `ocp.Checkpointer` and `ocp.CheckpointManager`.
 
-A folder of published weights is restored as it is. `ocp.Checkpointer` takes folders only: for the
-path of a single file Orbax says "Found incomplete checkpoint" before any handler is asked.
+For a file's path Orbax says "Found incomplete checkpoint" before any handler is asked.
 """
 
 from __future__ import annotations

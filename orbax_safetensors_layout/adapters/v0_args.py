@@ -1,7 +1,4 @@
-"""What the arguments of Orbax v0's saves and restores ask for.
-
-Arguments are read by attribute, so that every registered class works.
-"""
+"""Reads the arguments of Orbax v0's saves and restores, by attribute: every class works."""
 
 from __future__ import annotations
 
@@ -20,13 +17,7 @@ from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutErro
 from orbax_safetensors_layout.load import load
 from orbax_safetensors_layout.mapping import Expr, Mapping, rule, tensor
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.pytree import (
-    HostLeaf,
-    SavedLeaf,
-    dotted_name,
-    prng,
-    unboxed_name,
-)
+from orbax_safetensors_layout.pytree import HostLeaf, SavedLeaf, dotted_name, prng, unboxed_name
 
 from .metadata import CheckpointMetadata, HostArrayMetadata, StoredArray
 
@@ -34,10 +25,7 @@ _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
 def leaf_dtypes(args: Any) -> Sequence[Any] | None:
-    """The dtype that `save_args` ask for, for each leaf of `item`; None where they say nothing.
-
-    Other `ocp.SaveArgs` are about how Orbax's own format stores arrays.
-    """
+    """The dtype that `save_args` ask for, for each leaf of `item`; None where they say nothing."""
     save_args = getattr(args, "save_args", None)
     if save_args is None:
         return None
@@ -53,13 +41,11 @@ def leaf_dtypes(args: Any) -> Sequence[Any] | None:
 
 
 def abstract_tree_of(args: Any) -> Any:
-    """The tree to load; None asks for everything.
+    """The tree to load, `restore_args` over `item`; None asks for everything.
 
-    `item` gives the structure and each leaf's shape, dtype and sharding; `restore_args`, where it
-    says something about a leaf, overrides the item. As with Orbax's handlers, an array that names
-    no sharding comes back as it was saved, with `fallback_sharding` in place of one that is not to
-    be had; `ocp.RestoreArgs()` alone brings anything back as it was saved; and what was saved as
-    typed PRNG keys comes back so where the item has their data.
+    As with Orbax's handlers, arrays without a sharding, and leaves with `ocp.RestoreArgs()` alone,
+    come back as they were saved, with `fallback_sharding` for a sharding that is not to be had;
+    and so do typed PRNG keys where the item has their data.
     """
     for name in ("transforms", "legacy_transform_fn"):
         if getattr(args, name, None) is not None:
@@ -79,10 +65,7 @@ def abstract_tree_of(args: Any) -> Any:
 
 
 def restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
-    """Restores an item in Orbax's own format, with the handler of Orbax that takes the arguments.
-
-    A mapping does not count: it tells how leaves are kept in safetensors files.
-    """
+    """Restores an item in Orbax's own format, with Orbax's handler; a mapping does not count."""
     folder = ocp_v1.path.Path(directory)
     if args is None or isinstance(args, ocp.args.StandardRestore):
         return ocp.StandardCheckpointHandler().restore(folder, args=args)
@@ -158,11 +141,7 @@ def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
 
 
 def _merge(leaf: Any, args: Any) -> Any:
-    """One leaf with its `RestoreArgs`; what they leave open is the leaf's.
-
-    A Python scalar in the item is what Orbax's users put where only the structure matters: with
-    restore arguments it says nothing about the value.
-    """
+    """One leaf with its `RestoreArgs`; what they leave open is the leaf's."""
     if leaf is ... or args is None:
         return leaf
     if not hasattr(args, "restore_type"):
@@ -172,7 +151,7 @@ def _merge(leaf: Any, args: Any) -> Any:
         return ...
     if kind is None:
         if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
-            return args
+            return args  # Orbax's users put a number where only the structure matters
         if args.dtype is None or leaf is args or not _is_array_like(leaf):
             return leaf
         kind = jax.Array if hasattr(leaf, "sharding") else np.ndarray
@@ -229,10 +208,9 @@ def load_resized(
     options: ReadOptions,
     loose: bool,
 ) -> Any:
-    """Loads a tree; arrays are cut, or filled up with zeros at their ends, where `strict=False`.
+    """Loads a tree; `jax.Array`s are cut or filled up with zeros where `strict=False`, or `loose`.
 
-    So say an array's restore arguments, or `loose` for all; not for numpy arrays and typed PRNG
-    keys. `load_others` loads a tree whose arrays have their own shapes.
+    `load_others` loads a tree whose arrays have their own shapes.
     """
     pairs, structure = tree_flatten_with_path(abstract)
     leaves = [leaf for _, leaf in pairs]

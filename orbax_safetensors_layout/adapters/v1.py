@@ -1,7 +1,4 @@
-"""Orbax v1: the handler for items of checkpoints in Orbax's own layout; see `osl.context`.
-
-The other way is the layout, see `layout`; both leave the same folder.
-"""
+"""Orbax v1: the handler for items of Orbax's own layout; `layout` leaves the same folder."""
 
 from __future__ import annotations
 

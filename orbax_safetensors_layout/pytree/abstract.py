@@ -22,12 +22,7 @@ _SCALARS = (bool, int, float, str)
 
 
 class AbstractLeaf(NamedTuple):
-    """What the caller asks for of one leaf; None takes the file's shape and dtype.
-
-    Where the tree does not place an array (`is_placed`), a sharding that was saved replaces
-    `placement`. `takes_keys` returns typed keys, although the data is asked for: Orbax's restore
-    arguments describe keys by it. `as_saved` returns numpy arrays and numbers as such.
-    """
+    """What the caller asks for of one leaf; None takes the file's shape and dtype."""
 
     name: str  # the dotted key path
     unboxed: str | None = None  # the same without a flax box around the leaf, if there is one
@@ -35,10 +30,10 @@ class AbstractLeaf(NamedTuple):
     dtype: np.dtype | None = None
     placement: Placement | None = None  # None for a host value
     scalar: type[bool | int | float | str | np.generic] | None = None  # None for arrays
-    is_placed: bool = True
+    is_placed: bool = True  # if not, a sharding that was saved replaces `placement`
     key_impl: str | None = None  # of typed PRNG keys, whose data is read
-    takes_keys: bool = False
-    as_saved: bool = False
+    takes_keys: bool = False  # also if the data is asked for, as Orbax's restore arguments do
+    as_saved: bool = False  # returns numpy arrays and numbers as such
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,10 +197,7 @@ def in_host_memory(sharding: Sharding | None) -> bool:
 
 
 def _with_devices(sharding: NamedSharding) -> NamedSharding:
-    """Return a sharding over an abstract mesh on the mesh of `jax.set_mesh`, where that fits.
-
-    `jax.eval_shape` returns such shardings where mesh axes are explicit.
-    """
+    """Return an abstract mesh's sharding, as `jax.eval_shape` gives, on `jax.set_mesh`'s mesh."""
     current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
     if isinstance(current, Mesh) and dict(current.shape) == dict(sharding.mesh.shape):
         return NamedSharding(current, sharding.spec)

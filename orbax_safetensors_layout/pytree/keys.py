@@ -17,11 +17,7 @@ def component(key: object) -> Any:
 
 
 def dotted_name(path: Sequence[object]) -> str:
-    """Return a key path as a dotted name: `("layers", 0, "kernel")` is `"layers.0.kernel"`.
-
-    A dict key with dots is taken as it is, so a flat dict of Hugging Face names and the nested dict
-    of their parts name the same tensors.
-    """
+    """Return a key path as a dotted name: `("layers", 0, "a.b")` is `"layers.0.a.b"`."""
     return ".".join(str(component(key)) for key in path)
 
 
@@ -40,9 +36,6 @@ def nested_dicts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unboxed_name(path: Sequence[object]) -> str | None:
-    """Return the name of a leaf without the flax box around it; None where there is no box.
-
-    Boxes (`nnx.Variable`, `linen.Partitioned`) are pytree nodes with one attribute, `value`.
-    """
+    """Return the name of a leaf without its flax box (`nnx.Variable`); None where it has none."""
     is_boxed = len(path) > 1 and getattr(path[-1], "name", None) == "value"
     return dotted_name(path[:-1]) if is_boxed else None

@@ -22,8 +22,7 @@ KeyPath = tuple[Any, ...]
 def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
     """Return the structure of any pytree; one nested too deeply is a `ValueError`.
 
-    `leaf` is called with the key path and the value of each leaf, in JAX's order. The path leaves
-    out the attribute of a flax box around the leaf (`nnx.Variable`, `linen.Partitioned`).
+    `leaf` is called with each leaf and its key path, without a flax box around it, in JAX's order.
     """
     return _Encoder(leaf).node((), tree)
 
@@ -140,10 +139,9 @@ def _type_name(kind: type) -> str:
 def decode_treedef(node: Node, value: Callable[[Leaf], Any]) -> Any:
     """Return a tree with the structure that `encode_treedef` found.
 
-    Dicts, lists, tuples, `OrderedDict` and None are restored as they were. A named tuple has its
-    own class if this process has imported it already (nothing that a file names is ever imported),
-    else a class with the same name and fields. Other nodes are reduced to their children: a box
-    to its value, and one with attributes or keys, such as a flax `TrainState`, to a dict of them.
+    Nothing that a file names is imported: a named tuple has its own class if that is loaded, else
+    one with the same name and fields. Other nodes are reduced to their children: a box to its
+    value, one with attributes or keys, such as a flax `TrainState`, to a dict.
     """
     if not isinstance(node, Container):
         return value(node)
@@ -159,21 +157,18 @@ def _assemble(node: Container, parts: list[Any]) -> Any:
             return None
         case "box":
             return parts[0]
-        case "list":
-            return parts
         case "tuple":
             return tuple(parts)
-        case "dict":
-            return dict(zip(node.keys, parts, strict=True))
         case "ordered_dict":
             return collections.OrderedDict(zip(node.keys, parts, strict=True))
         case "namedtuple":
             kind = _namedtuple_class(node.type or "", tuple(map(str, node.keys)))
             return tuple.__new__(kind, parts)  # not `_make`, which a class may have replaced
-        case "node":
-            if parts and not node.keys:
-                return parts
-            return dict(zip(node.keys, parts, strict=True))
+        case "list":
+            return parts
+        case "dict" | "node":
+            has_keys = node.keys or not parts
+            return dict(zip(node.keys, parts, strict=True)) if has_keys else parts
 
 
 def _namedtuple_class(type_name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:

@@ -19,9 +19,6 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Ch
     """Resolves a path to a tree; the item is by default the only one, `default` or `state`.
 
     With a step, the path is the directory of a `CheckpointManager`.
-
-    Raises:
-        CheckpointNotFoundError: No tree is there, or several.
     """
     folder = path if step is None else _step_folder(path, step)
     if item is None and _is_tree(folder):
@@ -61,9 +58,7 @@ def is_orbax_checkpoint(folder: str) -> bool:
 
 
 def open_reader(
-    ref: CheckpointRef,
-    options: ReadOptions,
-    on_error: Callable[[StorageError], None] | None = None,
+    ref: CheckpointRef, options: ReadOptions, on_error: Callable[[StorageError], None] | None = None
 ) -> CheckpointReader:
     """Opens a checkpoint: one of safetensors with `options`, one of Orbax with `on_error`."""
     if ref.is_orbax:

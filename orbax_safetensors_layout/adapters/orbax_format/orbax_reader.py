@@ -1,7 +1,6 @@
 """Checkpoints that Orbax saved, as a source of conversions.
 
-Orbax restores a tree with type handlers in place of its own for arrays, which open each array with
-TensorStore and read nothing. All else, names, metadata and scalars, is Orbax's.
+Orbax restores the tree; our type handlers only open its arrays, with TensorStore.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ _MOST_TEXT = 500  # characters of an error of others
 class OrbaxReader:
     """One item that Orbax saved, with either API, in any of its formats.
 
-    `on_error` is called for each array that cannot be opened, which is then left out; without it
-    these are one `StorageError` that names all.
+    `on_error` is called for each array that cannot be opened; without it one error names all.
     """
 
     kind = "orbax"

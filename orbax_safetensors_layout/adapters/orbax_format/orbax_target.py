@@ -1,8 +1,7 @@
 """Checkpoints in Orbax's own format, as a target of conversions.
 
-Arrays are written with TensorStore, with the specifications that Orbax makes for them; then Orbax
-saves the tree with a type handler that takes what is written. All else, names, metadata, scalars,
-the merge of OCDBT databases and the commit, is Orbax's.
+TensorStore writes the arrays, with the specifications that Orbax makes for them; then Orbax saves
+the tree with a type handler that takes what is written.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ from orbax_safetensors_layout.conversion import (
     Topology,
     arrays_in,
 )
-from orbax_safetensors_layout.errors import (
-    SafetensorsLayoutError,
-    UnsupportedDtypeError,
-)
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, UnsupportedDtypeError
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
 from orbax_safetensors_layout.pytree import dotted_name, prng
@@ -50,16 +46,10 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class OrbaxTarget:
-    """A tree that Orbax restores, its arrays in chunks that are shards of a target topology.
+    """A tree that Orbax restores, its arrays in chunks that are shards of `topology`, or whole.
 
-    Typed PRNG keys and custom metadata are those of `source`. Arrays are cut for `topology`; None
-    leaves each in one chunk. No chunk holds more than `most_chunk_bytes`, unless a single element
-    does. `item` is the item's name in a step; None for a checkpoint that is the tree alone.
-
-    Raises:
-        SafetensorsLayoutError: Leaves that Orbax does not hold; names all.
-        UnsupportedDtypeError: Orbax stores no arrays of some dtype; names all leaves.
-        MismatchError: Arrays cannot be sharded as their rules say; names all.
+    No chunk holds more than `most_chunk_bytes`, unless a single element does. `item` is the item's
+    name in a step; None for a checkpoint that is the tree alone.
     """
 
     def __init__(

@@ -128,14 +128,10 @@ class MappingBuilder:
         return tuple(FamilyLeaf(part.replace("{e}.", ""), part, AS_IT_IS) for part in parts)
 
     def _fitted(self, expr: Expr, axis: int) -> Expr:
-        """Pad or cut the axis of tokens to the model's number of them.
-
-        The files' extents have to be those of the configuration; only where tokens are left out may
-        there be fewer, as in a checkpoint that was saved so.
-        """
+        """Pad or cut the axis of tokens to the model's number of them."""
         more, hidden = self.vocab_size - self.dims.vocab, self.dims.hidden
         axes = "v e -> v e" if axis == 0 else "e v -> e v"
-        if more < 0:
+        if more < 0:  # a checkpoint that was saved so has no more
             return expr.rearrange(axes, e=hidden).slice(axis, 0, self.vocab_size)
         expr = expr.rearrange(axes, v=self.dims.vocab, e=hidden)
         return expr.pad(axis, 0, more) if more else expr

@@ -162,7 +162,6 @@ def _rope(read: Section) -> str:
 
 
 def _tied(outer: Section, read: Section) -> bool:
-    """Whether the output kernel is the embedding where the files have none."""
     inner = read.flag("tie_word_embeddings", False)
     if outer.get("text_config") is None:
         return inner

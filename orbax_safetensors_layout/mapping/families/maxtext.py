@@ -1,8 +1,7 @@
 """MaxText's parameters, as maxtext 0.2.5 names and lays them out.
 
-Sources are `checkpoint_conversion/utils/param_mapping.py` of that release, and the model code under
-`models/` and `layers/` where it is named. Values that MaxText computes in another dtype are
-computed in float32 here.
+Sources are its `checkpoint_conversion/utils/param_mapping.py`, `models/` and `layers/`. Values that
+MaxText computes in another dtype are computed in float32 here.
 """
 
 from __future__ import annotations
@@ -127,11 +126,7 @@ def _gemma_norm(step: TensorStep) -> TensorStep:
 
 
 def _interleaved_heads(h: int, d: int) -> TensorStep:
-    """A projection to heads, whose rotated pairs are side by side.
-
-    Hugging Face keeps the first elements of all pairs in the first half of a head, and the second
-    ones in the second (`rotate_half` of transformers 5.23.0, `modeling_llama.py`).
-    """
+    """A projection to heads with rotated pairs side by side, not in halves (HF's `rotate_half`)."""
     sizes = (("h", h), ("t", 2), ("f", d // 2))
     return TensorStep("(h t f) e -> e h (f t)", sizes, projection=True)
 

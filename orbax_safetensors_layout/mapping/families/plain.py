@@ -1,8 +1,4 @@
-"""The plain tree: Hugging Face's modules, with JAX's axis orders.
-
-`docs/families.md` documents it. Values are those of the checkpoint, so that everything but
-quantised weights saves back to the same bits.
-"""
+"""The plain tree of `docs/families.md`: Hugging Face's modules and values, JAX's axis orders."""
 
 from __future__ import annotations
 

@@ -182,10 +182,7 @@ def _family_of(model_type: object) -> str:
 
 
 def _check_type(family: str, config: Dict[str, object], said: str | None) -> None:
-    """Refuses the configuration of another model, unless the caller names its type.
-
-    Many models differ in what they compute, and not in names.
-    """
+    """Refuses another type than the caller names: models of equal names may compute otherwise."""
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Dict) else None
     kind = config.get("model_type") if kind is None else kind

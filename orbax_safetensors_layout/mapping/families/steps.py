@@ -1,7 +1,4 @@
-"""Tables of leaves: the name of each leaf, the tensor that it is made of, and how.
-
-`plain`, `maxtext` and `tunix` make these tables of `tensors`; `build` makes rules of them.
-"""
+"""Tables of leaves, with their tensors: from `plain`, `maxtext` and `tunix` to `build`."""
 
 from __future__ import annotations
 
@@ -55,17 +52,12 @@ ROUTER = TensorStep("o i -> i o")  # a kernel that no checkpoint quantises
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilyLeaf:
-    """A leaf, or in a group of layers the leaf of each: names are then those after the layer's.
-
-    In the tensor's name `{e}` stands for an expert; several are concatenated along the first axis.
-    `variable` is the Flax collection of a leaf that is not a parameter. Such leaves are stacked
-    along axis 0, whatever the scan axis is.
-    """
+    """A leaf, or in a group of layers the leaf of each: names are then those after the layer's."""
 
     target: str
-    source: str | tuple[str, ...]
+    source: str | tuple[str, ...]  # `{e}` is an expert; several are concatenated along axis 0
     step: TensorStep
-    variable: str = ""
+    variable: str = ""  # the Flax collection of a leaf that is no parameter; stacked along axis 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

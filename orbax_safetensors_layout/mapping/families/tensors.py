@@ -28,10 +28,7 @@ def heads(h: int, d: int, pattern: str = "(h d) e -> e h d") -> TensorStep:
 
 
 def layer_tensors(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
-    """Return the step of each tensor of a layer, by its name after the layer's.
-
-    `sparse` layers have experts; GPT-OSS's are in `fused_experts`.
-    """
+    """Return the step of each tensor of a layer; `fused_experts` has the experts of GPT-OSS."""
     norms = ["input_layernorm", "post_attention_layernorm"]
     if dims.family in ("gemma2", "gemma3"):
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -93,8 +90,7 @@ def _experts(dims: Dims) -> dict[str, TensorStep]:
 def fused_experts(names: tuple[str, str, str], kernel: str, bias: str) -> tuple[FamilyLeaf, ...]:
     """Return the leaves of GPT-OSS's experts, with the names of gate, up and down in place of `{}`.
 
-    Kernels are `[in, out]` already, and gate and up take turns along the last axis
-    (`GptOssExperts`; MaxText's `interleave`).
+    Kernels are `[in, out]`; gate and up take turns along the last axis (`GptOssExperts`).
     """
     leaves = []
     gate, up, down = names

@@ -1,7 +1,6 @@
 """The NNX models of Tunix, as google-tunix 0.1.7 names and lays out their state.
 
-Facts are those of `tunix/models/{llama3,qwen2,qwen3,gemma,gemma3}/model.py` and the `params*.py`
-beside them. Layers are never stacked. Norms and embeddings are those of the checkpoint.
+Sources are `tunix/models/*/model.py` and the `params*.py` beside them. Layers are never stacked.
 """
 
 from __future__ import annotations

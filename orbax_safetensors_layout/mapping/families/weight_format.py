@@ -17,7 +17,7 @@ from .steps import TensorStep
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _REGEX = "re:"
-_MOST_REPETITIONS = 5
+_MOST_REPETITIONS = 5  # of a regular expression, whose time grows by a power for each
 _ENDINGS = {
     "fp8": ("", "_scale_inv"),
     "mxfp4": ("_blocks", "_scales"),
@@ -125,11 +125,7 @@ def _int4(family: str, config: Section) -> WeightFormat:
 
 
 def _check_regex(config: Section, pattern: str) -> None:
-    """Refuses a regular expression that is malformed, or that may take forever on some name.
-
-    Time is exponential in nested repetitions, and grows by a power for each other one; published
-    expressions have two.
-    """
+    """Refuses a regular expression that is malformed, or that may take forever on some name."""
     if not pattern.startswith(_REGEX):
         return
     repetitions = len(re.findall(r"[*+?{]", pattern))
