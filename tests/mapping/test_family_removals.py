@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from family_cases import CASES
-from family_models import DIMS, LATENT, MODELS, MOE, copy
+from family_models import DIMS, LATENT, MOE, copy
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import MappingError
@@ -54,10 +54,16 @@ def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
             refused(functools.partial(mapping.abstract, lacking), removed)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_each_tensor_is_needed(saved, name):
+@pytest.mark.parametrize(
+    ("name", "target", "scan"),
+    [
+        pytest.param(*case, marks=() if case[1:] == ("plain", True) else pytest.mark.soak)
+        for case in CASES
+    ],
+)
+def test_each_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
-    mapping = families.mapping(folder)
+    mapping = families.mapping(folder, target=target, scan=scan)
     facts = facts_of(tensors)
     for removed in facts:
         lacking = {n: fact for n, fact in facts.items() if n != removed}
