@@ -29,7 +29,8 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import itertools
+import functools
+import html
 import os
 import re
 import threading
@@ -214,7 +215,7 @@ _URL = re.compile(
 _QUERY = re.compile(r"[?#][^\s\"'<>?#]*=[^\s\"'<>)]*")
 _SECRET = re.compile(
     r"(?P<name>(authorization|bearer|token|secret|signature|password|credential|access.?key"
-    r"|api.?key)[\w-]*[\"']?(\s*[:=]|(?<=bearer) )\s*[\"']?(bearer\s+|basic\s+)?|\bbasic )"
+    r"|api.?key)[\w-]*[\"']?(\s*[:=>]|(?<=bearer) )\s*[\"']?(bearer\s+|basic\s+)?|\bbasic )"
     r"(?P<value>[^\s\"'<>,;)]{8,})",
     re.I,
 )
@@ -240,19 +241,21 @@ def redact(text: str) -> str:
 
 
 _PUBLIC_HEADERS = frozenset(["accept", "accept-encoding", "range", "user-agent"])
-_SHORTEST_SECRET = 3  # characters; a shorter one would be found everywhere
+_LONGEST_RUN, _SHORTEST_RUN, _SHORTEST_SECRET = 8, 4, 3  # letters and digits
+_MOST_REDACTED = 2_000  # characters of a text; what follows is left out
 
 
 class Sent:
-    """Secrets that requests have sent, to remove from the answers of servers. Thread-safe.
+    """Secrets that requests send, to remove from what servers say. Thread-safe.
 
-    A server that repeats a header or a URL, as sent or decoded, does not reveal it.
+    A text reveals a secret if it shares 8 letters or digits in a row with it, or half of a short
+    one: in any case and quoting, with any signs between, in hexadecimal or base64.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
         self._requests: set[tuple[str, ...]] = set()
-        self._secrets: set[str] = set()
+        self._secrets = set(secrets)
 
     def add(self, url: str, headers: Mapping[str, str]) -> None:
         """Adds a request: all after the host of its URL, and all but common headers, is secret."""
@@ -261,31 +264,59 @@ class Sent:
         if request in self._requests:
             return
         parts = urllib.parse.urlsplit(url)
-        secrets = [parts.path.strip("/"), parts.query, f"{parts.path}?{parts.query}"]
-        secrets += [pair.partition("=")[2] for pair in parts.query.split("&")]
-        secrets += [parts.netloc.rpartition("@")[0], parts.password or ""]
+        secrets = [parts.path, parts.netloc.rpartition("@")[0], parts.password or ""]
+        secrets += [pair.partition("=")[2] or pair for pair in parts.query.split("&")]
         for value in values:
             scheme, _, word = value.partition(" ")
-            secrets += [value, word, *(_login(word) if scheme.lower() == "basic" else ())]
-        forms = set(itertools.chain(*map(_forms, secrets)))
+            secrets += [word or value, *(_login(word) if scheme.lower() == "basic" else ())]
         with self._lock:
-            self._secrets |= {form for form in forms if len(form) >= _SHORTEST_SECRET}
+            self._secrets.update(secrets)
             self._requests.add(request)
 
     def redact(self, text: str) -> str:
-        """Return a text without what was sent, and without what `redact` removes."""
+        """Return a text without what `redact` removes, nor the words that reveal a secret.
+
+        All between the first and the last one is removed with them.
+        """
+        decoded = _decoded(text[:_MOST_REDACTED])
+        places = [place for place, sign in enumerate(decoded) if sign.isalnum()]
+        letters = _letters(decoded)
         with self._lock:
-            secrets = sorted(self._secrets, key=len, reverse=True)
-        for secret in secrets:
-            text = text.replace(secret, "***")
-        return redact(text)
+            secrets = [*self._secrets]
+        shared = {run for secret in secrets for run in _runs(secret) if run in letters}
+        if not shared:
+            return redact(text[:_MOST_REDACTED])
+        first = places[min(map(letters.find, shared))]
+        last = places[max(letters.rfind(run) + len(run) for run in shared) - 1]
+        before = re.sub(r"[^\s<>\"]*$", "", decoded[:first])
+        after = re.sub(r"^[^\s<>\"]*", "", decoded[last:])
+        return redact(f"{before}***{after}")
 
 
-def _forms(secret: str) -> tuple[str, ...]:
-    """How a server may write a secret: as sent, decoded, or encoded."""
-    decoded, encoded = urllib.parse.unquote(secret), urllib.parse.quote(secret)
-    strictly = urllib.parse.quote(decoded, safe="")
-    return secret, decoded, urllib.parse.unquote_plus(secret), encoded, strictly
+def _decoded(text: str) -> str:
+    for _ in range(3):
+        text = html.unescape(urllib.parse.unquote(text))
+    return text
+
+
+def _letters(text: str) -> str:
+    return "".join(sign.lower()[0] for sign in text if sign.isalnum())
+
+
+@functools.lru_cache(4096)
+def _runs(secret: str) -> tuple[str, ...]:
+    """Return the runs of letters and digits that reveal a secret, in all its usual forms."""
+    if len(secret) < _SHORTEST_SECRET:
+        return ()
+    data = secret.encode(errors="replace")
+    shifted = [base64.b64encode(b" " * shift + data).decode() for shift in range(3)]
+    forms = {secret, _decoded(secret), data.decode("latin-1"), data.hex(), *shifted}
+    runs: set[str] = set()
+    for form in map(_letters, forms):
+        size = min(_LONGEST_RUN, max(_SHORTEST_RUN, len(form) // 2), len(form))
+        if size >= _SHORTEST_SECRET:
+            runs.update(form[at : at + size] for at in range(len(form) - size + 1))
+    return tuple(runs)
 
 
 def _login(word: str) -> list[str]:

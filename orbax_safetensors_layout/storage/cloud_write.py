@@ -17,12 +17,12 @@ from typing import IO, Any
 import numpy as np
 from absl import logging
 
-from orbax_safetensors_layout.errors import StorageError, redact
+from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import MIB
 
 from .base import ByteBuffer
 from .buffers import transfer
-from .cloud_client import classify
+from .cloud_client import classify, describe
 from .local_write import storage_errors, write_fully
 from .retry import Failure
 
@@ -177,8 +177,7 @@ class CloudFileWriter:
             if self._error is None:
                 self._fail(self._explained(error))
             elif error is not self._error:
-                cause = redact(str(error).partition("\n")[0])
-                logging.warning("%s: dropping the upload failed: %s", self.file, cause)
+                logging.warning("%s: dropping the upload failed: %s", self.file, describe(error))
 
     def _parts(self) -> Iterator[np.ndarray]:
         """Yields the parts as they are handed over; raises the error if they are given up."""
@@ -202,7 +201,7 @@ class CloudFileWriter:
 
     def _explained(self, error: BaseException) -> StorageError:
         failure = classify(error) if isinstance(error, Exception) else None
-        cause = None if failure is None else redact(failure.cause)
+        cause = None if failure is None else failure.cause
         problem = "the upload was given up" if cause is None else "writing failed"
         explained = StorageError(problem, file=self.file, found=cause)
         explained.__cause__ = error if cause is None else Failure(cause)

@@ -260,7 +260,10 @@ def _proxy(origin: Origin) -> urllib.parse.SplitResult | None:
     proxy = urllib.request.getproxies().get(origin.scheme)
     if not proxy or origin.is_loopback or urllib.request.proxy_bypass(_netloc(origin)):
         return None
-    return urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        return urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    except ValueError:
+        raise http.client.InvalidURL("the proxy of the environment is not a URL") from None
 
 
 def basic_login(header: str, parts: urllib.parse.SplitResult) -> dict[str, str]:

@@ -410,6 +410,10 @@ def test_unencrypted_http_to_other_machines_is_asked_for(files, monkeypatch):
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert_same(osl.load("http://example.org/files"), TENSORS)
     assert {host for host, _ in files.hosts} == {"example.org"}
+    monkeypatch.setenv("http_proxy", "http://me:pr0xysecret@[bad")
+    with pytest.raises(osl.StorageError, match="proxy of the environment is not a URL") as caught:
+        osl.load("http://example.org/files")
+    assert "pr0xysecret" not in shown(caught.value)
 
 
 def certificate(folder: Path) -> Path:
