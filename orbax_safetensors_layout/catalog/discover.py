@@ -39,7 +39,7 @@ USUAL_ITEMS = ("default", "state")
 """The items that are opened where a step has several: those of Orbax v0 and v1."""
 
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
-_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # the names that transformers reads
+_MODEL, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
 _MAX_LISTED = 10
@@ -218,9 +218,9 @@ def _visible(storage: Storage, folder: str) -> list[str]:
 
 
 def _model_alone(names: list[str], path: str) -> list[str]:
-    """Leaves out weights beside `model.safetensors`, as transformers does, or beside a model."""
+    """Leaves out weights beside a model, as transformers does; `model.safetensors` is one alone."""
     weights = [name for name in names if name.endswith(SUFFIX)]
-    model = {name for name in weights if _MODEL.fullmatch(name)}
+    model = {_MODEL} & {*weights} or {name for name in weights if _PART.fullmatch(name)}
     model = model or {name for name in weights if not name.startswith(_BESIDE_A_MODEL)}
     if not model or len(model) == len(weights):
         return names

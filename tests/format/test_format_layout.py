@@ -292,6 +292,7 @@ OTHERS = ["adapters", "optimizer", "model.fp16", "other_model-00001-of-00001"]
     [
         *itertools.product(["model", "model-00001-of-00001"], ADAPTERS + OTHERS),
         *itertools.product(["weights"], ADAPTERS),
+        ("model", "model-00001-of-00001"),
     ],
 )
 def test_other_weights_beside_a_model_are_left_out_and_named(tmp_path, caplog, adapter, name):
