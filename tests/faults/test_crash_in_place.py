@@ -35,6 +35,7 @@ class Place:
         self._source = folder / "source"
         self.target = folder / "to" / "x"
         self._exchange = exchange
+        self.kills = 0
 
     def run(self, what, version, kill=-1):
         """How a call ended, and how many system calls it made."""
@@ -43,6 +44,7 @@ class Place:
             "version": version, "kill": kill, "exchange": self._exchange,
         }  # fmt: skip
         (ended,) = self._server.run([call])
+        self.kills += ended.status == -signal.SIGKILL
         return ended.status, ended.said[0] if ended.said else ended.errors
 
     def source(self, version):
@@ -173,5 +175,6 @@ def test_killed_at_every_moment(server, tmp_path, what, exchange):
         points = [*range(calls)]
         random.Random(0).shuffle(points)
         wrong = kills_of_conversions(place, what, points)
-    print(f"{what}, exchange {exchange}: {calls} kills, {len(wrong)} wrong")
+    print(f"{what}, exchange {exchange}: {place.kills} kills of {calls}, {len(wrong)} wrong")
+    assert place.kills == calls > 50  # 500 in all
     assert wrong == []

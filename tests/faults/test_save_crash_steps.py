@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -32,6 +33,7 @@ class Run:
         self._processes = processes
         self.step: int | None = None
         self.outcomes: set[str] = set()
+        self.kills = 0  # runs that were killed
 
     @property
     def next_step(self) -> int:
@@ -71,6 +73,7 @@ class Run:
             # An error is no more than what a process meets when another has been killed.
             statuses = [one.status for one in ended]
             assert one.status <= 0 or any(map(killed, ended)), f"{statuses}\n{one.errors}"
+        self.kills += any(map(killed, ended))
         self.outcomes.add("new" if latest == self.next_step else "old")
         self.step = latest
         if latest is not None and self._arguments["layout"] == "hf":
@@ -157,19 +160,23 @@ def test_killed_at_hundreds_of_moments(server, tmp_path, api, processes, layout)
     """Before random system calls of random processes, and from outside at random times."""
     run = Run(tmp_path, api, layout, processes)
     rng = random.Random(f"{api} {processes} {layout}")
-    ended = server.run(run.children())
-    run.check_saved(ended)
+    for _ in range(3):
+        ended = server.run(run.children())
+        calls = run.check_saved(ended)
     seconds = ended[0].seconds
-    for number in range(40):
+    for number in itertools.count():
+        if run.kills == 40:  # of 640 in all
+            break
         if rng.random() < 0.3:
             after_seconds = rng.uniform(0, 1.1 * seconds)
             run.check(server.run(run.children(), after_seconds=after_seconds))
         else:
-            kill = {rng.randrange(processes): rng.randrange(200)}
+            kill = {rng.randrange(processes): rng.randrange(calls + 10)}
             run.check(server.run(run.children(kill), together=True))
         if number % 10 == 9:
             run.check_saved(server.run(run.children()))
     assert run.outcomes == {"old", "new"}
+    assert number < 100
 
 
 @pytest.mark.soak
