@@ -35,9 +35,7 @@ _MOST_PLACES = 3
 
 
 class _ArrayBox(NamedTuple):
-    """A box of an array, by the array's name."""
-
-    name: str
+    name: str  # the array's
     box: Box
 
 

@@ -96,7 +96,7 @@ def estimate_tree(
         leaf_count=len(leaves),
         processes=processes,
         costs=tuple(plan.cost() for plan in plans),
-        process_parameters=tuple(map(_parameters, plans)),
+        process_parameters=tuple(sum(leaf.local.elements for leaf in p.leaves) for p in plans),
         device_bytes=sum(size for _, size in shards),
         largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
         leaf_costs=_leaf_costs(plans, {leaf.name: leaf.spec for leaf in leaves}),
@@ -143,10 +143,6 @@ def _placed(abstract: Any, rules: ShardingRules, grid: MeshShape) -> tuple[list[
         struct = _struct(shape, leaf.dtype, sharding=NamedSharding(mesh, parts))
         leaves.append(_Leaf(name, struct, spec, placed))
     return leaves, jax.tree.unflatten(structure, [leaf.struct for leaf in leaves])
-
-
-def _parameters(plan: ReadPlan) -> int:
-    return sum(box.size for leaf in plan.leaves for box in leaf.local.boxes)
 
 
 def _leaf_costs(plans: list[ReadPlan], specs: dict[str, Spec]) -> tuple[LeafCost, ...]:

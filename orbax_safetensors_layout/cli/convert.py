@@ -1,4 +1,4 @@
-"""`convert`: converts a checkpoint of any kind to any other."""
+"""`convert` and `consolidate`: write a checkpoint anew, streaming, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from orbax_safetensors_layout.options import ConvertOptions
+from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
 from orbax_safetensors_layout.runtime import size_text
 
 from .command import (
@@ -131,7 +131,7 @@ def _resume(parsed: argparse.Namespace) -> str:
     return "Nothing was written; run it again."
 
 
-VERB = Command(
+CONVERT = Command(
     name="convert",
     help="make a checkpoint of any kind into one of any other, in bounded memory",
     description="Streams Hugging Face safetensors, layout 'sharded' or an Orbax checkpoint into"
@@ -147,4 +147,37 @@ VERB = Command(
     add_arguments=_add_arguments,
     run=_run,
     resume=_resume,
+)
+
+
+def _add_consolidate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", help="the checkpoint")
+    add("target", nargs="?", help="the folder to write; by default the pieces are replaced")
+    add("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
+    add_max_file_bytes(parser, "most bytes of tensors in a file")
+    add_memory_budget(parser, "host memory to use", default=None)
+
+
+def _run_consolidate(parsed: argparse.Namespace, output: Output) -> int:
+    from orbax_safetensors_layout.conversion import consolidate
+
+    options = WriteOptions(
+        max_file_bytes=parsed.max_file_bytes,
+        memory_budget_bytes=parsed.memory_budget_bytes,
+        progress=output.progress,
+    )
+    consolidate(parsed.path, parsed.target, options=options, overwrite=parsed.overwrite)
+    return 0
+
+
+CONSOLIDATE = Command(
+    name="consolidate",
+    help="make Hugging Face files of a checkpoint that was saved in pieces",
+    description="Makes files that safetensors and transformers open from a checkpoint that was"
+    " saved with WriteOptions(layout='sharded'), streaming, in bounded memory.",
+    examples=("consolidate run/1000/default exported",),
+    add_arguments=_add_consolidate_arguments,
+    run=_run_consolidate,
+    resume=lambda _: "The checkpoint is as it was; run the same command again.",
 )

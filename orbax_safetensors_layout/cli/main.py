@@ -12,20 +12,13 @@ from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 
-from . import consolidate, convert, families, inspect, plan, verify
+from . import families, inspect, plan, verify
 from .command import Command
+from .convert import CONSOLIDATE, CONVERT
 from .output import PROGRAM, Output
 from .sigint import INTERRUPTED, clean_interrupts
 
-VERBS: tuple[Command, ...] = (
-    inspect.VERB,
-    plan.VERB,
-    verify.VERB,
-    convert.VERB,
-    consolidate.VERB,
-    families.VERB,
-)
-
+VERBS = (inspect.VERB, plan.VERB, verify.VERB, CONVERT, CONSOLIDATE, families.VERB)
 _EXPECTED = (SafetensorsLayoutError, OSError, ValueError, ImportError)
 _FINDING, _MISUSE, _NO_READER = 1, 2, 141  # the last where the reader of stdout is gone
 

@@ -3,8 +3,7 @@
 A file is an 8-byte little-endian length N, N bytes of JSON, and the tensors' bytes. Headers are
 accepted that the `safetensors` Rust library 0.8.0 accepts (`test_format_differential.py` compares
 the two), except that no key may be repeated, that the JSON must begin with `{` at once, as the
-format's specification asks, and that a value other than a string, so a tensor's entry, may have at
-most 8,192 characters: that of a shape of 64 dimensions has about 1,400.
+format's specification asks, and that a value other than a string may not be of any length.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_HEADER_BYTES = 100_000_000
 _METADATA_KEY = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _FIELD_SET = set(_FIELDS)
-_LONGEST_ENTRY = 8192  # characters
+_LONGEST_ENTRY = 8192  # characters; that of a shape of 64 dimensions has about 1,400
 _USIZE_MAX = (1 << 64) - 1
 _GIT_LFS_PREFIX = b"version "
 

@@ -202,7 +202,10 @@ class _NodeParser:
         if "tensor" in fields:
             return self._tensor(fields), 0
         if "value" in fields:
-            return self._value(fields["value"]), 0
+            value = self._scalar(fields["value"])
+            if value is None or isinstance(value, tuple):
+                self._refuse_scalar(fields["value"])
+            return ValueLeaf(value), 0
         kind = next((kind for kind in _CONTAINER_KINDS if kind in fields), None)
         if kind == "dict" or kind == "ordered_dict":
             keys = self._keys(fields[kind])
@@ -249,12 +252,6 @@ class _NodeParser:
             None if sharding is None else checks.size(sharding, "sharding", below=self._shardings),
             None if key_impl is None else checks.text(key_impl, "key_impl of a leaf"),
         )
-
-    def _value(self, raw: object) -> ValueLeaf:
-        value = self._scalar(raw)
-        if value is None or isinstance(value, tuple):
-            self._refuse_scalar(raw)
-        return ValueLeaf(value)
 
     def _type(self, raw: object) -> str:
         return sys.intern(self._checks.text(raw, "type of a node"))

@@ -79,7 +79,6 @@ class StoredSource(NamedTuple):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The file and offset where it begins."""
         return self.entry.file, self.entry.start
 
     def strides(self, box: Box) -> tuple[int, ...] | None:

@@ -37,7 +37,6 @@ class TileLayout:
         staged: bool,
         regions: Iterable[Box] | None = None,
     ) -> TileLayout:
-        """Return the layout of a tile of elements of `itemsize` bytes."""
         member_shape = tile.member_shape
         member_bytes = math.prod(member_shape) * itemsize
         slot_bytes = -(-member_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

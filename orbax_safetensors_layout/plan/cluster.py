@@ -320,8 +320,7 @@ def _write_costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
 class Coverage(NamedTuple):
     """The share of each bin of the concatenated files that each process reads."""
 
-    # [processes, bins] the share of a bin's bytes that is read, from 0 to 1.
-    read: npt.NDArray[np.float64]
+    read: npt.NDArray[np.float64]  # [processes, bins] the share of a bin's bytes that is read
     needed: npt.NDArray[np.float64]  # [processes, bins] the share that the shards consist of
     edges: tuple[tuple[str, int], ...]  # name and first byte of each file
     tensors: tuple[tuple[str, int, int], ...]  # name, first byte and length of each tensor

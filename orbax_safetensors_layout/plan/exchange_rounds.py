@@ -41,13 +41,11 @@ class SharedLeaf(NamedTuple):
     number: int
     replicas: Replicas  # its boxes; all of one shape
     dtype: np.dtype  # the dtype that it will have
-    # Whether the gathered values remain on the devices; otherwise they pass through the host.
-    is_direct: bool
+    is_direct: bool  # whether gathered values remain on the devices, not to pass through the host
     place: tuple[str, int]  # the file and the offset that it, or its first part, begins at
     strides: tuple[int, ...]  # its byte strides in the file
     cut_axes: tuple[int, ...] = ()  # the dimensions along which bands are made of several boxes
-    # Numbers of leaves with equal values in the same places. The values read for this one are
-    # exchanged again for each of them.
+    # Leaves with equal values in the same places, for each of which these are exchanged again.
     tied: tuple[int, ...] = ()
 
     @property
@@ -86,10 +84,8 @@ class Round(NamedTuple):
     """Leaves that are exchanged together."""
 
     grid: ReplicaGrid  # the devices
-    # The leaves of each lane; at most one, unless they are packed.
-    lanes: tuple[tuple[Item, ...], ...]
-    # Shape that a lane gathers in each row: a box, or `[bytes]` of packed ones.
-    shape: tuple[int, ...]
+    lanes: tuple[tuple[Item, ...], ...]  # the leaves of each; at most one, unless they are packed
+    shape: tuple[int, ...]  # that a lane gathers in each row: a box, or `[bytes]` of packed ones
     dtype: np.dtype  # dtype of its elements
     axis: int  # the dimension that the columns of a lane split it along
     is_packed: bool  # whether a lane is bytes of many leaves

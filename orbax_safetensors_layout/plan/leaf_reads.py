@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MismatchError, UnsupportedDtypeError
-from orbax_safetensors_layout.format import DType, TensorEntry
+from orbax_safetensors_layout.format import DType, TensorEntry, short_repr
 from orbax_safetensors_layout.geometry import (
     AffineView,
     Box,
@@ -27,11 +27,8 @@ class TensorPiece(NamedTuple):
 
     entry: TensorEntry  # the tensor that it comes from
     box: Box  # the region of the leaf that it fills
-    # Of the box's shape: from an index within the box to an element of the tensor. Strides may be
-    # negative (reversed) and 0 (repeated).
-    view: AffineView
-    # Where each index of one axis is in the tensor, and in the leaf, in no regular order. `view` is
-    # then one such slab, to whose offset that of each is added.
+    view: AffineView  # of the box's shape: from an index within the box to an element of the tensor
+    # Where the slabs of one axis are, in no regular order; `view` is one, of offset 0 among them.
     gather: Gather | None = None
 
 
@@ -41,15 +38,12 @@ class LeafRead(NamedTuple):
     name: str  # the leaf's name: the tensor's, where it is one
     shape: tuple[int, ...]
     stored: DType  # the dtype of all its tensors
-    # The pieces; their boxes cover each of `local`, each index once.
-    sources: tuple[TensorPiece, ...]
+    sources: tuple[TensorPiece, ...]  # their boxes cover each of `local`, each index once
     local: AddressableShards  # the boxes this process needs of it
     dtype: np.dtype  # the dtype that the leaf will have
     is_computed: bool = False  # whether its values are computed from the stored ones, beyond a cast
-    # The regions that are not read; with `sources` they cover each of `local`.
-    fills: tuple[FillPiece, ...] = ()
-    # Reads of one number are computed into one leaf. Their memory is held until the last of them is
-    # complete.
+    fills: tuple[FillPiece, ...] = ()  # not read; with `sources` they cover each of `local`
+    # Reads of one number are computed into one leaf; their memory is held until all are complete.
     unit: int | None = None
 
     @classmethod
@@ -109,7 +103,7 @@ class LeafRead(NamedTuple):
                     f"the {len(self.sources)} pieces of the leaf do not cover it, each index once",
                     tensor=self.name,
                     expected=f"boxes that tile {list(box.start)} to {list(box.stop)}",
-                    found=_some([source.box for source in self.sources]),
+                    found=short_repr([source.box for source in self.sources], 300),
                 )
 
     def _check_dtypes(self) -> None:
@@ -158,8 +152,3 @@ def _flaw(source: TensorPiece) -> str | None:
 @functools.lru_cache(1024)
 def _whole(shape: tuple[int, ...]) -> tuple[Box, AffineView]:
     return Box.whole(shape), AffineView.row_major(shape)
-
-
-def _some(boxes: list[Box]) -> str:
-    listed = ", ".join(f"{list(box.start)} to {list(box.stop)}" for box in boxes[:4])
-    return listed + (f" and {len(boxes) - 4} more" if len(boxes) > 4 else "")

@@ -24,11 +24,8 @@ from .writes import LeafWrite, WritePlan, WritePlanner, plan_consolidation
 class MappedTensors(NamedTuple):
     """The tensors of the files, by name."""
 
-    # The row-major elements of each, over the boxes in which one process holds the leaves, or
-    # several have stored them.
-    expressions: dict[str, BoundExpr]
-    # Of one process: the numbers of the leaf and of the box, by the name of the box.
-    held: dict[str, tuple[int, int]]
+    expressions: dict[str, BoundExpr]  # row-major elements, over boxes that are held or stored
+    held: dict[str, tuple[int, int]]  # of one process: numbers of leaf and box, by the box's name
 
 
 def plan_mapped_writes(

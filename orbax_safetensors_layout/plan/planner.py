@@ -103,7 +103,6 @@ class RegionPlanner:
                 yield start + shift, at, RegionPlan.plan(layout, geometry, self._profile, near)
 
     def _overlap(self, source: TensorPiece, layout: TileLayout) -> _Place:
-        """Return the region of a piece and a tile that meet."""
         start, at, geometry = _meet(source, layout)
         key = (layout.member_shape, layout.tile.grid, layout.itemsize, geometry)
         if key not in self._reads:

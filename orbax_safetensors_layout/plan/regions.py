@@ -63,8 +63,7 @@ class Blocking(NamedTuple):
     lengths: tuple[int, ...]  # indices of each axis in one block, at most
     # The axes from this one on share a request; a block has one for each index of those before.
     request: int
-    # The axes from this one on are a row of the staging buffer: contiguous bytes of the file. Not
-    # before `request`.
+    # Those from this one on, not before `request`, are a row of the buffer: contiguous in the file.
     row: int
     pad_bytes: int  # unused bytes after each row
 
@@ -103,7 +102,7 @@ class Blocking(NamedTuple):
         return math.prod(axis.extent for axis in axes[: self.request]) * nbytes
 
     def _blocks(self, axes: Sequence[Axis]) -> int:
-        """Return the number of blocks of the axes that share a request."""
+        """Counts the blocks of axes that share a request."""
         tail = zip(axes[self.request :], self.lengths[self.request :], strict=True)
         return math.prod(_count(axis, length) for axis, length in tail)
 
@@ -183,9 +182,7 @@ class RegionPlan:
     repeats: tuple[Axis, ...]  # dimensions along which each element is put in several places
     runs: StridedRuns  # the needed bytes
     requests: StridedRuns  # the same with the gaps that are cheaper to read than to skip
-    # Where those bytes go in memory, in the order of the file, if they are read straight into it;
-    # None where they are staged.
-    spans: StridedRuns | None
+    spans: StridedRuns | None  # where they go in memory, in file order; None where they are staged
     blocking: Blocking  # how a region that is staged is cut
     gather: GatherAxis | None = None  # its slabs, if they are in no regular order
 

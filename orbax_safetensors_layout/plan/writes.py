@@ -67,16 +67,13 @@ class FileWrite(NamedTuple):
     name: str  # its name, relative to the checkpoint's folder
     layout: FileLayout  # header, tensors and size
     parts: tuple[FilePart, ...]  # the ranges that come from this process's own shards, by offset
-    # Numbers of the leaves that come from pieces, in the order of the file.
-    gathered: tuple[int, ...]
+    gathered: tuple[int, ...]  # numbers of leaves that come from pieces, in the file's order
 
     @property
     def is_temporary(self) -> bool:
-        """Whether it is gone when the save is complete."""
         return self.name.startswith(f"{PIECES_FOLDER}/")
 
     def stamped(self, save_id: str) -> FileWrite:
-        """Return the file with the id of a save in its header."""
         return self._replace(layout=self.layout.stamped(save_id))
 
 
@@ -85,8 +82,7 @@ class WritePlan:
     """The writes of process `process_index` of `process_count`."""
 
     leaves: tuple[LeafWrite, ...]  # all tensors of the tree
-    # Names of the checkpoint's files, each with its owner and its tensors.
-    files: tuple[tuple[str, int, tuple[NewTensor, ...]], ...]
+    files: tuple[tuple[str, int, tuple[NewTensor, ...]], ...]  # names, owners and tensors
     own: tuple[FileWrite, ...]  # the files that this process owns
     pieces: FileWrite | None  # this process's file of pieces, if it has one
     stored: StoredPieces | None  # the places of all processes' pieces; None where there are none
@@ -109,9 +105,8 @@ class WritePlan:
         """Return the plan of one save, whose id is in files of pieces that stay."""
         if self.stored is None or self.files:
             return self
-        own, pieces = tuple(file.stamped(save_id) for file in self.own), self.pieces
-        if pieces is not None:
-            pieces = pieces.stamped(save_id)
+        own = tuple(file.stamped(save_id) for file in self.own)
+        pieces = self.pieces and self.pieces.stamped(save_id)
         stored = dataclasses.replace(self.stored, save_id=save_id)
         return dataclasses.replace(self, own=own, pieces=pieces, stored=stored)
 
@@ -122,7 +117,6 @@ class WritePlan:
         return {MAIN_INDEX: index_bytes([(name, tensors) for name, _, tensors in self.files])}
 
     def writes(self) -> Iterator[FileWrite]:
-        """Yields every file that this process writes."""
         yield from self.own
         if self.pieces is not None:
             yield self.pieces
