@@ -35,10 +35,7 @@ def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def in_background(
     function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> Coroutine[Any, Any, _R]:
-    """A coroutine that runs `function` in a thread, in the context of this call.
-
-    If it is cancelled, it ends when the thread has, which cannot be stopped.
-    """
+    """A coroutine that runs `function` in a thread, in the context of this call."""
     captured = functools.partial(in_callers_context(function), *args, **kwargs)
 
     async def run() -> _R:
@@ -46,7 +43,7 @@ def in_background(
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])
+            await asyncio.wait([running])  # a thread cannot be stopped
             raise
 
     return run()

@@ -53,10 +53,7 @@ _ORBAX_FILES = ("checkpoint", "manifest.ocdbt")
 
 
 class _Turn:
-    """Whose turn it is to write to a folder: one save's at a time, and the newest's.
-
-    Orbax lets our thread run when it gives a step up; a second save of the step must not meet it.
-    """
+    """Lets one save write to a folder, the newest: the thread of one that Orbax gave up may run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -144,12 +141,9 @@ def begin_load(
     abstract: Any,
     mapping: LeafMapping | None,
     options: ReadOptions,
-    switch: str | None = None,
+    switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
 ) -> Callable[[], Any]:
-    """Checks the headers of what is wanted; returns what loads it, as `osl.load` does.
-
-    `switch` is the calling API's way to let the checkpoint hold more than the tree, for a hint.
-    """
+    """Checks the headers of what is wanted; returns what loads it, as `osl.load` does."""
     check_remains(path)
     opening = _open_checked(path, abstract, mapping, options)
 
@@ -225,10 +219,7 @@ def check_remains(folder: _PathLike) -> None:
 
 
 def check_step(folder: _PathLike, *, has_layout: bool) -> None:
-    """Refuses a step that Orbax lists, and of which an interrupted deletion leaves no item.
-
-    With a layout the items are checked, too, which otherwise a handler does.
-    """
+    """Refuses a step of which an interrupted deletion left no item; with a layout, or torn ones."""
     path = ocp.path.Path(folder)
     if not path.is_dir() or is_safetensors_checkpoint(path):
         return

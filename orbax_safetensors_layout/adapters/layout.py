@@ -63,11 +63,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         await in_background(_locate, path, checkpointable_name)
 
     def metadata(self, path: Any, checkpointable_name: str | None = _NOT_GIVEN) -> Any:
-        """Shapes and dtypes of one checkpointable; a coroutine, but for Orbax v0's path alone.
-
-        Times and custom metadata are those that Orbax recorded, else the last file's and the
-        strings of `__metadata__`.
-        """
+        """Shapes and dtypes of one checkpointable; a coroutine, but for Orbax v0's path alone."""
         if checkpointable_name is _NOT_GIVEN:
             return super().metadata(path)
         return self._metadata(path, checkpointable_name)
@@ -101,10 +97,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         checkpointable_name: str | None = None,
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
-        """Loads one checkpointable, by default all of it; leaves are those that `osl.load` takes.
-
-        Takes settings, and checks the headers of what is wanted; tensors are read when awaited.
-        """
+        """Checks the headers of what is wanted; loads it, or all, as `osl.load`, when awaited."""
         item_path = await in_background(_locate, path, checkpointable_name)
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
         return in_background(
@@ -151,11 +144,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     async def save_checkpointables(
         self, path: ocp.path.PathAwaitingCreation, *, checkpointables: Mapping[str, Any]
     ) -> Awaitable[None]:
-        """Copies what this process writes to the host; files are written when awaited.
-
-        Each checkpointable becomes a folder, which the handler writes that a user registered for
-        it, else `SafetensorsHandler`.
-        """
+        """Copies what this process writes to the host; files are written when awaited."""
         context = _orbax.get_context()
         handlers = {
             name: routing.handler_for_save(context.checkpointables.registry, value, name, self.own)
@@ -246,10 +235,10 @@ async def _with_record(path: ocp.path.Path, own: CheckpointMetadata) -> ocp.Chec
 def _items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
     if is_safetensors_checkpoint(path):
         return {_orbax.STATE: path}
-    folders = path.iterdir() if path.is_dir() else ()
-    items = {item.name: item for item in folders if item.is_dir()}
-    names = [name for name, item in items.items() if is_safetensors_checkpoint(item)]
-    return {name: items[name] for name in sorted(names, key=lambda n: (n != _orbax.STATE, n))}
+    children = path.iterdir() if path.is_dir() else ()
+    items = [child for child in children if child.is_dir() and is_safetensors_checkpoint(child)]
+    items.sort(key=lambda item: (item.name != _orbax.STATE, item.name))
+    return {item.name: item for item in items}
 
 
 def _required_items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:

@@ -59,13 +59,10 @@ _Describe = Callable[[str, StoredArray | bool | int | float | str], Any]
 
 
 class CheckpointMetadata(NamedTuple):
-    """The headers of a checkpoint, and its manifest, as one of Orbax's APIs describes them.
+    """The headers of a checkpoint, and its manifest, as one of Orbax's APIs describes them."""
 
-    Without a manifest the tree is a flat dict, and `custom` has the strings in the files.
-    """
-
-    tree: Any
-    custom: Any
+    tree: Any  # a flat dict where a mapping makes the leaves, or there is no manifest
+    custom: Any  # what was saved, else the strings in the files
     modified_nsecs: int | None  # of the newest file; None where an index lists no files
 
     @classmethod
@@ -77,11 +74,9 @@ class CheckpointMetadata(NamedTuple):
         with Catalog.open(path) as catalog:
             times = [int(1e9 * catalog.storage.modified_seconds(file)) for file in catalog.files]
             manifest = catalog.manifest()
-            if manifest is None:
-                custom: Any = catalog.metadata()
-            else:
-                custom = manifest.custom
-                custom = (dict(manifest.metadata) or None) if custom is None else custom
+            custom: Any = catalog.metadata() if manifest is None else manifest.custom
+            if manifest is not None and custom is None:
+                custom = dict(manifest.metadata) or None
             if mapping is None:
                 tree = _saved_tree(catalog, manifest, describe)
             else:

@@ -96,10 +96,7 @@ def is_installed() -> bool:
 
 
 def handler_for_save(registry: Any, checkpointable: Any, name: str, own: Settings) -> Any:
-    """Ours in the place of Orbax's pytree handler, and for what no handler takes; else the user's.
-
-    `own` are the settings that the layout was made with.
-    """
+    """Ours in place of Orbax's pytree handler, and for what no handler takes; else the user's."""
     if isinstance(checkpointable, _orbax.PartialSave):
         raise SafetensorsLayoutError(
             "a checkpoint in safetensors cannot be saved part by part",

@@ -84,10 +84,8 @@ def current(own: Settings) -> Settings:
 
 
 def read_options_v1(own: Settings) -> ReadOptions:
-    """The options for reading with Orbax v1; without `own` or a `using`, those of Orbax's context.
-
-    Its `safetensors.max_over_read_ratio` does not count: `StorageProfile` decides over-reads.
-    """
+    """The options for reading with Orbax v1, by default those of Orbax's context."""
+    # `safetensors.max_over_read_ratio` does not count: `StorageProfile` decides over-reads.
     read = current(own).read
     if read is not None:
         return read

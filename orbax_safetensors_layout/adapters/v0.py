@@ -1,7 +1,4 @@
-"""Orbax v0: the handler for `ocp.Checkpointer` and `ocp.CheckpointManager`.
-
-For a file's path Orbax says "Found incomplete checkpoint" before any handler is asked.
-"""
+"""Orbax v0: the handler for `ocp.Checkpointer` and `ocp.CheckpointManager`."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs
     ) -> list[future.Future]:
-        """Copies what this process writes to the host; files are written in the background.
-
-        The result waits until all processes have written, and raises what went wrong.
-        """
+        """Copies what this process writes to the host; the result waits until all have written."""
         self.used_items.add(item_of(directory))
         async with folders_being_made(directory) as wait:
             save = self._begin(directory, args, wait)
@@ -104,11 +98,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     def restore(
         self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs | None = None
     ) -> Any:
-        """Restores the tree that the arguments ask for; Orbax's own format with Orbax's handlers.
-
-        Without a tree everything is loaded: what this package saved as it was saved, a checkpoint
-        of others as a flat dict of numpy arrays. Errors are those of `osl.load`.
-        """
+        """Restores the tree that the arguments ask for, or everything, as `osl.load` does."""
         self.used_items.add(item_of(directory))
         if is_orbax_item(directory):
             return restore_orbax_item(directory, args)
@@ -127,11 +117,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         return load_resized(directory, abstract_tree_of(args), load, options=options, loose=loose)
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
-        """Name, shape, dtype and sharding of every leaf, and the custom metadata.
-
-        The `TreeMetadata` also serves as the tree to restore. Of a checkpoint that others wrote, it
-        is a flat dict of tensors, and the files' `__metadata__` are the custom metadata.
-        """
+        """A `TreeMetadata`, which also serves as the tree to restore."""
         if is_orbax_item(directory):
             return ocp.StandardCheckpointHandler().metadata(ocp_v1.path.Path(directory))
         return metadata_v0(directory, self._mapping(None))

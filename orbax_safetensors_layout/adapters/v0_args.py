@@ -203,15 +203,12 @@ def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
 def load_resized(
     path: str | os.PathLike[str],
     abstract: Any,
-    load_others: Callable[[Any], Any],
+    load_others: Callable[[Any], Any],  # for arrays of their own shapes
     *,
     options: ReadOptions,
     loose: bool,
 ) -> Any:
-    """Loads a tree; `jax.Array`s are cut or filled up with zeros where `strict=False`, or `loose`.
-
-    `load_others` loads a tree whose arrays have their own shapes.
-    """
+    """Loads a tree; `jax.Array`s are cut or filled up with zeros if `strict=False`, or `loose`."""
     pairs, structure = tree_flatten_with_path(abstract)
     leaves = [leaf for _, leaf in pairs]
     numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]

@@ -87,14 +87,9 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
     ) -> Awaitable[Any]:
-        """Loads the item; here settings are taken and headers checked, the rest when awaited.
-
-        An item in Orbax's own format, as a run's earlier steps may be, is loaded by its handler.
-        Without a tree everything is loaded: what this package saved as it was saved, a checkpoint
-        of others as a flat dict of numpy arrays.
-        """
+        """Checks the headers of what is wanted; loads it, or all, as `osl.load`, when awaited."""
         _note_use(directory)
-        if await in_background(is_orbax_item, directory):
+        if await in_background(is_orbax_item, directory):  # as a run's earlier steps may be
             orbaxs: Any = ocp.handlers.PyTreeHandler()
             return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
         options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping

@@ -20,10 +20,7 @@ KeyPath = tuple[Any, ...]
 
 
 def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
-    """Return the structure of any pytree; one nested too deeply is a `ValueError`.
-
-    `leaf` is called with each leaf and its key path, without a flax box around it, in JAX's order.
-    """
+    """Return a pytree's structure; `leaf` gets key paths without flax boxes, and the leaves."""
     return _Encoder(leaf).node((), tree)
 
 
@@ -45,7 +42,11 @@ class _Encoder:
         if value is None:
             return Container("none")
         if _is_box(value, entries):
-            return self._box(path, value, entries[0], depth)
+            ((key, child),) = entries
+            if not path or self._children(child) is not None:
+                path = (*path, key)
+            inner = self.node(path, child, depth + 1)
+            return Container("box", (inner,), ("value",), _type_name(type(value)))
         leaf_types = self._leaf_types
         nodes: list[Node] = []
         for key, child in entries:
@@ -54,14 +55,6 @@ class _Encoder:
             else:
                 nodes.append(self.node((*path, key), child, depth + 1))
         return _container(path, value, entries, nodes)
-
-    def _box(self, path: KeyPath, value: Any, entry: tuple[Any, Any], depth: int) -> Container:
-        key, child = entry
-        if not path or self._children(child) is not None:
-            path = (*path, key)
-        return Container(
-            "box", (self.node(path, child, depth + 1),), ("value",), _type_name(type(value))
-        )
 
     def _children(self, value: Any) -> list[tuple[Any, Any]] | None:
         """Return the key and value of each child in JAX's order; None for a leaf."""

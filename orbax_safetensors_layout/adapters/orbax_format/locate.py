@@ -16,10 +16,7 @@ from .orbax_reader import OrbaxReader
 
 
 def locate(path: str, *, step: int | None = None, item: str | None = None) -> CheckpointRef:
-    """Resolves a path to a tree; the item is by default the only one, `default` or `state`.
-
-    With a step, the path is the directory of a `CheckpointManager`.
-    """
+    """Resolves a path, with a step a manager's, to an item: by default the only or a usual one."""
     folder = path if step is None else _step_folder(path, step)
     if item is None and _is_tree(folder):
         return CheckpointRef(folder, not is_safetensors_checkpoint(folder), None)

@@ -1,7 +1,4 @@
-"""Checkpoints that Orbax saved, as a source of conversions.
-
-Orbax restores the tree; our type handlers only open its arrays, with TensorStore.
-"""
+"""Reads checkpoints that Orbax saved: Orbax restores the tree, our type handlers open arrays."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ _MOST_TEXT = 500  # characters of an error of others
 
 
 class OrbaxReader:
-    """One item that Orbax saved, with either API, in any of its formats.
-
-    `on_error` is called for each array that cannot be opened; without it one error names all.
-    """
+    """One item that Orbax saved; without `on_error`, one error names all unreadable arrays."""
 
     kind = "orbax"
     is_recorded = True

@@ -1,8 +1,4 @@
-"""Checkpoints in Orbax's own format, as a target of conversions.
-
-TensorStore writes the arrays, with the specifications that Orbax makes for them; then Orbax saves
-the tree with a type handler that takes what is written.
-"""
+"""Writes arrays with TensorStore as Orbax would; then Orbax saves a tree that adopts them."""
 
 from __future__ import annotations
 
@@ -46,11 +42,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class OrbaxTarget:
-    """A tree that Orbax restores, its arrays in chunks that are shards of `topology`, or whole.
-
-    No chunk holds more than `most_chunk_bytes`, unless a single element does. `item` is the item's
-    name in a step; None for a checkpoint that is the tree alone.
-    """
+    """A tree that Orbax restores, its arrays in chunks that are shards of `topology`, or whole."""
 
     def __init__(
         self,
@@ -60,8 +52,8 @@ class OrbaxTarget:
         topology: Topology | None,
         options: ConvertOptions,
         *,
-        most_chunk_bytes: int,
-        item: str | None,
+        most_chunk_bytes: int,  # a chunk of a single element may have more
+        item: str | None,  # its name in a step; None for a checkpoint that is the tree alone
     ) -> None:
         streamed = [array for array in arrays_in(tree) if array.key_impl is None]
         self._shards = {array.name: array.shape for array in streamed}
@@ -266,10 +258,6 @@ def _with_keys(leaf: Any, source: CheckpointReader, arrays: Mapping[str, SourceA
 def _is_folder_name(name: str) -> bool:
     """Whether Orbax and TensorStore find an array of that name again, in a folder of its own."""
     parts = name.split("/")
-    return (
-        "\\" not in name
-        and parts[:1] != [ITEM_METADATA]
-        and all(
-            part not in ("", ".", "..") and len(part.encode()) <= _MOST_NAME_BYTES for part in parts
-        )
-    )
+    if "\\" in name or parts[0] == ITEM_METADATA or not {"", ".", ".."}.isdisjoint(parts):
+        return False
+    return all(len(part.encode()) <= _MOST_NAME_BYTES for part in parts)

@@ -1,7 +1,4 @@
-"""The tensors of a layer in Hugging Face's checkpoints, and how each becomes a leaf.
-
-Modules are those of transformers 5.23.0 (`modeling_<family>.py`); of Mixtral those of version 4.
-"""
+"""The tensors of a layer of transformers 5.23.0 (for Mixtral: 4), and how they become leaves."""
 
 from __future__ import annotations
 
@@ -88,10 +85,8 @@ def _experts(dims: Dims) -> dict[str, TensorStep]:
 
 
 def fused_experts(names: tuple[str, str, str], kernel: str, bias: str) -> tuple[FamilyLeaf, ...]:
-    """Return the leaves of GPT-OSS's experts, with the names of gate, up and down in place of `{}`.
-
-    Kernels are `[in, out]`; gate and up take turns along the last axis (`GptOssExperts`).
-    """
+    """Return the leaves of GPT-OSS's experts; names of gate, up and down take the place of `{}`."""
+    # Kernels are `[in, out]`; gate and up take turns along the last axis (`GptOssExperts`).
     leaves = []
     gate, up, down = names
     parts = (gate, "gate_up_proj", (0, 2)), (up, "gate_up_proj", (1, 2)), (down, "down_proj", None)

@@ -1,7 +1,4 @@
-"""The NNX models of Tunix, as google-tunix 0.1.7 names and lays out their state.
-
-Sources are `tunix/models/*/model.py` and the `params*.py` beside them. Layers are never stacked.
-"""
+"""The NNX models of google-tunix 0.1.7: `model.py` and `params*.py` of `tunix/models/*`."""
 
 from __future__ import annotations
 

@@ -31,15 +31,12 @@ _HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How weights are stored: FP8 with block scales, MXFP4, int4 of compressed-tensors.
-
-    `plain` has the modules that are stored as they are: names, or `re:` and a regular expression.
-    """
+    """How weights are stored: FP8 with block scales, MXFP4, int4 of compressed-tensors."""
 
     method: Literal["fp8", "mxfp4", "int4"]
     block: tuple[int, int] = (0, 0)  # rows and columns that share a scale in FP8
     group: int = 0  # columns that share a scale in int4
-    plain: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()  # unquantised modules: names, or `re:` and a regular expression
 
     def covers(self, name: str, step: TensorStep) -> bool:
         """Whether a tensor is stored quantised; its name may have wildcards."""
