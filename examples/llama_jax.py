@@ -14,6 +14,7 @@ import numpy as np
 
 def logits(params, tokens, config):
     """`[batch, tokens, vocab]` of integer `[batch, tokens]`."""
+    check(config, tokens.shape[1])
     before = "layers."
     layers = {n.removeprefix(before): p for n, p in params.items() if n.startswith(before)}
     rotation = rotary(config, tokens.shape[1])
@@ -32,9 +33,21 @@ def logits(params, tokens, config):
         return x @ head
 
 
+def check(config, length):
+    """Refuses what this model has not."""
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise NotImplementedError(f"this model has no hidden_act {config['hidden_act']!r}")
+    is_used = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    window = config.get("sliding_window", 4096)  # transformers' default
+    if is_used and window is not None and window < length:
+        raise NotImplementedError(
+            f"this model has no sliding_window: {window}, less than the {length} tokens"
+        )
+
+
 def norm(x, scale, config):
     variance = jnp.mean(x * x, -1, keepdims=True)
-    return x * jax.lax.rsqrt(variance + config["rms_norm_eps"]) * scale
+    return x * jax.lax.rsqrt(variance + config.get("rms_norm_eps", 1e-6)) * scale
 
 
 def attention(x, p, rotation, config):

@@ -98,7 +98,8 @@ def convert(
     Source and target are Hugging Face safetensors, this package's layout `sharded`, or Orbax's own
     format. Each byte of the source is read once. Several processes of one program share the work;
     no device is needed. A call that was interrupted is continued by the same call. The target
-    appears when it is complete and every bit of it has been compared with what was read.
+    appears when it is complete and every bit of it has been compared with what was read. Checksums
+    of a safetensors source are checked, and safetensors files of the target then get their own.
 
     Args:
         source: A safetensors folder or file, what Orbax saved (v0 or v1; OCDBT or not), or with
@@ -133,6 +134,7 @@ def convert(
         MismatchError: Arrays cannot be sharded as their rules say; or what was written differs.
         SafetensorsLayoutError: The target cannot hold a leaf, a chunk of the source is too large
             for the memory budget, or an unfinished conversion of something else is in the way.
+        FormatError: A file is malformed, or not what its checksum says.
         StorageError: A read or write failed.
         PeerError: Another process failed.
 
@@ -156,7 +158,7 @@ def convert(
         path = text if "://" in text else os.path.abspath(os.path.expanduser(text))
         ref = locate(path, step=step, item=item)
         reading = ReadOptions(memory_budget_bytes=options.memory_budget_bytes)
-        reader = open_reader(ref, reading)
+        reader = open_reader(ref, dataclasses.replace(reading, verify=True))
         stack.callback(reader.close)
         kind = format or ("orbax" if reader.kind == "hf" else "hf")
         folder, target_item = _target_path(target), None

@@ -14,6 +14,8 @@ import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.format import DIGESTS
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import ReadOptions, given_or_default
 from orbax_safetensors_layout.plan import ReadPlan, array_sources
@@ -131,18 +133,30 @@ def load_catalog(
     ):
         storage: RangeReader = catalog.storage
         if options.verify:
-            storage = VerifyingReader(catalog.storage, catalog.path)
+            storage = _verifying(catalog)
         planned = _plan(
             catalog, storage, abstract, mapping, only, options, ProcessShards(), devices=True
         )
         values, stats = _read(planned, options, group)
         if isinstance(storage, VerifyingReader):
             with group.together(_VERIFYING):
-                storage.check()
+                storage.check(strict=True)
         if isinstance(catalog.storage, LocalStorage):
             catalog.storage.check_current()
     _record(stats)
     return values
+
+
+def _verifying(catalog: Catalog) -> VerifyingReader:
+    reader = VerifyingReader.open(catalog.storage, catalog.path)
+    if reader is None:
+        raise SafetensorsLayoutError(
+            "the checkpoint has no checksums that what is read could be held against",
+            file=catalog.path,
+            expected=DIGESTS,
+            hint="Save with WriteOptions(digests=True), or load without verify=True.",
+        )
+    return reader
 
 
 def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, TensorMetadata]:

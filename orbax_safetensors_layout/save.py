@@ -17,7 +17,7 @@ from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.plan import MappedTensors, WritePlan, array_sources, leaf_sources
-from orbax_safetensors_layout.reading import DistributedStore
+from orbax_safetensors_layout.reading import DistributedStore, VerifyingReader
 from orbax_safetensors_layout.runtime import (
     Fingerprint,
     ProcessGroup,
@@ -148,6 +148,7 @@ class PreparedSave:
     # Storage and folder of the pieces that files are assembled from, if they exist already; else
     # this save writes them, and removes them when it is complete.
     pieces: tuple[Storage, str] | None = None
+    verifying: VerifyingReader | None = None  # reads these pieces, if they have checksums
 
     @classmethod
     def of(
@@ -238,7 +239,11 @@ class PreparedSave:
                             sources = array_sources(pieces, None)
                         else:
                             sources = leaf_sources(pieces, self.mapped.expressions)
-                        assemble_files(folder, plan, pieces.storage, sources, progress)
+                        reader = self.verifying or pieces.storage
+                        assemble_files(folder, plan, reader, sources, progress)
+                        if self.verifying is not None:
+                            share = slice(group.process_index, None, plan.process_count)
+                            self.verifying.check(files=pieces.files, share=share)
                     elif self.mapped is not None:
                         write_mapped(folder, self.mapped, self.values, progress)
                     folder.leave_digests()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llama_jax
 import numpy as np
 import pytest
 from programs import program_path
@@ -105,6 +106,33 @@ def as_first_published(config):
         config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
     else:
         del config["rope_theta"], config["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({}, None),
+        ({"hidden_act": "swish", "sliding_window": 2}, None),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "mistral", "sliding_window": 2}, "sliding_window: 2, less than the 3"),
+        ({"model_type": "mistral", "sliding_window": 3}, None),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 2}, None),
+        ({"use_sliding_window": True, "sliding_window": 2}, "sliding_window: 2, less than the 3"),
+    ],
+)
+def test_its_model_refuses_by_name_what_it_has_not(config, refused):
+    if refused is None:
+        llama_jax.check(config, 3)
+        return
+    with pytest.raises(NotImplementedError, match=refused):
+        llama_jax.logits({}, np.array([[1, 2, 3]]), config)
+
+
+def test_its_model_has_the_default_of_transformers():
+    x = np.array([1e-4, 1e-3], np.float32)
+    expected = llama_jax.norm(x, 1, {"rms_norm_eps": 1e-6})
+    np.testing.assert_array_equal(llama_jax.norm(x, 1, {}), expected)
 
 
 @pytest.mark.parametrize(

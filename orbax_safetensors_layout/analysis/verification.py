@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from orbax_safetensors_layout.catalog import (
     Discovery,
@@ -26,13 +29,12 @@ from orbax_safetensors_layout.format import (
     StoredPieces,
     TensorLeaf,
     WeightIndex,
-    join_crc32,
     leaves,
     piece_name,
 )
 from orbax_safetensors_layout.options import ReadOptions, given_or_default
 from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.reading import file_ranges, read_digests
+from orbax_safetensors_layout.reading import check_booleans, file_blocks, read_digests
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
 from orbax_safetensors_layout.storage import Storage, join, open_storage
 
@@ -55,7 +57,7 @@ def verify(
     """Checks whether a checkpoint is whole; reports all that is wrong, not the first.
 
     Structure: every header; the index or the manifest against the headers; sizes, missing, stray
-    and doubly held tensors; pieces. Contents: the checksums that a save with
+    and doubly held tensors; pieces; the bytes of booleans. Contents: the checksums that a save with
     `WriteOptions(digests=True)` left. Values: bit by bit against another checkpoint, whose files
     may be cut otherwise. Tensors are read in blocks, in bounded memory.
 
@@ -146,6 +148,7 @@ class StructureCheck:
                 header = read_header(self.storage, file, on_error=on_error)
                 if self._counts["header"] == before:
                     self.headers[file] = header
+                    self._check_booleans(header)
         manifest = discovery.manifest
         if manifest is None and discovery.manifest_file is not None:
             with self._reporting("manifest"):
@@ -187,12 +190,10 @@ class StructureCheck:
         report = ProgressReport(progress, sum(storage.size(join(folder, name)) for name in names))
         for name in names:
             with self._reporting("digest"):
-                file, ranges = join(folder, name), []
-                size = storage.size(file)
-                for block in file_ranges(storage, file, 0, size):
-                    ranges.append(block)
-                    report.add(block[1], name)
-                value = join_crc32(ranges, size)
+                file, value = join(folder, name), 0
+                for _, block in file_blocks(storage, file, 0, storage.size(file)):
+                    value = zlib.crc32(block, value)
+                    report.add(len(block), name)
                 if value != digests[name]:
                     text = f"{name} has CRC-32 {value:08x}; it was written with {digests[name]:08x}"
                     self._error("digest", text)
@@ -229,6 +230,15 @@ class StructureCheck:
 
     def _name(self, file: str) -> str:
         return file.removeprefix(f"{self.path.rstrip('/')}/")
+
+    def _check_booleans(self, header: Header) -> None:
+        for entry in header.tensors.values():
+            if entry.dtype.numpy != np.bool_:
+                continue
+            with self._reporting("value"):
+                for _, block in file_blocks(self.storage, entry.file, entry.start, entry.stop):
+                    values = np.frombuffer(block, np.bool_)
+                    check_booleans([values], entry.file, entry.name)
 
     def _check_index(self, index: WeightIndex) -> None:
         file_of = {name: join(self.path, file) for name, file in index.weight_map.items()}

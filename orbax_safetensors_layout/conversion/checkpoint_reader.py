@@ -32,7 +32,7 @@ from orbax_safetensors_layout.plan import (
     array_sources,
 )
 from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
-from orbax_safetensors_layout.reading import ArrayReader
+from orbax_safetensors_layout.reading import ArrayReader, VerifyingReader
 from orbax_safetensors_layout.storage import RangeReader
 
 from .target import LeafRegion
@@ -139,6 +139,7 @@ class CheckpointReader(Protocol):
     is_recorded: bool  # whether the tree is what was saved, not just the dict of its arrays
     metadata: Mapping[str, str]  # in its files
     custom: Any  # its custom metadata, a JSON value
+    verifying: VerifyingReader | None  # what it reads with, if its files have checksums
 
     def identity(self) -> str:
         """A digest of all that tells this checkpoint from another that was at the same path."""
@@ -187,7 +188,8 @@ def check_chunks(
 class SafetensorsReader:
     """A safetensors checkpoint of either layout, or the arrays that `mapping` makes of one.
 
-    With `is_flat` its tree is a flat dict by the names of the tensors, whatever was saved.
+    With `is_flat` its tree is a flat dict by the names of the tensors, whatever was saved. Without
+    `options.verify` any bytes are read, to be compared; with it checksums are optional.
     """
 
     def __init__(
@@ -200,10 +202,15 @@ class SafetensorsReader:
     ) -> None:
         self._catalog = Catalog.open(path, retries=options.retries)
         storage = self._catalog.storage
+        self.verifying = (
+            VerifyingReader.open(storage, self._catalog.path) if options.verify else None
+        )
+        self._storage: RangeReader = self.verifying or storage
         self._reader = ArrayReader(
-            storage=storage,
+            storage=self._storage,
             profile=options.profile(storage.kind),
             memory_budget_bytes=options.memory_budget_bytes,
+            check_values=options.verify,
         )
         self.path = self._catalog.path
         self._sources = array_sources(self._catalog, mapping)
@@ -241,7 +248,7 @@ class SafetensorsReader:
             source = self._sources[array.stored]
             assert isinstance(source, StoredSource)
             sources[array.name] = source
-        return ReadableArrays(sources, self._catalog.storage)
+        return ReadableArrays(sources, self._storage)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         group = 8 if array.dtype in PACKED else 1  # whole bytes, where a file packs elements

@@ -21,7 +21,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.options import WriteOptions, given_or_default
 from orbax_safetensors_layout.plan import plan_consolidation
-from orbax_safetensors_layout.runtime import ProcessGroup
+from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import LocalStorage, finish_interrupted
@@ -39,7 +39,9 @@ def consolidate(
 
     The result has the bytes that a save in layout `hf` would have written. Memory is bounded by
     `options.memory_budget_bytes`, whatever the checkpoint's size. Several processes of one program
-    share the files out among them; no device is needed.
+    share the files out among them; no device is needed. Checksums of the pieces are checked while
+    these are read, and the files then get their own. A checkpoint that a save or an earlier call
+    has left in whole tensors already stays as it is, if there is no `target`.
 
     Args:
         path: A checkpoint saved with `WriteOptions(layout="sharded")`.
@@ -49,11 +51,11 @@ def consolidate(
         overwrite: Replace an existing checkpoint at `target`.
 
     Raises:
-        SafetensorsLayoutError: `path` is not stored in pieces.
+        SafetensorsLayoutError: `path` was never stored in pieces.
         CheckpointExistsError: `target` has a checkpoint, or another file of these names, and
             `overwrite` is not set.
         CheckpointNotFoundError: `path` has no checkpoint.
-        FormatError: A file is malformed.
+        FormatError: A file is malformed, or not what its checksum says.
         StorageError: A read or write failed.
 
     Example:
@@ -73,7 +75,12 @@ def consolidate(
     ):
         manifest = catalog.manifest()
         if manifest is None or manifest.pieces is None:
-            if target is None and _was_interrupted(catalog, group):
+            if (
+                target is None and manifest is not None
+            ):  # an earlier call, which may have been killed
+                with group.together("removing what an interrupted call has left"):
+                    if group.is_leader and isinstance(catalog.storage, LocalStorage):
+                        finish_interrupted(os.path.realpath(catalog.path))
                 return
             raise SafetensorsLayoutError(
                 "the checkpoint is not stored in pieces",
@@ -81,7 +88,14 @@ def consolidate(
                 expected='layout "sharded"',
                 hint="It needs no consolidation.",
             )
-        options = dataclasses.replace(options, layout="hf", dtype=None, metadata=manifest.metadata)
+        verifying = VerifyingReader.open(catalog.storage, catalog.path)
+        options = dataclasses.replace(
+            options,
+            layout="hf",
+            dtype=None,
+            metadata=manifest.metadata,
+            digests=options.digests or verifying is not None,
+        )
         packed = _packed_tensors(manifest)
         shards = ProcessShards()
         plan = plan_consolidation(
@@ -97,22 +111,14 @@ def consolidate(
         tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
         whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
         pieces = catalog.storage, catalog.path
-        prepared = PreparedSave(plan, HostValues([], ()), whole, options, pieces=pieces)
+        prepared = PreparedSave(
+            plan, HostValues([], ()), whole, options, pieces=pieces, verifying=verifying
+        )
         if target is None:  # the files beside the pieces stay
             prepared.commit(path, group=group, overwrite=True, sidecar_files={})
         else:
             sidecar_files = read_sidecar_files(path) if group.is_leader else {}
             prepared.commit(target, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
-
-
-def _was_interrupted(catalog: Catalog, group: ProcessGroup) -> bool:
-    """Whether an earlier call was killed after it replaced the pieces; removes its remains."""
-    finished = ""
-    with group.together("removing what an interrupted call has left"):
-        if group.is_leader and isinstance(catalog.storage, LocalStorage):
-            finished = str(finish_interrupted(os.path.realpath(catalog.path)))
-    looking = "looking at what an interrupted call has done"
-    return group.barrier(looking, broadcast=finished or "?") == "True"
 
 
 def _packed_tensors(manifest: Manifest) -> dict[str, DType]:

@@ -6,21 +6,28 @@ import contextlib
 import dataclasses
 import os
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.format import (
+    DIGESTS,
     MANIFEST,
     NARROW_INTEGERS,
     NO_SAVE_ID,
     ONE_A_BYTE,
+    ByteRange,
     Manifest,
+    RangeChecksums,
+    dump_digests,
+    ranges_by_file,
 )
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan import LeafWrite, plan_all_writes
+from orbax_safetensors_layout.reading import file_crc32
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import (
     LocalStorage,
@@ -28,7 +35,7 @@ from orbax_safetensors_layout.storage import (
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.writing import PreparedTree, write_small_files
+from orbax_safetensors_layout.writing import PreparedTree, appearance_rank, write_small_files
 
 from .checkpoint_reader import CheckpointReader
 from .target import FINISHED, LeafRegion, TargetArray
@@ -93,6 +100,7 @@ class FilesTarget:
                 plan.stored,
             )
             self._small_files[MANIFEST] = manifest.to_json()
+        self.written = None if source.verifying is None else RangeChecksums()
         self._finished = ""
         self._files: dict[str, ResumableFile] = {}
         self._written: set[str] = set()  # files, since the last flush
@@ -131,6 +139,8 @@ class FilesTarget:
                 data = pack_bits(data, dtype.bits)
             for name, start in self._places[region.leaf.name, region.box]:
                 self._file(name).write_at(start, [data])
+                if self.written is not None:
+                    self.written.add(name, start, [data])
 
     def _file(self, name: str) -> ResumableFile:
         with self._lock:
@@ -151,15 +161,27 @@ class FilesTarget:
             file.close()
         self._files.clear()
 
-    def commit(self, folder: str) -> None:
+    def commit(self, folder: str, written: Sequence[ByteRange]) -> None:
         """Writes headers and small files."""
         for name, layout in self._layouts.items():
             path = os.path.join(self._finished, name)
             with contextlib.closing(ResumableFile(path, layout.size)) as file:
                 file.write_at(0, [memoryview(bytearray(layout.header))])
                 file.flush()
+        files = self._small_files
         with LocalStorage() as storage:
-            write_small_files(storage, self._finished, self._small_files, durable=True)
+            if self.written is not None:
+                digests = {
+                    name: zlib.crc32(data)
+                    for name, data in files.items()
+                    if appearance_rank(name) is not None
+                }
+                by_file = ranges_by_file(written)
+                for name in self._layouts:
+                    path = os.path.join(self._finished, name)
+                    digests[name] = file_crc32(storage, path, by_file[name])
+                files = {**files, DIGESTS: dump_digests(digests)}
+            write_small_files(storage, self._finished, files, durable=True)
         flush_folder(self._finished)
 
 

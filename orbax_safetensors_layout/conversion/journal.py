@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
-from orbax_safetensors_layout.format import short_repr
+from orbax_safetensors_layout.format import ByteRange, short_repr
 from orbax_safetensors_layout.storage import storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
-_VERSION = 4
+_VERSION = 5
 _DIFFERENCES = {
     "version": "by another version of this package",
     "source": "of another checkpoint, or of one that has changed since",
     "arguments": "with other arguments",
     "groups": "in other parts",
 }
+
+
+class WrittenGroup(NamedTuple):
+    """A group that is written: digests of its regions; checksums of what was read and written."""
+
+    digests: Sequence[str]
+    read: Sequence[ByteRange]
+    written: Sequence[ByteRange]
 
 
 class Journal:
@@ -48,14 +57,15 @@ class Journal:
                 return block_bytes
         return None
 
-    def read(self) -> dict[int, list[str]]:
-        """Return the groups that are written, with the digests of their regions."""
-        done: dict[int, list[str]] = {}
+    def read(self) -> dict[int, WrittenGroup]:
+        """Return the groups that are written, by their numbers."""
+        done: dict[int, WrittenGroup] = {}
         for file in _files(self._folder):
             try:
                 head, *groups = map(json.loads, _lines(file) or [self.digest])
-                done |= {line["group"]: line["digests"] for line in groups}
                 versions = {key: head.get(key) for key in self._head}
+                if versions == self._head:
+                    done |= {number: _parsed(*group) for number, *group in groups}
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise SafetensorsLayoutError(
                     "a line of the conversion's journal is damaged",
@@ -85,10 +95,10 @@ class Journal:
             if not any(whole):
                 self._write(self.digest)
 
-    def add(self, group: int, digests: Sequence[str]) -> None:
-        """Records a group, with digests of its regions, on the disk when the call returns."""
+    def add(self, number: int, group: WrittenGroup) -> None:
+        """Records a group, on the disk when the call returns."""
         with storage_errors("cannot write the journal", self._file):
-            self._write(json.dumps({"group": group, "digests": list(digests)}))
+            self._write(json.dumps([number, *group]))
 
     def _write(self, line: str) -> None:
         os.write(self._fd, f"{line}\n".encode())
@@ -96,6 +106,11 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _parsed(digests: list[str], *ranges: list[list[Any]]) -> WrittenGroup:
+    read, written = ([(f, s, n, c) for f, s, n, c in part] for part in ranges)
+    return WrittenGroup(digests, read, written)
 
 
 def _files(folder: str) -> Iterator[str]:

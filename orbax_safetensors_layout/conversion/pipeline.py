@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import FormatError, MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.runtime import (
     Fingerprint,
@@ -37,7 +37,7 @@ from orbax_safetensors_layout.storage import (
 
 from .checkpoint_reader import CheckpointReader, SourceArray, arrays_of, check_chunks
 from .groups import LeafGroup, make_groups, shares
-from .journal import Journal
+from .journal import Journal, WrittenGroup
 from .spool import Blocks, group_blocks
 from .target import FINISHED, LeafRegion, Target, region_batches
 
@@ -109,6 +109,14 @@ class Conversion:
 
         `check` refuses a target that may not be replaced.
         """
+        try:
+            return self._run(processes, check)
+        except FormatError:  # nothing that was made of damaged files is continued
+            with LocalStorage() as storage:
+                storage.remove(self._workspace)
+            raise
+
+    def _run(self, processes: Processes, check: Callable[[], None]) -> int:
         with contextlib.ExitStack() as stack:
             agreed = Fingerprint(
                 f"{self._journal.digest} {self.options.verify} {self.restart}",
@@ -132,9 +140,17 @@ class Conversion:
             left = [group for group in self._groups if group.number not in done]
             with processes.together("converting"):
                 self._convert(left, processes)
+            done = self._journal.read()
+            if self.source.verifying is not None:
+                with processes.together("checking what was read"):
+                    self.source.verifying.check(
+                        [part for group in done.values() for part in group.read],
+                        share=slice(processes.process_index, None, processes.process_count),
+                    )
             with processes.together("completing the checkpoint"):
                 if processes.is_leader:
-                    self.target.commit(self._workspace)
+                    written = [part for group in done.values() for part in group.written]
+                    self.target.commit(self._workspace, written)
             if self.options.verify:
                 with processes.together("verifying what was written"):
                     self._verify(processes)
@@ -155,7 +171,7 @@ class Conversion:
 
     def _convert(self, left: Sequence[LeafGroup], processes: Processes) -> None:
         """Converts this process's share of the groups that are left."""
-        number = processes.process_index
+        number, verifying = processes.process_index, self.source.verifying
         self.target.open(self._workspace, number)
         self._journal.open(number)
         try:
@@ -172,7 +188,9 @@ class Conversion:
                     ) as blocks:
                         digests = _digests(blocks, report, self.target.write)
                     self.target.flush()
-                    self._journal.add(group.number, digests)
+                    read = [] if verifying is None else verifying.read.take()
+                    written = [] if self.target.written is None else self.target.written.take()
+                    self._journal.add(group.number, WrittenGroup(digests, read, written))
         finally:
             self._journal.close()
             self.target.close()
@@ -193,7 +211,8 @@ class Conversion:
                     for batch in region_batches(group.regions, self.block_bytes)
                 )
                 digests = _digests(blocks, report)
-                for region, *pair in zip(group.regions, digests, done[group.number], strict=True):
+                recorded = done[group.number].digests
+                for region, *pair in zip(group.regions, digests, recorded, strict=True):
                     if pair[0] != pair[1]:
                         differing.append(region.leaf.name)
         problem = "what was written differs from the source"

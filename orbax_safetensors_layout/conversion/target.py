@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from orbax_safetensors_layout.format import TensorKind
+from orbax_safetensors_layout.format import ByteRange, RangeChecksums, TensorKind
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import BoundExpr
 from orbax_safetensors_layout.runtime import batches
@@ -54,6 +54,7 @@ class Target(Protocol):
     """A checkpoint that is written, in regions, by several processes and over several runs."""
 
     leaves: Sequence[TargetArray]
+    written: RangeChecksums | None  # what `write` adds to, for `commit`; None without checksums
 
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         """Return what is written of an array at once; together all of it."""
@@ -73,5 +74,5 @@ class Target(Protocol):
     def close(self) -> None:
         """Releases what is open."""
 
-    def commit(self, folder: str) -> None:
-        """Completes the checkpoint in `FINISHED`, on one process, when all of it is written."""
+    def commit(self, folder: str, written: Sequence[ByteRange]) -> None:
+        """Completes the checkpoint in `FINISHED`, on one process, when all has been `written`."""

@@ -1,6 +1,14 @@
 """What is in the files: headers, indices and catalogs, parsed once into types."""
 
-from .digests import DIGESTS, dump_digests, join_crc32, parse_digests
+from .digests import (
+    DIGESTS,
+    ByteRange,
+    RangeChecksums,
+    dump_digests,
+    join_crc32,
+    parse_digests,
+    ranges_by_file,
+)
 from .dtypes import (
     DTYPES,
     NARROW_INTEGERS,

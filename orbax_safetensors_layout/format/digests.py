@@ -5,7 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from . import strict_json
 from .schema import Schema, short_repr
@@ -18,6 +25,44 @@ _MEMBERS = (_VERSION_KEY, "algorithm", "files")
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31  # the polynomial 1: CRC-32 has its bits in reverse
 _HEX = re.compile(r"[0-9a-f]{8}")
+
+
+ByteRange: TypeAlias = tuple[str, int, int, int]
+"""File, first byte, bytes and their CRC-32."""
+
+
+class RangeChecksums:
+    """Collects the CRC-32 of ranges of files that threads read or write, in any order."""
+
+    def __init__(self) -> None:
+        self._ranges: list[ByteRange] = []
+        self._lock = threading.Lock()
+
+    def add(
+        self, file: str, offset: int, buffers: Sequence[memoryview | npt.NDArray[np.uint8]]
+    ) -> None:
+        """Takes the bytes of a range, which begins at byte `offset`."""
+        value = length = 0
+        for buffer in buffers:
+            value = zlib.crc32(cast(memoryview, buffer), value)  # releases the GIL
+            length += buffer.nbytes
+        if length:
+            with self._lock:
+                self._ranges.append((file, offset, length, value))
+
+    def take(self) -> list[ByteRange]:
+        """Return the ranges since the last call."""
+        with self._lock:
+            ranges, self._ranges = self._ranges, []
+        return ranges
+
+
+def ranges_by_file(ranges: Iterable[ByteRange]) -> dict[str, list[tuple[int, int, int]]]:
+    """Return (first byte, bytes, CRC-32) of the ranges of each file."""
+    by_file: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for file, *part in ranges:
+        by_file[file].append((part[0], part[1], part[2]))
+    return by_file
 
 
 def join_crc32(ranges: Iterable[tuple[int, int, int]], size: int) -> int:

@@ -2,6 +2,7 @@
 
 from ._jax import DistributedStore
 from .array_reader import ArrayReader
+from .decoding import check_booleans
 from .leaf_builder import LeafBuilder
 from .read import ReadStats
 from .replica_exchange import (
@@ -15,4 +16,4 @@ from .replica_exchange import (
 )
 from .resolve import ResolvedLeaf, adopts, resolve_leaves
 from .saved_metadata import SavedMetadata
-from .verifying import VerifyingReader, file_ranges, read_digests
+from .verifying import VerifyingReader, file_blocks, file_crc32, read_digests

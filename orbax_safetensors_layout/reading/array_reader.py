@@ -48,6 +48,7 @@ class ArrayReader:
     in_order: bool = False
     # Whether bytes between two regions may be read; not where another process reads them.
     joins_gaps: bool = True
+    check_values: bool = True  # refuse bytes that are no values; not where bits are compared
     mmap: bool = False  # take mapped pages of local files where these are aligned
 
     def plan(self, reads: RegionReads) -> ReadPlan:
@@ -77,7 +78,7 @@ class ArrayReader:
         Raises:
             SafetensorsLayoutError: A read failed, or a value does not survive a cast.
         """
-        values = _Materializer(reads, take)
+        values = _Materializer(reads, take, check_values=self.check_values)
         values.complete_unread()
         return PlanReader(
             plan,
@@ -104,8 +105,9 @@ class ArrayReader:
 class _Materializer:
     """Makes boxes of regions of what is read, and gives them to `take`."""
 
-    def __init__(self, reads: RegionReads, take: TakeBoxes) -> None:
+    def __init__(self, reads: RegionReads, take: TakeBoxes, *, check_values: bool) -> None:
         self._reads = reads
+        self._check_values = check_values
         self._take = take
         self._boxes: dict[int, dict[int, np.ndarray]] = {}
         self._blocks_left = {n: len(plan.blocks) for n, plan in enumerate(reads.plans)}
@@ -132,6 +134,9 @@ class _Materializer:
     ) -> Wait | None:
         region, block_number, which = self._reads.purposes[number]
         if block_number is None:
+            if self._check_values:
+                whole = self._reads.regions[region]
+                check_booleans(parts, whole.source.file, whole.name)
             return self._take(self._reads.equal[region], boxes, parts)
         block = self._reads.plans[region].blocks[block_number]
         arrays = self._arrays.setdefault((region, block_number), {})

@@ -44,4 +44,5 @@ def _no_values(file: str | None, name: str, expected: str, found: str) -> Format
         tensor=name,
         expected=expected,
         found=found,
+        hint="The file is damaged, or was not written as its header says: take another checkpoint.",
     )

@@ -18,7 +18,6 @@ from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.sharding import Placement, box_of, sharding_of
 
 from ._jax import batched_device_put
-from .decoding import check_booleans
 from .read import Wait
 from .resolve import ResolvedLeaf
 
@@ -65,7 +64,6 @@ class LeafBuilder:
         self, leaf: ResolvedLeaf, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
         region, placement = leaf.region, leaf.abstract.placement
-        check_booleans(parts, region.source.file, region.name)
         if placement is None:
             self._values[leaf.number] = _host_value(leaf, parts[0])
             return None

@@ -192,12 +192,11 @@ def claimed(folder: str) -> Iterator[Claim]:
         claim.release()
 
 
-def finish_interrupted(folder: str) -> bool:
-    """Removes what a killed save to a real path left; returns whether its result is there."""
-    if not os.path.exists(lock_file(folder)):
-        return False
-    with claimed(folder) as claim:
-        return claim.was_published()
+def finish_interrupted(folder: str) -> None:
+    """Removes what a killed save to a real path left."""
+    if os.path.exists(lock_file(folder)):
+        with claimed(folder):
+            pass
 
 
 def _locked(path: str) -> int:

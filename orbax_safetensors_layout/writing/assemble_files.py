@@ -24,7 +24,7 @@ from orbax_safetensors_layout.plan import (
 )
 from orbax_safetensors_layout.reading import ArrayReader
 from orbax_safetensors_layout.runtime import ProgressReport, allocate
-from orbax_safetensors_layout.storage import Storage
+from orbax_safetensors_layout.storage import RangeReader
 
 from .folder import CheckpointFolder, OpenFile
 from .host import HostValues
@@ -50,7 +50,7 @@ class _Block(NamedTuple):
 def assemble_files(
     folder: CheckpointFolder,
     plan: WritePlan,
-    storage: Storage,
+    storage: RangeReader,
     sources: Mapping[str, ArraySource],
     progress: Callable[[Progress], None] | None,
 ) -> None:

@@ -7,15 +7,16 @@ import threading
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 from orbax_safetensors_layout.format import (
     DIGESTS,
     MANIFEST,
     Manifest,
+    RangeChecksums,
     dump_digests,
     join_crc32,
     parse_digests,
+    ranges_by_file,
 )
 from orbax_safetensors_layout.options import MIB, WriteOptions
 from orbax_safetensors_layout.plan import PIECES_FOLDER, FileWrite, WritePlan
@@ -45,19 +46,12 @@ class OpenFile:
         self.durable = durable
         self.pending_writes = 1
         self._writer = writer
-        self._digest = digest
-        self._ranges: list[tuple[int, int, int]] = []  # first byte, bytes, CRC-32
-        self._lock = threading.Lock()
+        self._checksums = RangeChecksums() if digest else None
 
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
-        value = length = 0
-        for buffer in buffers if self._digest else ():
-            value = zlib.crc32(cast(memoryview, buffer), value)  # releases the GIL
-            length += buffer.nbytes
+        if self._checksums is not None:
+            self._checksums.add("", offset, buffers)
         self._writer.write_at(offset, buffers)
-        if self._digest:
-            with self._lock:
-                self._ranges.append((offset, length, value))
 
     def finish(self) -> int | None:
         """Completes the file; returns the CRC-32."""
@@ -66,7 +60,9 @@ class OpenFile:
         except BaseException:
             self.abort()
             raise
-        return join_crc32(self._ranges, self.plan.layout.size) if self._digest else None
+        if self._checksums is None:
+            return None
+        return join_crc32(ranges_by_file(self._checksums.take())[""], self.plan.layout.size)
 
     def abort(self) -> None:
         self._writer.abort()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import struct
 import zlib
@@ -290,6 +291,20 @@ def test_a_file_that_can_not_be_read_hides_no_other(tmp_path, monkeypatch):
         found = texts(osl.verify(folder), "digest")
     assert "Input/output error" in found[0]
     assert found[1].startswith(f"{flipped.name} has CRC-32 ")
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_bytes_that_are_no_truth_values_are_found(tmp_path, layout):
+    tree = {"a": np.zeros(3), "flags": np.array([True, False]), "more": np.ones(2, bool)}
+    osl.save(tmp_path, tree, options=osl.WriteOptions(layout=layout))
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes().replace(b"\1\0\1\1", b"\2\0\1\3"))
+    first, second = texts(osl.verify(tmp_path), "value")
+    assert re.search(rf"{file.name}.*'flags.*0 or 1, found: 2", first)
+    assert re.search(rf"{file.name}.*'more.*0 or 1, found: 3", second)
+    if layout == "sharded":
+        with pytest.raises(osl.FormatError, match=r"'flags'.*found: 2"):
+            osl.consolidate(tmp_path)
 
 
 def test_an_overwrite_replaces_the_checksums(tmp_path):

@@ -39,7 +39,8 @@ def test_consolidate(tmp_path):
 
 
 def test_errors_take_one_line(tmp_path):
-    osl.save(tmp_path / "whole", {"a": np.arange(3)})
+    (tmp_path / "whole").mkdir()
+    safetensors.numpy.save_file({"a": np.arange(3)}, tmp_path / "whole" / "model.safetensors")
     done = run("consolidate", tmp_path / "whole")
     assert done.returncode == 1
     assert done.stderr.startswith("orbax-safetensors: the checkpoint is not stored in pieces")

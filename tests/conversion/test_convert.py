@@ -470,12 +470,60 @@ def test_companions_of_another_checkpoint_stay(tmp_path, hf):
     assert json.loads((tmp_path / "to" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_checksums_of_the_source_are_not_those_of_the_target(tmp_path, weights):
+@pytest.mark.parametrize("form", ["hf", "sharded"])
+def test_a_target_of_a_source_with_checksums_has_its_own(tmp_path, weights, form):
     osl.save(tmp_path / "saved", weights, options=osl.WriteOptions(digests=True))
-    osl.convert(tmp_path / "saved", tmp_path / "copy", format="hf", mesh={"x": 2})
-    report = osl.verify(tmp_path / "copy", tmp_path / "saved")
+    copy = tmp_path / "copy"
+    osl.convert(tmp_path / "saved", copy, format=form, mesh={"x": 2}, processes=2, options=SMALL)
+    report = osl.verify(copy, tmp_path / "saved")
     assert report.ok, str(report)
     assert report.compared_tensors == len(weights)
+    assert report.digested_files == (3 if form == "sharded" else 2)
+    plain = {"a": weights["scalar"]}
+    osl.save(tmp_path / "plain", plain)
+    osl.convert(tmp_path / "plain", tmp_path / "other", format=form)
+    assert osl.verify(tmp_path / "other").digested_files == 0
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
+def test_a_source_that_is_not_what_its_checksums_say_is_refused(tmp_path, weights, form):
+    """By the names of files, before anything appears; nothing is left to be continued."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    osl.save(source, weights, options=osl.WriteOptions(digests=True, max_file_bytes=10**5))
+    file = next(iter(sorted(source.glob("*.safetensors"))))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10] + bytes([whole[-10] ^ 0x40]) + whole[-9:])
+    with pytest.raises(osl.FormatError, match=rf"not what was saved: {file.name} \(CRC-32"):
+        osl.convert(source, target, format=form, options=SMALL)
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+    file.write_bytes(whole)
+    osl.convert(source, target, format=form, options=SMALL)
+    assert osl.verify(source, target).ok
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
+def test_checksums_are_worked_out_of_what_is_read_anyway(tmp_path, weights, form):
+    read = []
+    for digests in (False, True):
+        source = tmp_path / f"source-{digests}"
+        osl.save(source, weights, options=osl.WriteOptions(digests=digests))
+        file = source / "model.safetensors"
+        with recording() as storage:
+            osl.convert(source, tmp_path / f"target-{digests}", format=form, options=SMALL)
+        read.append(sum(stop - start for name, start, stop in storage.ranges if name == str(file)))
+    header = file.stat().st_size - sum(value.nbytes for value in weights.values())
+    assert read[1] <= read[0] + header
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
+def test_bytes_that_are_no_truth_values_are_refused(tmp_path, form):
+    osl.save(tmp_path / "source", {"a": np.zeros(3), "flags": np.array([True, False])})
+    (file,) = (tmp_path / "source").glob("*.safetensors")
+    file.write_bytes(file.read_bytes().replace(b"\1\0", b"\2\0"))
+    for mapping in (None, osl.Mapping([osl.rule("b", osl.tensor("flags"))], strict=False)):
+        with pytest.raises(osl.FormatError, match=r"source/model\..*'(flags|b)'.*found: 2"):
+            osl.convert(tmp_path / "source", tmp_path / "to", format=form, mapping=mapping)
+    assert os.listdir(tmp_path) == ["source"]
 
 
 def test_parts_of_trees_are_named_as_leaves_are(tmp_path):

@@ -6,7 +6,9 @@ import os
 import backends
 import numpy as np
 import pytest
+import safetensors.numpy
 from checkpoints import save
+from recording import recording
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.manifest import MANIFEST
@@ -73,6 +75,44 @@ def test_consolidation_takes_along_what_stands_beside_the_pieces(tmp_path, model
     with pytest.raises(osl.CheckpointExistsError, match=r"config\.json"):
         osl.consolidate(tmp_path / "again", tmp_path / "other")
     assert beside(tmp_path / "other") == {"config.json": b'{"model_type": "gemma"}'}
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 16])
+def test_consolidation_checks_the_checksums_of_pieces(tmp_path, budget):
+    """While it reads them, before anything is replaced; what it makes has checksums, too."""
+    tree = {f"l.{n}": np.full((100, 100), n, np.float32) for n in range(9)}
+    sharded = osl.WriteOptions(layout="sharded", digests=True)
+    osl.save(tmp_path / "x", tree, options=sharded)
+    (file,) = (tmp_path / "x").glob("*.safetensors")
+    whole, options = file.read_bytes(), osl.WriteOptions(memory_budget_bytes=budget)
+    file.write_bytes(whole[:-2000] + b"\1" + whole[-1999:])
+    for target in (None, tmp_path / "y"):
+        with pytest.raises(osl.FormatError, match=rf"not what was saved: {file.name} \(CRC-32"):
+            osl.consolidate(tmp_path / "x", target, options=options)
+        assert os.listdir(tmp_path) == ["x"]
+        assert file.exists()
+    file.write_bytes(whole)
+    with recording() as storage:
+        osl.consolidate(tmp_path / "x", options=options)
+    read = sum(stop - start for name, start, stop in storage.ranges if name == str(file))
+    assert read <= len(whole) + (256 << 10) + 4000  # and its header, with what is read ahead
+    assert osl.verify(tmp_path / "x").digested_files == 2
+    assert osl.verify(tmp_path / "x").ok
+    assert safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")["l.8"].all()
+
+
+def test_consolidation_of_what_is_whole_already_changes_nothing(tmp_path):
+    """As where an earlier call was killed in its last moments; not of what others have written."""
+    osl.save(tmp_path / "x", TENSORS, options=osl.WriteOptions(layout="sharded"))
+    osl.consolidate(tmp_path / "x")
+    before = {file.name: file.stat() for file in (tmp_path / "x").iterdir()}
+    osl.consolidate(tmp_path / "x")
+    assert {file.name: file.stat() for file in (tmp_path / "x").iterdir()} == before
+    with pytest.raises(osl.SafetensorsLayoutError, match="not stored in pieces"):
+        osl.consolidate(tmp_path / "x", tmp_path / "y")
+    (tmp_path / "x" / MANIFEST).unlink()
+    with pytest.raises(osl.SafetensorsLayoutError, match="not stored in pieces"):
+        osl.consolidate(tmp_path / "x")
 
 
 @pytest.mark.parametrize("kind", backends.REMOTE)

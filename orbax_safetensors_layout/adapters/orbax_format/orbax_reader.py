@@ -21,6 +21,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.pytree import prng
+from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.storage import FULL
 
 _handlers: Any = ocp.type_handlers
@@ -38,6 +39,8 @@ class OrbaxReader:
     kind = "orbax"
     is_recorded = True
     metadata: Mapping[str, str] = {}
+
+    verifying: VerifyingReader | None = None
 
     def __init__(self, path: str, on_error: Callable[[StorageError], None] | None = None) -> None:
         self.path = path

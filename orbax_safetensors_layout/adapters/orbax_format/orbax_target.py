@@ -26,6 +26,7 @@ from orbax_safetensors_layout.conversion import (
     arrays_in,
 )
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, UnsupportedDtypeError
+from orbax_safetensors_layout.format import ByteRange, RangeChecksums
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
 from orbax_safetensors_layout.pytree import dotted_name, prng
@@ -61,6 +62,7 @@ class OrbaxTarget:
             self._shards = {array.name: topology.shard(array) for array in streamed}
             topology.raise_misfits()
         _refuse_values(tree)
+        self.written: RangeChecksums | None = None
         self.leaves: Sequence[TargetArray] = [
             dataclasses.replace(array, dtype=options.dtype)
             if options.dtype is not None and is_floating(array.dtype)
@@ -186,7 +188,7 @@ class OrbaxTarget:
 
     close = flush
 
-    def commit(self, folder: str) -> None:
+    def commit(self, folder: str, written: Sequence[ByteRange]) -> None:
         alone = ocp.options.MultiprocessingOptions()  # on this process
         if jax.process_count() > 1:
             process = jax.process_index()
