@@ -12,6 +12,7 @@ from recording import recording
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.storage.publish_note import entries_of
 from orbax_safetensors_layout.writing import appearance_rank
 
 TENSORS = {"w": np.arange(6, dtype=np.float32)}
@@ -105,9 +106,9 @@ def test_consolidation_of_what_is_whole_already_changes_nothing(tmp_path):
     """As where an earlier call was killed in its last moments; not of what others have written."""
     osl.save(tmp_path / "x", TENSORS, options=osl.WriteOptions(layout="sharded"))
     osl.consolidate(tmp_path / "x")
-    before = {file.name: file.stat() for file in (tmp_path / "x").iterdir()}
+    before = entries_of(tmp_path / "x")
     osl.consolidate(tmp_path / "x")
-    assert {file.name: file.stat() for file in (tmp_path / "x").iterdir()} == before
+    assert entries_of(tmp_path / "x") == before
     with pytest.raises(osl.SafetensorsLayoutError, match="not stored in pieces"):
         osl.consolidate(tmp_path / "x", tmp_path / "y")
     (tmp_path / "x" / MANIFEST).unlink()
