@@ -53,7 +53,7 @@ _ORBAX_FILES = ("checkpoint", "manifest.ocdbt")
 
 
 class _Turn:
-    """Lets one save write to a folder, the newest: the thread of one that Orbax gave up may run."""
+    """Lets only the newest save write to a folder: one that Orbax gave up may still run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -219,7 +219,7 @@ def check_remains(folder: _PathLike) -> None:
 
 
 def check_step(folder: _PathLike, *, has_layout: bool) -> None:
-    """Refuses a step of which an interrupted deletion left no item; with a layout, or torn ones."""
+    """Refuses a step that a deletion left without items; with a layout, also torn items."""
     path = ocp.path.Path(folder)
     if not path.is_dir() or is_safetensors_checkpoint(path):
         return

@@ -152,7 +152,7 @@ def _merge(leaf: Any, args: Any) -> Any:
     if kind is None:
         if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
             return args  # Orbax's users put a number where only the structure matters
-        if args.dtype is None or leaf is args or not _is_array_like(leaf):
+        if args.dtype is None or not _is_array_like(leaf):
             return leaf
         kind = jax.Array if hasattr(leaf, "sharding") else np.ndarray
     shape = getattr(args, "global_shape", None)

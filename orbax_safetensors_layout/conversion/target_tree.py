@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.errors import MappingError, MismatchError, SafetensorsLayoutError
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
-from orbax_safetensors_layout.pytree import nested_dicts, prng
+from orbax_safetensors_layout.pytree import nested_dicts
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 
 from .checkpoint_reader import SourceArray, arrays_of, values_of
@@ -123,7 +123,7 @@ def stand_ins(tree: Any, topology: Topology | None) -> Any:
         impl = leaf.key_impl
         if impl is not None:
             data = _struct(leaf.shape, leaf.dtype)
-            keys = jax.eval_shape(lambda data: prng.wrap(data, impl), data)
+            keys = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), data)
             return _struct(keys.shape, keys.dtype, sharding=sharding)
         if sharding is not None or leaf.kind == "jax":
             return _struct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -139,7 +139,6 @@ def _parse_leaf(path: Sequence[Any], leaf: Any) -> AbstractLeaf:
 
 
 def _parse_restore_args(name: str, unboxed: str | None, args: Any) -> AbstractLeaf:
-    """Parses Orbax's `RestoreArgs` and `ArrayRestoreArgs`, by their attributes."""
     impl = prng.implementation(args) if prng.is_key(args) else None
     dtype = None if impl is not None else _dtype(name, args.dtype)
     default = jax.Array if hasattr(args, "sharding") else None

@@ -41,17 +41,12 @@ def data(keys: Any) -> Any:
     return jax.eval_shape(jax.random.key_data, keys)
 
 
-def wrap(values: jax.Array, name: str) -> jax.Array:
-    """Return keys of an implementation from their data, on the same devices."""
-    keys: jax.Array = jax.random.wrap_key_data(values, impl=name)
-    return keys
-
-
 def keys_of(shape: tuple[int, ...], dtype: Any, name: str, *, file: str | None, tensor: str) -> Any:
     """Return the abstract keys of an implementation whose data has a shape and a dtype."""
     struct: Any = jax.ShapeDtypeStruct
     try:
-        return jax.eval_shape(functools.partial(wrap, name=name), struct(shape, dtype))
+        wrap = functools.partial(jax.random.wrap_key_data, impl=name)
+        return jax.eval_shape(wrap, struct(shape, dtype))
     except (TypeError, ValueError) as error:
         raise InvalidManifestError(
             "the tensor is recorded as the data of PRNG keys, which it cannot be",

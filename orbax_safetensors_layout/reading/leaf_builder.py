@@ -14,7 +14,6 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.mapping import python_scalar
-from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.sharding import Placement, box_of, sharding_of
 
 from ._jax import batched_device_put
@@ -90,7 +89,7 @@ class LeafBuilder:
         """The values of the leaves, once all are complete."""
         for leaf, value in zip(self._leaves, self._values, strict=True):
             key_impl = leaf.abstract.key_impl
-            yield value if key_impl is None else prng.wrap(value, key_impl)
+            yield value if key_impl is None else jax.random.wrap_key_data(value, impl=key_impl)
 
     def _array(
         self, leaf: ResolvedLeaf, placement: Placement, values: Mapping[int, np.ndarray]

@@ -29,7 +29,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError, UnsupportedD
 from orbax_safetensors_layout.format import ByteRange, RangeChecksums
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
-from orbax_safetensors_layout.pytree import dotted_name, prng
+from orbax_safetensors_layout.pytree import dotted_name
 from orbax_safetensors_layout.storage import link_tree
 
 from .._orbax import ITEM_METADATA
@@ -254,7 +254,7 @@ def _with_keys(leaf: Any, source: CheckpointReader, arrays: Mapping[str, SourceA
         return leaf
     assert isinstance(leaf.made_of, str)
     (data,) = source.read([(arrays[leaf.made_of], Box.whole(leaf.shape))])
-    return prng.wrap(jax.numpy.asarray(data), leaf.key_impl)
+    return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=leaf.key_impl)
 
 
 def _is_folder_name(name: str) -> bool:

@@ -198,7 +198,6 @@ def _latent(read: Section) -> Latent:
 
 
 def _dense(family: str, read: Section, layers: int) -> tuple[int, ...]:
-    """The layers without experts of a model that has some."""
     if family == "deepseek_v3":
         first = read.integer("first_k_dense_replace", bounds=(0, _MOST_LAYERS))
         return tuple(range(min(first, layers)))
