@@ -7,6 +7,7 @@ them, and inverts the bound expressions (`invert`): each tensor is an expression
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -168,11 +169,13 @@ class Mapping:
         """
         files = self._specs(checkpoint, None)
         patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out), *self._spare]
-        taken = set(self.needs(files.names))
+        binder = Binder(self.rules, files, None)
+        with contextlib.suppress(MappingError):  # saving binds leaves of its own
+            binder.bind(None)
         lost = [
             name
             for name in files.names
-            if name not in taken and not any(pattern.fullmatch(name) for pattern in patterns)
+            if name not in binder.used and not any(pattern.fullmatch(name) for pattern in patterns)
         ]
         if lost:
             kinds = list(dict.fromkeys(pattern_of(name) for name in lost))

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from family_cases import CASES, family_of
-from family_models import copy, make
+from family_models import copy, make, read_one
 from family_references import REFERENCES, maxtext
 
 import orbax_safetensors_layout as osl
@@ -286,6 +286,9 @@ def test_layers_for_multi_token_prediction_are_not_lost_without_a_word(saved, tm
     whole, config, tensors, _ = saved["deepseek_v3"]
     config = {**config, "num_nextn_predict_layers": 1}
     more = {f"model.layers.5.{name}.weight": torch.ones(2, 2) for name in ("eh_proj", "enorm")}
+    # A layer as those of the model, of which no stack takes it.
+    layer = [name for name in tensors if ".layers.4." in name]
+    more |= {name.replace("s.4.", "s.5."): read_one(whole, name) for name in layer}
     folder = copy(whole, tmp_path / "files", more=more)
     (folder / "config.json").write_text(json.dumps(config))
     mapping = families.mapping(folder)
@@ -293,8 +296,10 @@ def test_layers_for_multi_token_prediction_are_not_lost_without_a_word(saved, tm
     for made in (mapping, families.mapping(config)):
         with pytest.raises(MappingError, match=r"would lack tensors.*layers\.\{5..5\}.*leave_out="):
             osl.save(tmp_path / "out", tree, mapping=made)
-    with pytest.raises(MappingError, match=r"lack 2 of .*layers.*eh_proj"):
+    with pytest.raises(MappingError, match=rf"lack {len(more)} of .*layers.*eh_proj"):
         mapping.like(folder)
+    with pytest.raises(MappingError, match=rf"lack {len(layer)} of .*layers.#.mlp"):
+        mapping.like(folder, leave_out=["*.eh_proj.*", "*.enorm.*"])
     extra = "model.layers.5.*"
     osl.save(tmp_path / "out", tree, mapping=mapping.like(folder, leave_out=extra))
     osl.save(tmp_path / "all", osl.load(tmp_path / "out") | osl.load(folder, only=extra))

@@ -215,6 +215,19 @@ def test_like_refuses_what_would_be_lost():
         Mapping(RULES).like(facts, leave_out="[")
 
 
+@pytest.mark.parametrize("indices", [[0, 1], slice(2)])
+def test_like_counts_tensors_that_are_bound(tmp_path, indices):
+    """Names that fit a pattern are lost, too, where no index of the stack has them."""
+    files = save(tmp_path, {f"l.{i}.w": np.ones(2, F32) for i in range(4)})
+    expr = stack(tensor("l.{i}.w"), over="i", indices=indices)
+    mapping = Mapping([rule("w", expr)], ignore=["l.{2,3}.w"])
+    with pytest.raises(MappingError, match=r"lack 2 of the checkpoint's 4 tensors.*'l.#.w'"):
+        mapping.like(files)
+    saving = mapping.like(files, leave_out=["l.{2,3}.w"])
+    osl.save(tmp_path / "out", osl.load(files, mapping=mapping), mapping=saving)
+    assert set(osl.metadata(tmp_path / "out")) == {"l.0.w", "l.1.w"}
+
+
 def test_targets_found_from_several_tensors():
     qkv = rule("a.{i}.qkv", concat([tensor("l.{i}.q"), tensor("l.{i}.k"), tensor("all")], 0))
     facts = {"l.0.q": ((2,), F32), "l.0.k": ((2,), F32), "all": ((1,), F32), "l.1.q": ((2,), F32)}

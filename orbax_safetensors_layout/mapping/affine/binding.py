@@ -60,8 +60,8 @@ class Binder:
     rules: Sequence[Rule]
     specs: TensorSpecs
     leaves: LeafShapes | None
+    used: set[str] = dataclasses.field(default_factory=set)  # tensors that leaves take
     _problems: list[Problem] = dataclasses.field(default_factory=list)
-    _used: set[str] = dataclasses.field(default_factory=set)
     _missing: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def bind(self, ignored: Sequence[re.Pattern[str]] | None) -> BoundMapping:
@@ -75,7 +75,7 @@ class Binder:
                 self._bind_leaf(target, target.rule.expr, bound)
                 notes[target.leaf] = target.rule.expr
         for target in ambiguous:
-            self._used.update(target.tensors(self.specs))
+            self.used.update(target.tensors(self.specs))
         ties = self._tie(targets, bound, notes)
         if ignored is not None:
             self._check_unused(ignored)
@@ -119,7 +119,7 @@ class Binder:
         unused = [
             name
             for name in self.specs.names
-            if name not in self._used and not any(p.fullmatch(name) for p in ignored)
+            if name not in self.used and not any(p.fullmatch(name) for p in ignored)
         ]
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."
         for first, others in group_by_pattern(unused):
@@ -143,9 +143,9 @@ class Binder:
             problems = within(error, f"leaf {leaf!r}", kind).problems
             self._problems += problems
             self._missing.update({p.seek: None for p in problems if p.seek is not None})
-            self._used.update(target.tensors(self.specs))  # one problem is enough
+            self.used.update(target.tensors(self.specs))  # one problem is enough
         else:
-            self._used.update(bound.sources())
+            self.used.update(bound.sources())
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
 
