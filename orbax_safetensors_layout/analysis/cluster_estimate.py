@@ -53,7 +53,6 @@ class HostRate(NamedTuple):
         return cls(profile.latency_seconds / profile.concurrency, bytes_per_second)
 
     def seconds(self, cost: Cost) -> float:
-        """Estimates the time that a cost takes."""
         moved = cost.read_bytes + cost.written_bytes
         return cost.requests * self.request_seconds + moved / self.bytes_per_second
 
@@ -112,16 +111,13 @@ class ClusterEstimate:
 
     @property
     def unused_rules(self) -> list[ShardingRule]:
-        """The rules that place no leaf."""
         return [rule for rule, leaves in self.rules if rule is not None and not leaves]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every process was planned."""
         return len(self.processes) == self.grid.processes
 
     def seconds(self) -> list[float]:
-        """Estimates the time of each process."""
         return [self.rate.seconds(cost) for cost in self.costs]
 
     def costliest(self, count: int) -> list[LeafCost]:

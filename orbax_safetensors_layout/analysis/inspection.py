@@ -49,7 +49,6 @@ class Total(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[TensorFacts]) -> Self:
-        """Return the sums over some tensors."""
         return cls(len(tensors), sum(t.parameters for t in tensors), sum(t.nbytes for t in tensors))
 
 
@@ -68,7 +67,6 @@ class Inspection(NamedTuple):
 
     @property
     def total(self) -> Total:
-        """The sums over all its tensors."""
         return Total.of(self.tensors)
 
     def by_dtype(self) -> dict[str, Total]:

@@ -82,7 +82,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         use_zarr3=not parsed.no_zarr3,
         use_compression=not parsed.no_compression,
         verify=not parsed.no_verify,
-        progress=output.progress,
+        progress=not output.quiet,
     )
     done = convert(
         parsed.source,
@@ -165,7 +165,7 @@ def _run_consolidate(parsed: argparse.Namespace, output: Output) -> int:
     options = WriteOptions(
         max_file_bytes=parsed.max_file_bytes,
         memory_budget_bytes=parsed.memory_budget_bytes,
-        progress=output.progress,
+        progress=not output.quiet,
     )
     consolidate(parsed.path, parsed.target, options=options, overwrite=parsed.overwrite)
     return 0

@@ -34,27 +34,18 @@ class Output:
 
     quiet: bool = False
 
-    @property
-    def progress(self) -> bool:
-        """The option `progress` of an operation."""
-        return not self.quiet
-
     def result(self, text: str) -> None:
-        """Writes a result to stdout."""
         sys.stdout.write(text.translate(_CONTROLS) + "\n")
 
     def json(self, document: object) -> None:
-        """Writes a result to stdout as one JSON document."""
         text = json.dumps(document, indent=2, ensure_ascii=False)
         sys.stdout.write(text.translate(_SURROGATES) + "\n")
 
     def message(self, text: str) -> None:
-        """Writes a line to stderr, unless quiet."""
         if not self.quiet:
             self.error(text)
 
     def error(self, text: str) -> None:
-        """Writes a line to stderr."""
         sys.stdout.flush()  # in order, where both streams are one
         sys.stderr.write(f"{PROGRAM}: {text.translate(_CONTROLS)}\n")
 

@@ -131,8 +131,14 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
     if parsed.mapping and parsed.abstract:
         raise ValueError("--mapping and --abstract exclude each other")
     with Catalog.open(parsed.path) as catalog:
-        options = _options(parsed, catalog.storage.kind)
+        kind, bandwidth = catalog.storage.kind, parsed.bandwidth
         in_pieces = catalog.layout == "sharded"
+    options = ReadOptions(
+        concurrency=parsed.concurrency,
+        memory_budget_bytes=parsed.memory_budget_bytes,
+        latency_seconds={} if parsed.latency is None else {kind: parsed.latency},
+        bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
+    )
     rules = sharding_rules(parsed.spec) or (_AUTO,)
     if not (parsed.mapping or parsed.abstract or in_pieces):
         loading = estimate(
@@ -167,16 +173,6 @@ def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> MeshShape:
     if axes is None:
         raise ValueError("name the mesh: --mesh fsdp=64,tensor=4")
     return MeshShape(axes, parsed.hosts)
-
-
-def _options(parsed: argparse.Namespace, kind: str) -> ReadOptions:
-    latency, bandwidth = parsed.latency, parsed.bandwidth
-    return ReadOptions(
-        concurrency=parsed.concurrency,
-        memory_budget_bytes=parsed.memory_budget_bytes,
-        latency_seconds={} if latency is None else {kind: latency},
-        bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
-    )
 
 
 VERB = Command(

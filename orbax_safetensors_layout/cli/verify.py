@@ -44,7 +44,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         subtree=parsed.subtree,
         digests=not parsed.quick,
         options=ReadOptions(
-            progress=output.progress, memory_budget_bytes=parsed.memory_budget_bytes
+            progress=not output.quiet, memory_budget_bytes=parsed.memory_budget_bytes
         ),
     )
     if parsed.json:

@@ -31,7 +31,6 @@ class NewTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.bits // 8
 
 

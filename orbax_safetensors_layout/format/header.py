@@ -49,7 +49,6 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in the file, in bytes."""
         return self.stop - self.start
 
 

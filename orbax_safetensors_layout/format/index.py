@@ -27,7 +27,6 @@ class WeightIndex:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The distinct file names, sorted."""
         return tuple(sorted(set(self.weight_map.values())))
 
 

@@ -34,7 +34,6 @@ class StoredBox(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The region, without the file."""
         return Box(self.start, self.stop)
 
 
@@ -57,17 +56,11 @@ class StoredPieces:
     save_id: str | None = None  # in the files' headers; None if the save had none
 
     def boxes(self, name: str) -> tuple[StoredBox, ...]:
-        """Return the boxes of a tensor."""
         return self.classes[self.tensors[name].number]
 
 
 def piece_name(name: str, shape: Sequence[int], box: Box | StoredBox) -> str:
-    """Return the name of a tensor's piece in its file. No two pieces have the same name.
-
-    Example:
-        >>> piece_name("kernel", (8, 4), Box((4, 0), (8, 4)))
-        'kernel@4,0'
-    """
+    """Return the name of a tensor's piece in its file, as `kernel@4,0`; no two have the same."""
     # A whole tensor that is itself called `kernel@4,0` becomes `kernel@4,0@0,0`.
     if Box(box.start, box.stop) == Box.whole(shape) and not _ends_like_a_piece(name):
         return name

@@ -35,7 +35,6 @@ class Schema:
     def refuse(
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None
     ) -> NoReturn:
-        """Refuses the file."""
         raise self.error(problem, expected, found, tensor)
 
     @contextlib.contextmanager
@@ -63,11 +62,9 @@ class Schema:
         return fields
 
     def items(self, value: object, what: str) -> list[object]:
-        """Return an array's items, raw."""
         return self._of(list, value, what, "an array")
 
     def text(self, value: object, what: str) -> str:
-        """Return a string."""
         return self._of(str, value, what, "a string")
 
     def size(self, value: object, what: str, *, below: int = _INT64_MAX + 1) -> int:
@@ -78,11 +75,9 @@ class Schema:
         return value
 
     def texts(self, value: object, what: str) -> tuple[str, ...]:
-        """Return the items of an array of strings."""
         return tuple(self.text(item, what) for item in self.items(value, what))
 
     def sizes(self, value: object, what: str) -> tuple[int, ...]:
-        """Return the items of an array of integers that are not negative."""
         return tuple(self.size(item, what) for item in self.items(value, what))
 
     def _of(self, kind: type[T], value: object, what: str, expected: str) -> T:

@@ -30,7 +30,6 @@ from .exchange_rounds import (
     plan_exchange,
 )
 from .leaf_reads import LeafRead
-from .mapped_writes import MappedTensors, plan_mapped_writes
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
@@ -39,8 +38,10 @@ from .writes import (
     FilePart,
     FileWrite,
     LeafWrite,
+    MappedTensors,
     WritePlan,
     plan_all_writes,
     plan_consolidation,
+    plan_mapped_writes,
     plan_writes,
 )

@@ -1,8 +1,7 @@
 """Regions: the elements of one tensor that are in one tile, in the file and in memory.
 
-A region that is copied into its place is cut into blocks of bounded size. A block is read into a
-staging buffer, in the order of the file, and copied from there. Its shape is a compromise of long
-requests on one side of the copy, and whole cache lines on the other.
+One that is not read straight into its place is cut into blocks, read into a staging buffer in the
+order of the file: a compromise of long requests, and of whole cache lines in the copy from there.
 """
 
 from __future__ import annotations
