@@ -33,9 +33,7 @@ class DType(NamedTuple):
     @property
     def label(self) -> str:
         """The code of the values' dtype; the file's own code may be that of a byte."""
-        if not self.one_a_byte:
-            return self.code
-        known = _BY_NUMPY.get(self.numpy)
+        known = _BY_NUMPY.get(self.numpy) if self.one_a_byte else self
         if known is not None:
             return known.code
         return self.numpy.name.replace("uint", "U").replace("int", "I")

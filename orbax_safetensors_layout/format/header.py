@@ -250,13 +250,9 @@ class _HeaderParser:
             position = max(position, entry.stop)
         if position > file_size:
             cut = next(entry.name for entry in self._tensors if entry.stop > file_size)
-            yield TruncatedFileError(
-                "the file is truncated: it ends before its tensors do",
-                file=self._checks.file,
-                tensor=cut,
-                expected=f"{position} bytes",
-                found=f"{file_size} bytes",
-            )
+            checks = Schema(self._checks.file, TruncatedFileError)
+            problem = "the file is truncated: it ends before its tensors do"
+            yield checks.error(problem, f"{position} bytes", f"{file_size} bytes", cut)
         if position < file_size and self._is_complete:
             problem = "the file goes on after its last tensor"
             yield self._checks.error(problem, f"{position} bytes", f"{file_size} bytes")

@@ -74,12 +74,8 @@ def piece_file_prefix(process: int) -> str:
 
 def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
     """Return the pieces as a JSON value."""
-    document: dict[str, object] = {
-        "files": pieces.files,
-        "classes": pieces.classes,
-        "tensors": pieces.tensors,
-    }
-    return document if pieces.save_id is None else {"save": pieces.save_id, **document}
+    document: dict[str, object] = {} if pieces.save_id is None else {"save": pieces.save_id}
+    return document | {"files": pieces.files, "classes": pieces.classes, "tensors": pieces.tensors}
 
 
 def parse_pieces(raw: object, checks: Schema) -> StoredPieces:

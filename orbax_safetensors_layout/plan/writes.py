@@ -48,9 +48,8 @@ from .cost import Cost
 from .ownership import PieceWriters, StoredTile, file_owners
 
 PIECES_FOLDER = "orbax_safetensors_layout.pieces"
-"""The folder of pieces for the owners of files; it is removed when a save is complete.
-
-No other program has a folder of this name: a save into a bucket removes the rest of a crash."""
+"""The folder of pieces for the owners of files, removed when a save is complete; no program has
+another of this name: a save into a bucket removes the rest of a crash."""
 
 
 class LeafWrite(NamedTuple):
