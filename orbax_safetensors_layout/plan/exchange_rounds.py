@@ -1,18 +1,18 @@
 """Plans reads of replicas that read each byte once, and the rounds of their exchange.
 
 Devices that hold an array are a grid: a row for each distinct box, a column for each replica. In a
-round each device contributes one piece, and the devices of a row gather theirs, to whole boxes of
-which no byte was read twice. A round moves several leaves of one shape, one to a group of columns
-(a lane) that splits it, or many small ones, packed into one buffer a column.
+round each device contributes one piece, and the devices of a row gather theirs to whole boxes. A
+round moves several leaves of one shape, one to a group of columns (a lane) that splits it, or many
+small ones, packed into one buffer a column.
 
 1. Leaves are grouped: small ones by grid, others by grid, shape and dtype.
-2. Each group becomes rounds of bounded size. Columns are in the order of the processes, and lanes
-   take leaves in the order of the files, so that each process reads from few files.
+2. Each group becomes rounds of bounded size. Lanes take leaves in the order of the files, so that
+   each process reads from few.
 3. Rounds are joined to stages of bounded host memory.
 
-Columns of a matrix of short rows are read through the gaps between them, cheaper than a request a
-row, so N processes would read everything N times. Boxes that are neighbours in the rows of a file
-are therefore one *band*, read in contiguous parts, each by one process, and exchanged.
+Columns of a matrix of short rows are read through the gaps between them, so N processes would read
+everything N times. Boxes that are neighbours in the rows of a file are therefore one *band*, read
+in contiguous parts, each by one process, and exchanged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Plans writes: the files of each process, and the shards that their bytes come from.
 
-In layout `hf` a file has one owner. Tensors that the owner holds completely go straight into the
-file; the shards of the others are first written as pieces, each by one of its holders, and the
-owner assembles them after all have been written. In layout `sharded` the pieces are the files.
+In layout `hf` a file has one owner. What it does not hold completely is first written in pieces,
+each by one of its holders; the owner assembles them. In layout `sharded` the pieces are the files.
 """
 
 from __future__ import annotations
