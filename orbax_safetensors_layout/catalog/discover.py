@@ -118,6 +118,13 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
         data = read_file(storage, index_file, "the index", error=InvalidIndexError)
         index = parse_index(data, file=index_file)
         files = _present(storage, path, index.files, names, index_file, on_error)
+        if _MODEL in names and _MODEL not in index.files:
+            logging.warning(
+                "%s does not list '%s', which is left out; transformers loads that file alone. Load"
+                " it by its own path, or remove what is out of date.",
+                redact_urls(index_file),
+                _MODEL,
+            )
         return Discovery(path, files, index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None and manifest_file is not None:

@@ -308,3 +308,13 @@ def test_other_weights_beside_a_model_are_left_out_and_named(tmp_path, caplog, a
     caplog.clear()
     assert set(osl.load(tmp_path)) == {"base.lora_A"}
     assert not caplog.text
+
+
+def test_a_model_that_the_index_does_not_list_is_named(tmp_path, caplog):
+    safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / "model-00001-of-00001.safetensors")
+    safetensors.numpy.save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors")
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with caplog.at_level("WARNING"):
+        assert osl.load(tmp_path)["w"].all()
+    assert "does not list 'model.safetensors', which is left out" in caplog.text
