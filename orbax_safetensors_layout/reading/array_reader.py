@@ -166,9 +166,7 @@ class _Materializer:
         place: np.ndarray = values[at]
         dtype = region.source.dtype
         out = place if dtype == region.dtype else np.empty(place.shape, dtype)
-        with explained(
-            f"In a function that makes leaf {region.name!r}, of osl.opaque.", region.name
-        ):
+        with explained(f"In a function that makes leaf {region.name!r}.", region.name):
             assemble_box(block.pieces, block.box, dtype, read, out=out)
         if out is not place:
             _put(region, (), out, place)

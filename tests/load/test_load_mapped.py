@@ -224,7 +224,7 @@ def test_an_error_of_a_function_names_the_leaf(path):
     rules = osl.Mapping([osl.rule("odd.leaf", expr)], strict=False)
     with pytest.raises(ZeroDivisionError, match="by the user") as caught:
         osl.load(path, mapping=rules)
-    assert caught.value.__notes__ == ["In a function that makes leaf 'odd.leaf', of osl.opaque."]
+    assert caught.value.__notes__ == ["In a function that makes leaf 'odd.leaf'."]
 
 
 def test_a_name_is_no_mapping(tmp_path, path):
