@@ -122,7 +122,9 @@ def _sources(
             sources = array_sources(catalog, None, dict.fromkeys(names))
         except MissingTensorError as error:
             if names == [""]:
-                error.hint = "One leaf alone has no name: give {'name': leaf}, or `only=`."
+                error.hint = (
+                    "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
+                )
             raise
         if strict:
             _refuse_unexpected(catalog, names, tree)
