@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
     """Return a module's `__getattr__` that imports submodules on first use of their names.
 
-    Args:
-        package: The package's `__name__`.
-        names: For each submodule, as a relative name, the names that the package takes from it,
-            separated by spaces; none for the submodule itself.
+    `names` has for each submodule, as a relative name, those that the package takes from it,
+    separated by spaces; none for the submodule itself.
     """
     module_of = {name: module for module, given in names.items() for name in given.split()}
     modules = {module.lstrip("."): module for module, given in names.items() if not given}

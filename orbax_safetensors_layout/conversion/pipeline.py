@@ -105,10 +105,7 @@ class Conversion:
         )
 
     def run(self, processes: Processes, check: Callable[[], None]) -> int:
-        """Runs it; returns the bytes that an interrupted run had written.
-
-        `check` refuses a target that may not be replaced.
-        """
+        """Returns the bytes that an interrupted run had written; `check` may refuse the target."""
         try:
             return self._run(processes, check)
         except FormatError:  # nothing that was made of damaged files is continued

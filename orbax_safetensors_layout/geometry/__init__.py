@@ -2,4 +2,4 @@
 
 from .affine import AffineView, Gather, Ints, StridedRuns, filled_boxes, row_major_strides
 from .box import Box, Tile, chunk_parts, cover, cut, replaced, row_blocks, tile
-from .packing import pack_bits, packed_box, unpack_bits, unpack_box
+from .packing import pack_bits, packed_box, unpack_box

@@ -101,10 +101,7 @@ class StridedRuns:
         """Return the runs of all elements of a view of a sequence that begins at byte `base`.
 
         Dimensions of negative strides are reversed, and those that repeat elements (stride 0) have
-        each element once.
-
-        Raises:
-            ValueError: The dimensions interlace: a run would begin before another one ends.
+        each element once. Raises `ValueError` where a run would begin before another one ends.
         """
         if 0 in view.shape:
             return cls(base + view.offset * itemsize, 0, ())

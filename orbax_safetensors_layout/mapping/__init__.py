@@ -22,7 +22,6 @@ from .casting import (
     assign,
     cast_into,
     check_castable,
-    is_number,
     is_whole,
     python_scalar,
     rounded,
@@ -33,7 +32,7 @@ from .expr.concat_stack import concat, stack
 from .expr.expression import Expr, fill, tensor
 from .expr.opaque_ops import Whole, opaque
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
-from .expr.values import Cast, ValueOp, apply_ops, in_chunks, undone
+from .expr.values import Cast, ValueOp, apply_ops, in_chunks
 from .lookup import find_mapping
 from .matching import rule
 from .names import TensorSpec, TensorSpecs

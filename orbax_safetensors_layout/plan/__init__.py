@@ -8,7 +8,6 @@ from .array_source import (
     array_sources,
     leaf_sources,
 )
-from .axes import TileLayout
 from .cluster import (
     ClusterPlan,
     ClusterTensor,

@@ -67,10 +67,7 @@ class SendBuffer:
         return slot
 
     def gather(self, process: int) -> tuple[jax.Array, ...]:
-        """Runs the round, as all processes with devices in its grid do, in the same order.
-
-        Returns an array for each lane, or one of the bytes of all lanes if they go to the host.
-        """
+        """Returns an array for each lane, or one of the bytes of all if they go to the host."""
         step = self._round
         lanes = len(step.lanes)
         shards = [

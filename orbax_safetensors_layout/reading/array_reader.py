@@ -74,9 +74,6 @@ class ArrayReader:
         """Reads regions, in any order; `take` gets finished boxes, on the calling thread.
 
         `check` is called now and then, to raise where another process has failed.
-
-        Raises:
-            SafetensorsLayoutError: A read failed, or a value does not survive a cast.
         """
         values = _Materializer(reads, take, check_values=self.check_values)
         values.complete_unread()

@@ -56,13 +56,10 @@ class BoundExpr(abc.ABC):
     ) -> tuple[Piece, ...]:
         """Return the disjoint pieces that cover a region; only what overlaps it is visited.
 
-        Args:
-            box: The region.
-            refined: Let views take axes of the region apart: `piece.view.shape` has the factors of
-                `piece.box.shape`. Merged axes whose strides do not nest, repeats, and interleaved
-                rows are then one piece instead of one for each index of their outer axis.
-            gathers: Let many indices in no regular order, or some that come again, be one piece
-                with a `gather`.
+        `refined` lets views take axes of the region apart: `piece.view.shape` has the factors of
+        `piece.box.shape`. Merged axes whose strides do not nest, repeats, and interleaved rows are
+        then one piece instead of one for each index of their outer axis. `gathers` lets many
+        indices in no regular order, or some that come again, be one piece with a `gather`.
         """
         whole = Box.whole(self.shape)
         if len(box.start) != len(self.shape) or not whole.contains(box):
