@@ -35,7 +35,7 @@ RUNS = (
 )
 IMPORTS = {
     "import": "import orbax_safetensors_layout as osl; osl.load; osl.save",
-    "command line": "from orbax_safetensors_layout.cli import main; main(['--version'])",
+    "command line": "from orbax_safetensors_layout.cli import main; main(['--help'])",
 }
 Seconds = tuple[float, float]
 """Wall and CPU."""
