@@ -75,9 +75,7 @@ def consolidate(
     ):
         manifest = catalog.manifest()
         if manifest is None or manifest.pieces is None:
-            if (
-                target is None and manifest is not None
-            ):  # an earlier call, which may have been killed
+            if target is None and manifest is not None:  # by a call that may have been killed
                 with group.together("removing what an interrupted call has left"):
                     if group.is_leader and isinstance(catalog.storage, LocalStorage):
                         finish_interrupted(os.path.realpath(catalog.path))

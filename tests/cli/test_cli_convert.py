@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 from checkpoints import llama_like, random_tensor, save
 from command_line import run
 from programs import program_path
@@ -84,7 +82,6 @@ def test_misuse(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["hf"]
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="no signals")
 def test_interrupted_and_continued(tmp_path):
     weights = {f"w{n}": random_tensor((64, 64), np.float32, n) for n in range(8)}
     save(tmp_path / "hf", weights)
