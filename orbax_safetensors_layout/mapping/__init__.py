@@ -33,7 +33,6 @@ from .expr.expression import Expr, fill, tensor
 from .expr.opaque_ops import Whole, opaque
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, in_chunks
-from .lookup import find_mapping
 from .matching import rule
 from .names import TensorSpec, TensorSpecs
 from .rules import Mapping, check_mapping, fingerprint
@@ -42,7 +41,14 @@ if TYPE_CHECKING:
     from . import families
     from .families.config import read_config
     from .families.ready import TARGETS
+    from .lookup import find_mapping
 
 __getattr__ = lazy_exports(
-    __name__, {".families": "", ".families.config": "read_config", ".families.ready": "TARGETS"}
+    __name__,
+    {
+        ".families": "",
+        ".families.config": "read_config",
+        ".families.ready": "TARGETS",
+        ".lookup": "find_mapping",
+    },
 )
