@@ -280,7 +280,7 @@ class HeaderCache:
                 threads = min(storage_profile(self._storage.kind).concurrency, len(lacking))
                 with Workers(threads, "catalog", self._storage.interrupt) as workers:
                     for file in lacking:
-                        workers.submit(functools.partial(self._read, file))
+                        workers.submit(self._read, file)
                     workers.join()
             return {file: self._headers[file] for file in files}
 

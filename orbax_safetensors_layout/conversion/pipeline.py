@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -258,7 +257,7 @@ def _digests(
         for number, (regions, values) in enumerate(blocks):
             if number >= _IN_FLIGHT:
                 workers.progress()
-            workers.submit(functools.partial(take, number, regions, values))
+            workers.submit(take, number, regions, values)
             report.add(sum(region.nbytes for region in regions), regions[-1].leaf.name)
         workers.join()
     return [digest for number in range(len(digests)) for digest in digests[number]]

@@ -19,6 +19,7 @@ from orbax_safetensors_layout.geometry import Box, packed_box, unpack_box
 from orbax_safetensors_layout.plan import ByteRegion, ReadPlan, RequestGroup, TileKey, read_bytes
 from orbax_safetensors_layout.runtime import (
     SLOT_ALIGNMENT,
+    Budget,
     ProgressReport,
     Staging,
     Then,
@@ -49,38 +50,6 @@ class ReadStats(NamedTuple):
     bytes_read: int  # bytes requested from storage for tensors
     num_reads: int  # planned ranges: groups of neighbouring regions
     storage_reads: int  # ranged reads issued
-
-
-class _Budget:
-    """Counts host bytes of tiles, from the first region that is scheduled to the last transfer."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._reserved_bytes = 0
-        self._held: collections.deque[tuple[Wait, int]] = collections.deque()
-
-    def reserve(self, nbytes: int, make_progress: Callable[[], bool]) -> None:
-        """Waits until `nbytes` more fit, or `make_progress` returns that nothing is in flight."""
-        while nbytes and self._reserved_bytes + nbytes > self._most_bytes:
-            if self._held:
-                self._release_oldest()
-            elif not make_progress():
-                break
-        self._reserved_bytes += nbytes
-
-    def hold(self, wait: Wait | None, nbytes: int) -> None:
-        """Releases reserved bytes once `wait` has returned."""
-        if nbytes:
-            self._held.append((wait or (lambda: None), nbytes))
-
-    def release_all(self) -> None:
-        while self._held:
-            self._release_oldest()
-
-    def _release_oldest(self) -> None:
-        wait, nbytes = self._held.popleft()
-        wait()
-        self._reserved_bytes -= nbytes
 
 
 class PlanReader:
@@ -114,7 +83,7 @@ class PlanReader:
         self._staging = Staging()
         threads = _threads(plan, storage)
         self._workers = Workers(threads, "safetensors-read", storage.interrupt, check)
-        self._budget = _Budget(plan.memory_budget_bytes)
+        self._budget = Budget(plan.memory_budget_bytes)
         # Tiles that several regions fill, from the first that is scheduled to the last.
         self._tiles: dict[TileKey, TileBuffer] = {}
         self._regions_done: collections.Counter[TileKey] = collections.Counter()
@@ -317,7 +286,7 @@ class PlanReader:
 
     def _computed(self, region: ByteRegion) -> None:
         number = region.leaf
-        self._budget.hold(None, self._read_bytes(region))
+        self._budget.release(self._read_bytes(region))
         whole, parts = [], []
         for member in region.layout.tile.members:
             self._parts_left[number, member] -= 1
@@ -337,7 +306,7 @@ class PlanReader:
             if self._units[unit]:
                 return
             nbytes = self._unit_bytes.pop(unit)
-        self._budget.hold(wait, nbytes)
+        self._budget.release(nbytes, wait)
 
 
 def _threads(plan: ReadPlan, storage: RangeReader) -> int:

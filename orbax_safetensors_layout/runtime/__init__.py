@@ -4,6 +4,7 @@ from .gc import frozen_heap
 from .memory import (
     DIRECT_CHUNK_BYTES,
     SLOT_ALIGNMENT,
+    Budget,
     Bytes,
     Staging,
     align,

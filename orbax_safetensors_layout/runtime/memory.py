@@ -1,6 +1,6 @@
 """Host memory, aligned: for shards, so that JAX's CPU backend adopts it, and for direct I/O.
 
-Beside it, what is held at once: batches of bounded bytes.
+Beside it, what is held at once: budgets, and batches of bounded bytes.
 """
 
 from __future__ import annotations
@@ -189,6 +189,48 @@ def direct_scratch() -> memoryview:
         _thread.pid = os.getpid()
     chunk: memoryview = _thread.chunk
     return chunk
+
+
+class Budget:
+    """Counts bytes that are held: one thread reserves them, any thread releases them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._reserved_bytes = 0
+        self._lock = threading.Lock()
+        self._waits: deque[tuple[Callable[[], object], int]] = deque()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether so many more fit; what exceeds the budget fits while nothing is held."""
+        reserved = self._reserved_bytes
+        return not nbytes or not reserved or reserved + nbytes <= self.most_bytes
+
+    def reserve(self, nbytes: int, make_progress: Callable[[], bool] | None = None) -> None:
+        """Waits until `nbytes` more fit, or `make_progress` returns that nothing is in flight."""
+        while not self.has_room(nbytes):
+            if self._waits:
+                self._release_oldest()
+            elif make_progress is None or not make_progress():
+                break
+        with self._lock:
+            self._reserved_bytes += nbytes
+
+    def release(self, nbytes: int, wait: Callable[[], object] | None = None) -> None:
+        """Releases reserved bytes; with `wait` once the reserving thread has called it."""
+        if nbytes and wait is not None:
+            self._waits.append((wait, nbytes))
+            return
+        with self._lock:
+            self._reserved_bytes -= nbytes
+
+    def release_all(self) -> None:
+        while self._waits:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        wait, nbytes = self._waits.popleft()
+        wait()
+        self.release(nbytes)
 
 
 def batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:

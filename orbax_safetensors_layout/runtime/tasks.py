@@ -6,10 +6,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, TypeVarTuple
 
 _CHECK_SECONDS = 1.0
 
+Args = TypeVarTuple("Args")
 Then: TypeAlias = Callable[[], None] | None  # what follows from a task, on the calling thread
 
 
@@ -48,7 +49,9 @@ class Workers:
             self._interrupt()
         self.stop()
 
-    def submit(self, task: Callable[[], Then], *, wait: bool = True) -> Future[None]:
+    def submit(
+        self, task: Callable[[*Args], Then], *args: *Args, wait: bool = True
+    ) -> Future[None]:
         """Runs a task on a thread, and what it returns on the calling thread.
 
         `wait` first until just enough tasks are in flight to keep all threads busy. Raises the
@@ -57,7 +60,7 @@ class Workers:
         while wait and self._in_flight >= 3 * self.threads:
             self.progress()
         self._in_flight += 1
-        return self._pool.submit(self._run, task)
+        return self._pool.submit(self._run, task, *args)
 
     def progress(self) -> bool:
         """Waits for a task, and does what follows; False if none is in flight."""
@@ -91,13 +94,13 @@ class Workers:
         self._finished = queue.SimpleQueue()  # what is left in it holds buffers
         self._error = None  # its traceback holds this object
 
-    def _run(self, task: Callable[[], Then]) -> None:
+    def _run(self, task: Callable[..., Then], *args: object) -> None:
         if self._error is not None:  # what is left out has failed, too: nobody may count on it
             raise self._error
         if self._is_stopped:
             raise CancelledError
         try:
-            then = task()
+            then = task(*args)
         except BaseException as error:
             with self._lock:
                 if self._error is None:

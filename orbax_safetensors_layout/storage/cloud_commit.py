@@ -12,10 +12,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from orbax_safetensors_layout.runtime import Workers
 
 from .base import Publication, Rank, Storage, join, write_file
 from .publish_note import partial_folder
@@ -236,8 +236,8 @@ def not_alone(file: str, expected: str = "the object that this one has written")
 
 
 def call_for_all(call: Callable[[str], None], names: Sequence[str]) -> None:
-    """Calls for all names, several at once; raises the first one's error."""
-    if names:
-        with ThreadPoolExecutor(min(_AT_ONCE, len(names)), "safetensors-objects") as pool:
-            for _ in pool.map(call, names):
-                pass
+    """Calls for all names, several at once; raises the first error."""
+    with Workers(_AT_ONCE, "safetensors-objects") as workers:
+        for name in names:
+            workers.submit(call, name)
+        workers.join()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import urllib.parse
-from concurrent.futures import ThreadPoolExecutor
 
 from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.runtime import Workers
 
 from .base import join
 from .http import Origin, basic_login
@@ -65,21 +65,23 @@ class WebStorage(RemoteStorage):
 
     def list(self, folder: str) -> list[str]:
         """Return the names in `PROBED` that exist."""
-        with ThreadPoolExecutor(len(PROBED), "safetensors-probe") as pool:
-            files = [join(folder, name) for name in PROBED]
-            answers = dict(zip(PROBED, pool.map(self._probe, files), strict=True))
+        answers: dict[str, bool | AccessDenied] = {}
+        with Workers(len(PROBED), "safetensors-probe") as workers:
+            for name in PROBED:
+                workers.submit(self._probe, folder, name, answers)
+            workers.join()
         names = sorted(name for name, answer in answers.items() if answer is True)
-        for answer in answers.values():
+        for answer in map(answers.get, PROBED):
             # A store that may not be listed denies what is not there.
             if isinstance(answer, AccessDenied) and not names:
                 raise answer
         return names
 
-    def _probe(self, file: str) -> bool | AccessDenied:
+    def _probe(self, folder: str, name: str, answers: dict[str, bool | AccessDenied]) -> None:
         try:
-            return super().is_file(file)
+            answers[name] = super().is_file(join(folder, name))
         except AccessDenied as error:
-            return error
+            answers[name] = error
 
     def _place(self, file: str) -> Place:
         url = urllib.parse.urlsplit(file)._replace(query=self._query)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,7 +53,7 @@ def assemble_files(
     progress: Callable[[Progress], None] | None,
 ) -> None:
     """Completes the files that this process owns, of tensors in pieces or made of such arrays."""
-    budget = folder.memory_budget_bytes
+    budget = folder.budget.most_bytes
     blocks: list[_Block] = []
     for file in folder.unfinished():
         file_blocks = [*_blocks(plan, file, sources, budget // _BLOCKS_IN_FLIGHT)]
@@ -70,8 +68,7 @@ def assemble_files(
         jobs = []
         for block in (blocks[number] for number in numbers):
             report.add(block.nbytes, block.entry.name)
-            write = functools.partial(_write, folder, block, parts[0])
-            jobs.append(folder.pool.submit(write))
+            jobs.append(folder.pool.submit(_write, folder, block, parts[0]))
         return lambda: [job.result() for job in jobs]
 
     reader = ArrayReader(
@@ -130,8 +127,6 @@ def write_mapped(
         folder.written(file)  # no more than these
         tensors += [(file, entry) for entry in entries]
     report = ProgressReport(progress, sum(entry.nbytes for _, entry in tensors))
-    held_bytes = 0
-    lock = threading.Lock()
 
     def read(piece: AffinePiece) -> np.ndarray:
         return apply_view(values.shard(*mapped.held[piece.source]).reshape(-1), piece.view)
@@ -139,7 +134,6 @@ def write_mapped(
     def write(
         file: OpenFile, entry: TensorEntry, box: Box, pieces: Sequence[Piece], nbytes: int
     ) -> None:
-        nonlocal held_bytes
         memory, dtype = allocate(nbytes), entry.dtype.numpy
         with explained(f"while saving {entry.name!r} to {file.plan.name}", entry.name):
             assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
@@ -147,8 +141,7 @@ def write_mapped(
         file.write_at(entry.start, [data])
         folder.written(file)
         report.add(entry.nbytes, entry.name)
-        with lock:
-            held_bytes -= nbytes
+        folder.budget.release(nbytes)
 
     for file, entry in tensors:
         expr = mapped.expressions[entry.name]
@@ -156,9 +149,6 @@ def write_mapped(
         pieces = expr.pull_back(box, refined=True)
         nbytes = box.size * entry.dtype.numpy.itemsize  # unpacked
         folder.check()
-        while held_bytes and held_bytes + nbytes > folder.memory_budget_bytes:
-            folder.pool.progress()
-        with lock:
-            held_bytes += nbytes
-        folder.pool.submit(functools.partial(write, file, entry, box, pieces, nbytes))
+        folder.budget.reserve(nbytes, folder.pool.progress)
+        folder.pool.submit(write, file, entry, box, pieces, nbytes)
     folder.pool.join()

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.options import MIB, WriteOptions
 from orbax_safetensors_layout.plan import PIECES_FOLDER, FileWrite, WritePlan
-from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
+from orbax_safetensors_layout.runtime import Budget, Fingerprint, ProcessGroup, Workers
 from orbax_safetensors_layout.storage import (
     ByteBuffer,
     FileWriter,
@@ -82,8 +82,7 @@ class CheckpointFolder:
         self.storage = storage
         self.group = group
         self.pool = Workers(options.writers, "safetensors-write", storage.interrupt, self.check)
-        # Of values that are held at once.
-        self.memory_budget_bytes = options.memory_budget_bytes or _BUDGET_BYTES
+        self.budget = Budget(options.memory_budget_bytes or _BUDGET_BYTES)  # of values
         self.bytes_written = 0  # of complete files of tensors
         self._options = options
         self._open: list[OpenFile] = []

@@ -6,7 +6,6 @@ files that were begun are dropped, and the one error names file, tensor and caus
 
 from __future__ import annotations
 
-import functools
 import itertools
 import mmap
 import threading
@@ -62,7 +61,7 @@ class _PartWriter:
         self._values = values
         self._scratch = threading.local()
         self._lock = threading.Lock()
-        self._held_bytes = 0
+        self._budget = folder.budget
         parts = (part for file in self._plans for part in file.parts)
         self._report = ProgressReport(progress, sum(part.stop - part.start for part in parts))
 
@@ -93,28 +92,28 @@ class _PartWriter:
                 self._submit(file, segments)
             yield bool(segments)
         if not plan.gathered:
-            self._pool.submit(functools.partial(self._folder.written, file))
+            self._pool.submit(self._folder.written, file)
 
     def _segments(self, plan: FileWrite) -> Iterator[list[_Segment]]:
         """Yields the segments of each job: a piece of a large part, or several small neighbours.
 
         Yields an empty list while the budget has no room.
         """
+        has_room = self._budget.has_room
         pending: list[_Segment] = []
         first = 0
-        budget = self._folder.memory_budget_bytes
-        for part in (slab for whole in plan.parts for slab in self._values.cut(whole, budget)):
+        most_bytes = self._budget.most_bytes
+        for part in (slab for whole in plan.parts for slab in self._values.cut(whole, most_bytes)):
             size = part.stop - part.start
             adjoins = pending and pending[-1].source.part.stop == part.start
             held = self._values.held_bytes(part)
-            grows = adjoins and part.stop - first <= _STAGED_BYTES and self._has_room(held)
+            grows = adjoins and part.stop - first <= _STAGED_BYTES and has_room(held)
             if pending and not grows:
                 yield pending
                 pending = []
-            while not self._has_room(held):
+            while not has_room(held):
                 yield []
-            with self._lock:
-                self._held_bytes += held
+            self._budget.reserve(held)
             in_order = self._values.in_order(part)
             fetch = self._values.begin(part)
             source = PartBytes(part, self._leaves[part.leaf], fetch, in_order, held)
@@ -130,15 +129,10 @@ class _PartWriter:
         if pending:
             yield pending
 
-    def _has_room(self, held: int) -> bool:
-        with self._lock:
-            used = self._held_bytes
-        return not held or not used or used + held <= self._folder.memory_budget_bytes
-
     def _submit(self, file: OpenFile, segments: list[_Segment]) -> None:
         self._folder.check()
         self._folder.expect(file, 1)
-        self._pool.submit(functools.partial(self._write, file, segments))
+        self._pool.submit(self._write, file, segments)
 
     def _write(self, file: OpenFile, segments: list[_Segment]) -> None:
         name = self._leaves[segments[0].source.part.leaf].tensor.name
@@ -186,6 +180,6 @@ class _PartWriter:
                 source.unwritten_bytes -= stop - start
                 if not source.unwritten_bytes:
                     source.drop()
-                    self._held_bytes -= source.held_bytes
+                    self._budget.release(source.held_bytes)
         name = self._leaves[segments[-1].source.part.leaf].tensor.name
         self._report.add(sum(stop - start for _, start, stop in segments), name)
