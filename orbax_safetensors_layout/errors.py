@@ -35,8 +35,10 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 
 class SafetensorsLayoutError(Exception):
@@ -328,7 +330,7 @@ def _login(word: str) -> list[str]:
     return [login, login.partition(":")[2]]
 
 
-MOST_LINES = 50  # of a message, about; further ones are counted
+_MOST_LINES = 50  # of a message, about; further ones are counted
 _MOST_OF_A_KEY = 3
 _NUMBERS = re.compile(r"(?<![^.'])[0-9]+(?![^.'])")
 
@@ -338,18 +340,29 @@ def pattern_of(text: str) -> str:
     return _NUMBERS.sub("#", text)
 
 
-def group_lines(items: Iterable[tuple[Hashable, str]]) -> list[str]:
-    """Return the first texts of each key, and how many more there are."""
-    texts: dict[Hashable, list[str]] = {}
-    for key, text in items:
-        texts.setdefault(key, []).append(text)
+def listed(items: Iterable[object], most: int = 10, separator: str = ", ") -> str:
+    """Return the first items, and the number of the others: `a, b and 3 more`."""
+    every = [*items]
+    more = f" and {len(every) - most:,} more" if len(every) > most else ""
+    return separator.join(map(str, every[:most])) + more
+
+
+def group_lines(
+    items: Iterable[tuple[Hashable, T]],
+    line: Callable[[T], str] = str,
+    others: str = "that differ in numbers only",
+) -> list[str]:
+    """Return lines for the first items of each key, and the number of the others."""
+    groups: dict[Hashable, list[T]] = {}
+    for key, item in items:
+        groups.setdefault(key, []).append(item)
     lines: list[str] = []
-    left = sum(map(len, texts.values()))
-    for group in texts.values():
-        if len(lines) >= MOST_LINES:
+    left = sum(map(len, groups.values()))
+    for group in groups.values():
+        if len(lines) >= _MOST_LINES:
             return [*lines, f"... {left:,} more"]
-        lines += group[:_MOST_OF_A_KEY]
+        lines += map(line, group[:_MOST_OF_A_KEY])
         if len(group) > _MOST_OF_A_KEY:
-            lines.append(f"... {len(group) - _MOST_OF_A_KEY:,} more that differ in numbers only")
+            lines.append(f"... {len(group) - _MOST_OF_A_KEY:,} more {others}")
         left -= len(group)
     return lines

@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import redact_urls
+from orbax_safetensors_layout.errors import listed, redact_urls
 from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
@@ -266,7 +266,7 @@ class PreparedSave:
         local = self.values.local_names()
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
-            description += f", of which {len(local)} are its own alone, as {local[:3]}"
+            description += f", of which {len(local)} are its own alone, as {listed(local, 3)}"
         return Fingerprint(
             digest.hexdigest(),
             description,

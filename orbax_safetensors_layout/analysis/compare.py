@@ -22,7 +22,7 @@ from orbax_safetensors_layout.conversion import (
     rerooted,
     values_of,
 )
-from orbax_safetensors_layout.errors import MappingError, StorageError
+from orbax_safetensors_layout.errors import MappingError, StorageError, listed
 from orbax_safetensors_layout.geometry import Box, chunk_parts
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
@@ -31,7 +31,6 @@ from orbax_safetensors_layout.runtime import batches
 from .report import Finding, OnProgress, Report
 
 _BLOCK_BYTES = 32 * MIB
-_MOST_PLACES = 3
 
 
 class _ArrayBox(NamedTuple):
@@ -162,9 +161,7 @@ def _contents(
         for name, place in _differing(blocks, here, there):
             places.setdefault(name, []).append(place)
     for name, all_places in places.items():
-        more = len(all_places) - _MOST_PLACES
-        ending = f" and {more} more blocks" if more > 0 else ""
-        yield f"'{name}' differs: {'; '.join(all_places[:_MOST_PLACES])}{ending}"
+        yield f"'{name}' differs: {listed(all_places, 3, '; ')}"
 
 
 def _batches(

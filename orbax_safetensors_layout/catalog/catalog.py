@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
-from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError
+from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError, listed
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
     ONE_A_BYTE,
@@ -40,7 +40,7 @@ from orbax_safetensors_layout.storage import (
     read_range,
 )
 
-from .discover import Discovery, discover, listed, read_manifest
+from .discover import Discovery, discover, read_manifest
 from .piece_catalog import PieceCatalog
 from .select import missing_names, select_names
 
@@ -241,10 +241,10 @@ def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:
             if file_of.setdefault(name, file) != file:
                 repeated.setdefault(name, file)
     if repeated:
-        name, second = next(iter(repeated.items()))
-        more = f", and {len(repeated) - 1} more such names" if len(repeated) > 1 else ""
+        name = next(iter(repeated))
+        places = [f"{n} in {file_of[n]} and {second}" for n, second in repeated.items()]
         raise InvalidIndexError(
-            f"Duplicate tensor {name} in {file_of[name]} and {second}{more}",
+            f"Duplicate tensor {listed(places, 1)}",
             file=path,
             tensor=name,
             expected="each name in one file",

@@ -15,6 +15,7 @@ from orbax_safetensors_layout.errors import (
     InvalidIndexError,
     InvalidManifestError,
     StorageError,
+    listed,
     redact_urls,
 )
 from orbax_safetensors_layout.format import (
@@ -42,7 +43,6 @@ _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 _MODEL, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
-_MAX_LISTED = 10
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _MAX_NUMBERED = 100_000
 _IN_ORBAXS_FORMAT = (
@@ -306,14 +306,8 @@ def _present(
                 "the index lists files that are missing",
                 file=index_file,
                 expected=f"{len(files)} files",
-                found=f"{len(missing)} missing: {', '.join(missing)}",
+                found=f"{len(missing)} missing: {listed(missing)}",
                 hint="The download or copy of the checkpoint may be incomplete.",
             )
         )
     return [join(path, name) for name in files if name in present]
-
-
-def listed(items: Sequence[str]) -> str:
-    """Return the first of some names, and the number of the others."""
-    more = len(items) - _MAX_LISTED
-    return ", ".join(items[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

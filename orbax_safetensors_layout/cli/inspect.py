@@ -16,6 +16,7 @@ from orbax_safetensors_layout.analysis import (
     inspect_orbax,
     resolve_checkpoint,
 )
+from orbax_safetensors_layout.errors import listed
 from orbax_safetensors_layout.runtime import count_text, number_text, size_text
 
 from .command import Command, add_json
@@ -75,10 +76,9 @@ def _head(report: Inspection) -> list[str]:
         lines.append(f"problem      {report.problem}")
     for label, pairs in (("metadata", report.metadata), ("values", report.values)):
         if pairs:
-            texts = ((key, str(value)) for key, value in [*pairs.items()][:10])
+            texts = ((key, str(value)) for key, value in pairs.items())
             shown = [f"{k}={text if len(text) <= 60 else text[:57] + '...'}" for k, text in texts]
-            more = f", and {len(pairs) - 10:,} more" if len(pairs) > 10 else ""
-            lines.append(f"{label:13}{', '.join(shown)}{more}")
+            lines.append(f"{label:13}{listed(shown)}")
     return lines
 
 

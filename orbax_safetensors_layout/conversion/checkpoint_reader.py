@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import MissingTensorError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import MissingTensorError, SafetensorsLayoutError, listed
 from orbax_safetensors_layout.format import (
     PACKED,
     Manifest,
@@ -67,7 +67,7 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
             raise MissingTensorError(
                 "the tree has no such part",
                 tensor=subtree,
-                expected=f"one of {sorted(named)[:20]}",
+                expected=f"one of {listed(sorted(named), 20)}",
                 found=key,
             )
         tree = named[key]
@@ -176,7 +176,7 @@ def check_chunks(
     if large:
         needed = CHUNKS_IN_BUDGET * max(sizes.values())
         raise SafetensorsLayoutError(
-            f"chunks are more than a quarter of the memory budget: {large[:10]}",
+            f"chunks are more than a quarter of the memory budget: {listed(large)}",
             file=reader.path,
             tensor=large[0],
             expected=f"at most {most:,} bytes",

@@ -10,7 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.errors import MappingError, MismatchError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    MappingError,
+    MismatchError,
+    SafetensorsLayoutError,
+    listed,
+)
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
 from orbax_safetensors_layout.pytree import nested_dicts
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
@@ -40,7 +45,7 @@ def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, 
     values = [*values_of(tree)]
     if values:
         raise MappingError(
-            f"a mapping makes arrays of arrays; these leaves are not arrays: {values[:10]}",
+            f"a mapping makes arrays of arrays; these leaves are not arrays: {listed(values)}",
             hint="Say which part of the tree is the parameters with subtree= (--subtree).",
         )
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
@@ -108,7 +113,7 @@ def arrays_in(tree: Any) -> list[TargetArray]:
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise SafetensorsLayoutError(
-            f"two arrays have one name: {repeated[:10]}", tensor=repeated[0]
+            f"two arrays have one name: {listed(repeated)}", tensor=repeated[0]
         )
     return arrays
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import collections
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from orbax_safetensors_layout.catalog import suggest_names
-from orbax_safetensors_layout.errors import MOST_LINES, MappingError
+from orbax_safetensors_layout.errors import MappingError, group_lines
 
 S = TypeVar("S")
 T = TypeVar("T")
-_MAX_ALIKE = 3
 _MAX_NEAREST = 20
 _NEAREST = {
     "file": "The nearest tensors are",
@@ -74,26 +73,15 @@ def mapping_error(
     """Return one error for at least one problem; `names` are those that exist, by kind."""
     unique = list(dict.fromkeys(problems))
     count = f"{len(unique)} problems" if len(unique) > 1 else "1 problem"
-    lines, sought, left = [f"{what}: {count}."], 0, 0
-    shown: collections.Counter[str] = collections.Counter()
-    totals = collections.Counter(problem.kind for problem in unique)
-    for problem in unique:
-        kind, more = problem.kind, totals[problem.kind] - _MAX_ALIKE
-        shown[kind] += 1
-        if kind and shown[kind] > _MAX_ALIKE:
-            if shown[kind] == _MAX_ALIKE + 1:
-                lines.append(f"  - {more} more like it ({kind}).")
-            continue
-        if len(lines) > MOST_LINES:
-            left += 1
-            continue
-        line = f"  - {problem.text}."
-        if problem.seek is not None and sought < _MAX_NEAREST:
-            sought += 1
+    searches = itertools.count()
+
+    def line(problem: Problem) -> str:
+        text = f"{problem.text}."
+        if problem.seek is not None and next(searches) < _MAX_NEAREST:
             suggestions = suggest_names(problem.seek, names.get(problem.among, ()))
             if suggestions:
-                line += f" {_NEAREST[problem.among]} {', '.join(map(repr, suggestions))}."
-        lines.append(f"{line} {problem.hint}" if problem.hint else line)
-    if left:
-        lines.append(f"  - and {left:,} more.")
-    return MappingError("\n".join(lines))
+                text += f" {_NEAREST[problem.among]} {', '.join(map(repr, suggestions))}."
+        return f"{text} {problem.hint}" if problem.hint else text
+
+    lines = group_lines(((p.kind or p, p) for p in unique), line, "like it")
+    return MappingError("\n  - ".join([f"{what}: {count}.", *lines]))

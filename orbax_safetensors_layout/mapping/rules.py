@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog, compile_pattern
-from orbax_safetensors_layout.errors import MappingError, pattern_of
+from orbax_safetensors_layout.errors import MappingError, listed, pattern_of
 
 from .affine.binding import Binder, BoundMapping
 from .argument_checks import several
@@ -34,8 +34,6 @@ from .problems import Problem, mapping_error, problems_of, within
 
 Checkpoint = Shapes | str | os.PathLike[str]
 """A checkpoint's path, or the names, shapes and dtypes of its tensors."""
-
-_MOST_KINDS = 5
 
 
 class Mapping:
@@ -179,11 +177,10 @@ class Mapping:
         ]
         if lost:
             kinds = list(dict.fromkeys(pattern_of(name) for name in lost))
-            more = f", and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
             raise MappingError(
                 f"what is saved would lack {len(lost)} of the checkpoint's {len(files.names)}"
                 " tensors, which no rule takes",
-                found=", ".join(map(repr, kinds[:_MOST_KINDS])) + more,
+                found=listed(map(repr, kinds), 5),
                 hint="If it may, say so: mapping.like(path, leave_out=['vision_tower.*', ...]);"
                 " other programs then find these weights missing. Else add rules for them.",
             )
@@ -320,9 +317,9 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
 
 
 def _compiled(where: str, patterns: str | Iterable[str]) -> list[re.Pattern[str]]:
-    listed = [patterns] if isinstance(patterns, str) else several(patterns, where)
+    texts = [patterns] if isinstance(patterns, str) else several(patterns, where)
     try:
-        return [compile_pattern(pattern) for pattern in listed]
+        return [compile_pattern(pattern) for pattern in texts]
     except (ValueError, re.error) as error:
         raise MappingError(f"{where}: {error}") from error
 

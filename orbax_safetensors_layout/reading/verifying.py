@@ -10,6 +10,7 @@ from orbax_safetensors_layout.errors import (
     FormatError,
     InvalidManifestError,
     SafetensorsLayoutError,
+    listed,
 )
 from orbax_safetensors_layout.format import (
     DIGESTS,
@@ -74,7 +75,7 @@ class VerifyingReader:
         unknown = [name for name in names if name not in self._digests]
         if unknown and strict:
             raise SafetensorsLayoutError(
-                f"files have no checksum: {', '.join(unknown[:10])}",
+                f"files have no checksum: {listed(unknown)}",
                 file=join(self._folder, DIGESTS),
                 hint="They were added after the save; load without verify=True.",
             )
@@ -86,7 +87,7 @@ class VerifyingReader:
                 damaged.append(f"{name} (CRC-32 {value:08x}, saved with {saved:08x})")
         if damaged:
             raise FormatError(
-                f"files are not what was saved: {', '.join(damaged[:10])}",
+                f"files are not what was saved: {listed(damaged)}",
                 file=self._folder,
                 hint="Take another checkpoint; `osl.verify` lists all that is wrong with this one.",
             )

@@ -17,6 +17,7 @@ from orbax_safetensors_layout.errors import (
     MismatchError,
     SafetensorsLayoutError,
     UnsupportedDtypeError,
+    listed,
 )
 from orbax_safetensors_layout.format import (
     SUB_BYTE,
@@ -101,7 +102,7 @@ class PreparedTree(NamedTuple):
         values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
         if values:
             raise MappingError(
-                f"a save through a mapping takes arrays alone, and these are not: {values[:10]}",
+                f"a save through a mapping takes arrays alone, and these are not: {listed(values)}",
                 hint="Save the parameters alone.",
             )
         return plan_mapped_writes(self.leaves, mapping, options=options, **processes)
@@ -113,14 +114,14 @@ class PreparedTree(NamedTuple):
         abstract = [(name, v) for name, v in named if not isinstance(v, jax.Array | np.ndarray)]
         if deleted:
             raise SafetensorsLayoutError(
-                f"{len(deleted)} arrays were deleted, or donated to a function: {deleted[:10]}",
+                f"{len(deleted)} arrays were deleted, or donated to a function: {listed(deleted)}",
                 tensor=deleted[0],
                 hint="Save what the function returned, or save before it is called.",
             )
         if abstract:
             names = [name for name, _ in abstract]
             raise UnsupportedDtypeError(
-                f"{len(names)} leaves are abstract and have no values: {names[:10]}",
+                f"{len(names)} leaves are abstract and have no values: {listed(names)}",
                 tensor=names[0],
                 expected="arrays",
                 found=type(abstract[0][1]),

@@ -279,7 +279,7 @@ def test_repr_is_what_was_written():
     assert repr(expr) == (
         "concat([stack(tensor('x').transpose(), over='i'), stack(tensor('y.{i}'), over='i', axis=1,"
         " indices=[0, 2])], -1).transpose(1, 0, 2).reshape(2, -1).slice(0, None, None, 2)"
-        ".slice(0, 1).slice(0, 1, 5).take(1, [0, 1, 2, 3, 4, 5, 6, 7, … 4 more]).pad(0, 1, 2, -1)"
+        ".slice(0, 1).slice(0, 1, 5).take(1, [0, 1, 2, 3, 4, 5, 6, 7 and 4 more]).pad(0, 1, 2, -1)"
         ".repeat(0, 2).cast('bfloat16').scale(0.5).add(1, lossy_inverse=True)"
     )
     made = bind(X.transpose(), x=(2, 3))

@@ -25,7 +25,7 @@ from orbax_safetensors_layout.conversion import (
     Topology,
     arrays_in,
 )
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, UnsupportedDtypeError
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, UnsupportedDtypeError, listed
 from orbax_safetensors_layout.format import ByteRange, RangeChecksums
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
@@ -90,20 +90,22 @@ class OrbaxTarget:
         empty = [leaf.name for leaf in self.leaves if 0 in leaf.shape]
         if empty:
             raise SafetensorsLayoutError(
-                f"Orbax stores no arrays without elements: {empty[:10]}", tensor=empty[0]
+                f"Orbax stores no arrays without elements: {listed(empty)}",
+                tensor=empty[0],
             )
         names = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
         if names and not self._use_ocdbt:  # each array is a folder of its name
             raise SafetensorsLayoutError(
-                f"arrays cannot have folders of these names: {names[:10]}",
+                f"arrays cannot have folders of these names: {listed(map(repr, names))}",
                 tensor=names[0],
                 hint="Store them in OCDBT databases, without use_ocdbt=False (--no-ocdbt).",
             )
         refused = [leaf for leaf in self.leaves if self._chunk(leaf) is None]
         if refused:
             dtypes = sorted({str(leaf.dtype) for leaf in refused})
+            names = [repr(leaf.name) for leaf in refused]
             raise UnsupportedDtypeError(
-                f"Orbax stores no arrays of dtype {dtypes}: {[leaf.name for leaf in refused[:10]]}",
+                f"Orbax stores no arrays of dtype {listed(dtypes)}: {listed(names)}",
                 tensor=refused[0].name,
                 hint="Decode them with a mapping, or leave them out.",
             )
@@ -225,8 +227,8 @@ class _Adopting(_NumpyHandler):
             raise SafetensorsLayoutError(
                 "Orbax has other names for the arrays than those that they were written under",
                 file=self._written,
-                expected=names[:3],
-                found=orbaxs_names[:3],
+                expected=listed(names, 3),
+                found=listed(orbaxs_names, 3),
             )
         return [future.CommitFutureAwaitingContractedSignals(self._link(infos[0]), name="adopt")]
 

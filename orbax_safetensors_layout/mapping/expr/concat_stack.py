@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import MappingError, listed
 
 from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Stacked, concatenated
@@ -36,9 +36,9 @@ class Stack(Expr):
     def __repr__(self) -> str:
         axis = f", axis={self.axis}" if self.axis else ""
         indices = self.indices
-        shown = ops.short_list(indices) if isinstance(indices, tuple) else indices
-        listed = "" if indices is None else f", indices={shown}"
-        return f"stack({self.operand!r}, over={self.over!r}{axis}{listed})"
+        shown = f"[{listed(indices, 8)}]" if isinstance(indices, tuple) else indices
+        argument = "" if indices is None else f", indices={shown}"
+        return f"stack({self.operand!r}, over={self.over!r}{axis}{argument})"
 
     def below(self) -> Sequence[Expr]:
         return (self.operand,)
@@ -87,8 +87,8 @@ class Stack(Expr):
         indices = range(max(stored, default=-1) + 1)[self.indices or slice(None)]
         if not patterns or not indices:
             seek = patterns[0].replace(f"{{{self.over}}}", "0") if patterns else None
-            listed = " or ".join(map(repr, patterns)) or f"a name with {{{self.over}}}"
-            raise Problems([Problem(f"{self!r}: there is no tensor {listed}", seek=seek)])
+            sought = " or ".join(map(repr, patterns)) or f"a name with {{{self.over}}}"
+            raise Problems([Problem(f"{self!r}: there is no tensor {sought}", seek=seek)])
         # No more than are listed: a name may hold any number.
         gaps = [*itertools.islice((i for i in indices if i not in stored), _MOST_GAPS + 1)]
         if gaps:

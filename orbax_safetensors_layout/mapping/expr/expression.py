@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import MappingError, listed
 
 from ..affine.bound import BoundExpr, Constant, Valued
 from ..argument_checks import integer, integers, number
@@ -253,8 +253,7 @@ def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
 def given(operand: BoundExpr) -> str:
     """Describe a bound expression, for messages."""
     names = operand.sources()
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    of = f" of {names[0]!r}{more}" if names else ""
+    of = f" of {listed(map(repr, names), 1)}" if names else ""
     return f"shape {list(operand.shape)} {operand.dtype.name}{of}"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.format import short_repr
 
 from .. import argument_checks
@@ -171,7 +171,7 @@ class Take:
     indices: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"take({self.axis}, {short_list(self.indices)})"
+        return f"take({self.axis}, [{listed(self.indices, 8)}])"
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
         axis = axis_of(self, self.axis, len(operand.shape))
@@ -179,7 +179,7 @@ class Take:
         beyond = [i for i in self.indices if not -n <= i < n]
         if beyond:
             raise MappingError(
-                f"{self} reaches beyond axis {axis} of extent {n}: {short_list(beyond)}"
+                f"{self} reaches beyond axis {axis} of extent {n}: [{listed(beyond)}]"
             )
         return taken(operand, axis, [i + n if i < 0 else i for i in self.indices])
 
@@ -266,10 +266,3 @@ def scalar(value: Any, dtype: np.dtype[Any]) -> Any:
     if result is None:
         raise MappingError(problem)
     return result[()]
-
-
-def short_list(indices: Any, most: int = 8) -> str:
-    """Format indices, of many the first ones."""
-    more = len(indices) - most
-    text = ", ".join(map(str, indices[:most]))
-    return f"[{text}, … {more} more]" if more > 0 else f"[{text}]"

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.geometry import row_major_strides
 
 from ..affine.bound import BoundExpr, WholeTensor
@@ -223,8 +223,7 @@ def overlap(patches: Sequence[Patch]) -> MappingError:
 def leaves_of(patches: Sequence[Patch]) -> str:
     """Name the leaves of patches, for errors."""
     names = [*dict.fromkeys(repr(n) for patch in patches for n in patch.values.sources())]
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{'leaf' if len(names) == 1 else 'leaves'} {listed}"
+    return f"{'leaf' if len(names) == 1 else 'leaves'} {listed(names, 4)}"
 
 
 def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
