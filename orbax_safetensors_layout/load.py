@@ -257,7 +257,7 @@ def _abstract_tree(
             return AbstractTree.of_tensors(catalog.select(only))
         raise ValueError(
             "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
-            " leave out of the tree the leaves that are not wanted, or put `...` in their place."
+            " leave out of the tree the leaves that you do not need, or put `...` in their place."
         )
     if abstract is None and mapping is not None:
         arrays = array_sources(catalog, mapping).items()

@@ -301,7 +301,7 @@ def given_or_default(options: OptionsT | None, kind: type[OptionsT]) -> OptionsT
     if options is None:
         return kind()
     if not isinstance(options, kind):
-        raise TypeError(f"options is {options!r}; a {kind.__name__}(...).")
+        raise TypeError(f"options must be a {kind.__name__}(...), not {options!r}.")
     return options
 
 
@@ -369,22 +369,21 @@ def _floating_dtype(kind: str, value: Any) -> np.dtype:
     try:
         dtype: np.dtype = np.dtype(_DTYPE_NAMES.get(str(value).lower(), value))
     except TypeError as error:
-        raise ValueError(f"{kind}.dtype is {value!r}, which is not a dtype.") from error
+        raise ValueError(f"{kind}.dtype must be a dtype, not {value!r}.") from error
     if not is_floating(dtype) or dtype.name.startswith(("float4_", "float6_")):
         raise ValueError(
-            f"{kind}.dtype is {dtype}; floating-point tensors are written in a floating-point"
-            " dtype of whole bytes."
+            f"{kind}.dtype must be a floating-point dtype of whole bytes, not {dtype}."
         )
     return dtype
 
 
 def _check_metadata(kind: str, metadata: Any) -> None:
     if not isinstance(metadata, Mapping):
-        raise ValueError(f"{kind}.metadata is {metadata!r}; a dict of strings.")
+        raise ValueError(f"{kind}.metadata must be a dict of strings, not {metadata!r}.")
     for pair in metadata.items():
         if not all(type(text) is str for text in pair):
-            raise ValueError(f"{kind}.metadata: {pair!r} must be two strings.")
+            raise ValueError(f"{kind}.metadata must be a dict of strings; it has {pair!r}.")
         try:
             "".join(pair).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{kind}.metadata: {pair!r} is not Unicode text.") from error
+            raise ValueError(f"{kind}.metadata must be Unicode text, not {pair!r}.") from error

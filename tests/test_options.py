@@ -52,6 +52,8 @@ def test_options_of_another_kind(tmp_path):
         "verify": lambda: osl.verify(source, options=write),
     }
     for name, call in calls.items():
-        with pytest.raises(TypeError, match=r"options is (Read|Write)Options\(.*; a \w+Options\("):
+        with pytest.raises(
+            TypeError, match=r"options must be a \w+Options\(.*, not (Read|Write)Options\("
+        ):
             call()
         assert not target.exists(), name

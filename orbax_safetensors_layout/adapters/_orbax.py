@@ -75,7 +75,7 @@ def layout_used(layout: Any) -> Any:
         return finished.value()
     finally:
         resolving.close()
-    raise RuntimeError("Orbax's layout resolution waits for something")
+    raise RuntimeError("Orbax's resolution of a layout awaits something, which is not supported")
 
 
 async def orbaxs_layout(path: ocp.path.Path) -> Any:

@@ -143,7 +143,7 @@ def begin_load(
     options: ReadOptions,
     switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
 ) -> Callable[[], Any]:
-    """Checks the headers of what is wanted; returns what loads it, as `osl.load` does."""
+    """Checks the headers of the tensors asked for; returns what loads it, as `osl.load` does."""
     check_remains(path)
     opening = _open_checked(path, abstract, mapping, options)
 
@@ -152,9 +152,7 @@ def begin_load(
             return load_catalog(opening, path, abstract, mapping=mapping, options=options)
         except UnexpectedTensorError as error:
             if switch is not None:
-                error.hint = (
-                    f"Pass {switch} to leave them out, or put `...` where a tensor is not wanted."
-                )
+                error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
             raise
 
     return load

@@ -97,7 +97,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         checkpointable_name: str | None = None,
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
-        """Checks the headers of what is wanted; loads it, or all, as `osl.load`, when awaited."""
+        """Checks the headers of the tensors asked for; loads as `osl.load` when awaited."""
         item_path = await in_background(_locate, path, checkpointable_name)
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
         return in_background(

@@ -109,7 +109,7 @@ def _byte_count(group: str, name: str) -> int | None:
     """An option of Orbax's context, refused under its own name."""
     value = getattr(getattr(_orbax.get_context(), group), name)
     if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"context.{group}.{name} is {value!r}; a positive integer, or None.")
+        raise ValueError(f"context.{group}.{name} must be None or at least 1, not {value!r}.")
     return value
 
 

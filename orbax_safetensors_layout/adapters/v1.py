@@ -87,7 +87,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
     ) -> Awaitable[Any]:
-        """Checks the headers of what is wanted; loads it, or all, as `osl.load`, when awaited."""
+        """Checks the headers of the tensors asked for; loads as `osl.load` when awaited."""
         _note_use(directory)
         if await in_background(is_orbax_item, directory):  # as a run's earlier steps may be
             orbaxs: Any = ocp.handlers.PyTreeHandler()

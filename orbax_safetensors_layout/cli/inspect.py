@@ -39,7 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only tensors that match, as 'model.layers.{0..3}.*'; may be given several times",
     )
     add("--files", action="store_true", help="a row a file, not a row a tensor")
-    add("--all", action="store_true", help="a row for every tensor, also for those alike")
+    add("--all", action="store_true", help="a row for every tensor, not for every pattern")
     add("--sort", choices=[*_SORT_KEYS], help="default: the order of the files")
     add_json(parser)
 

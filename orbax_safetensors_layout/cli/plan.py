@@ -97,8 +97,8 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     labels = ["this", *parsed.compare]
     if parsed.json:
         documents = [estimate_document(result, parsed.top) for result in results]
-        one_or_all = dict(zip(labels, documents, strict=True)) if parsed.compare else documents[0]
-        output.json(one_or_all)
+        document = dict(zip(labels, documents, strict=True)) if parsed.compare else documents[0]
+        output.json(document)
     elif parsed.compare:
         output.result(comparison_text(labels, results))
     else:

@@ -34,7 +34,7 @@ _SAVE: tuple[Figure, ...] = (
     ("pieces read back", lambda cost: cost.read_bytes, size_text),
     ("files written", lambda cost: cost.files, count_text),
 )
-_SOME_ROWS = 8  # of rules
+_MOST_RULES = 8
 
 
 def estimate_text(estimate: ClusterEstimate, top: int) -> str:
@@ -91,8 +91,8 @@ def _rules(estimate: ClusterEstimate) -> str:
     for rule, leaves in estimate.rules:
         text = "no rule matches: replicated" if rule is None else str(rule)
         rows.append([text, f"{leaves:,}"])
-    shown = rows[:_SOME_ROWS]
-    more = f"\n… and {len(rows) - _SOME_ROWS} more rules" if len(rows) > _SOME_ROWS else ""
+    shown = rows[:_MOST_RULES]
+    more = f"\n… and {len(rows) - _MOST_RULES} more rules" if len(rows) > _MOST_RULES else ""
     return table(["sharding rule", "tensors"], shown) + more if rows else ""
 
 

@@ -234,7 +234,7 @@ class Conversion:
         claim.publish(
             self._finished,
             is_replaced=lambda name: name in names or self.is_replaced(name),
-            made=self._journal.identity,
+            identity=self._journal.identity,
         )
         with LocalStorage() as storage:
             storage.remove(self._workspace)

@@ -1,4 +1,4 @@
-"""What is in the files: headers, indices and catalogs, parsed once into types."""
+"""Parses headers, indexes, manifests and digests once into types, and makes their bytes."""
 
 from .digests import (
     DIGESTS,

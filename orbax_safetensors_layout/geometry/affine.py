@@ -105,8 +105,8 @@ class StridedRuns:
         """
         if 0 in view.shape:
             return cls(base + view.offset * itemsize, 0, ())
-        sides = zip(view.shape, view.strides, strict=True)
-        levels = [(n, abs(stride) * itemsize) for n, stride in sides if n > 1 and stride]
+        axes = zip(view.shape, view.strides, strict=True)
+        levels = [(n, abs(stride) * itemsize) for n, stride in axes if n > 1 and stride]
         levels.sort(key=operator.itemgetter(1))
         reach = itemsize
         for count, stride in levels:

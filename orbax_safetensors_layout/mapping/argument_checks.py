@@ -1,4 +1,4 @@
-"""Checks what users give to expressions and rules, and returns it as the type that is meant.
+"""Checks what users give to expressions and rules, and returns it as the intended type.
 
 Others are refused with a `MappingError` that names `what`, the user's function that takes it.
 """
@@ -57,7 +57,7 @@ def text(value: Any, what: str) -> str:
 
 
 def several(items: Any, what: str) -> tuple[Any, ...]:
-    """Return the items of anything that has some, but for strings."""
+    """Return the items of an iterable that is not a string."""
     with contextlib.suppress(TypeError):
         if not isinstance(items, str | bytes):
             return tuple(items)

@@ -18,7 +18,7 @@ LeafShapes = Mapping[str, tuple[int, ...] | None]
 """Leaf name to shape; None where the leaf takes what the checkpoint gives."""
 
 _Bindings: TypeAlias = dict[tuple[tuple[str, str], ...], None]
-"""What wildcards can stand for; a set in order."""
+"""Values that wildcards can take; a set in order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def rule(
     """Return a rule that makes the leaves of one name pattern.
 
     Args:
-        target_pattern: Dotted names of leaves. `{i}` stands for one component, or for a part of
+        target_pattern: Dotted names of leaves. `{i}` matches one component, or for a part of
             one, and for the same text in the names of `expr`.
         expr: The expression of each. None, for a tied leaf: that of the other leaf.
         tied_to: The leaf that holds the same values. It is the one that is saved, unless `expr`

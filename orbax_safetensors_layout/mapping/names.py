@@ -42,8 +42,8 @@ class _Component(NamedTuple):
 def parse_pattern(pattern: str) -> tuple[_Component, ...]:
     """Return the components of a pattern.
 
-    `{name}` stands for one dotted component of a name, or for a part of one: `layers.{i}.kernel`
-    or `layers_{i}.kernel`. The same wildcard stands for the same text everywhere.
+    `{name}` matches one dotted component of a name, or for a part of one: `layers.{i}.kernel`
+    or `layers_{i}.kernel`. The same wildcard matches the same text everywhere.
     """
     return _parse_pattern(text(pattern, "a pattern of names"))
 

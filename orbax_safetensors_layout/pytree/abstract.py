@@ -22,7 +22,7 @@ _SCALARS = (bool, int, float, str)
 
 
 class AbstractLeaf(NamedTuple):
-    """What the caller asks for of one leaf; None takes the file's shape and dtype."""
+    """A leaf that the caller asks for; None takes the file's shape and dtype."""
 
     name: str  # the dotted key path
     unboxed: str | None = None  # the same without a flax box around the leaf, if there is one

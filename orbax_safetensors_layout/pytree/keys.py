@@ -30,7 +30,7 @@ def nested_dicts(values: Mapping[str, Any]) -> dict[str, Any]:
         for folder in folders:
             node = node.setdefault(folder, {}) if isinstance(node, dict) else node
         if not isinstance(node, dict) or last in node:
-            raise MappingError("the name of a leaf is the prefix of another's", tensor=name)
+            raise MappingError("the name of a leaf is a prefix of another's", tensor=name)
         node[last] = value
     return tree
 

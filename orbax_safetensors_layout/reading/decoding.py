@@ -39,7 +39,7 @@ def one_a_byte(leaf: LeafRead, value: np.ndarray) -> np.ndarray:
 
 def _no_values(file: str | None, name: str, expected: str, found: str) -> FormatError:
     return FormatError(
-        "the tensor has bytes that are no values of its dtype",
+        "the tensor has bytes that are not values of its dtype",
         file=file,
         tensor=name,
         expected=expected,

@@ -190,7 +190,7 @@ def _as_array(value: SavedValue, dtype: np.dtype | None) -> np.ndarray:
 
 def _not_a(value: SavedValue, expected: str) -> DtypeMismatchError:
     return DtypeMismatchError(
-        "the recorded value is not what is wanted",
+        "the recorded value does not fit the requested leaf",
         expected=expected,
         found=f"{short_repr(value)} ({type(value).__name__})",
     )

@@ -1,4 +1,4 @@
-"""Local files: positioned vectored reads that go straight into their destination."""
+"""Local files: positioned vectored reads that go straight into the caller's memory."""
 
 from __future__ import annotations
 

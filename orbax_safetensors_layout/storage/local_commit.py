@@ -89,21 +89,23 @@ class Claim:
                 hint="Remove one of the two, or move it away.",
             ) from error
 
-    def was_published(self, made: str | None = None) -> bool:
-        """Whether a folder (any, or one `made` so) of a killed holder is in the place."""
+    def was_published(self, identity: str | None = None) -> bool:
+        """Whether a folder (any, or with that identity) of a killed holder is in the place."""
         note = self._note
-        return note is not None and made in (None, note.made) and note.is_at(self._folder)
+        return note is not None and identity in (None, note.identity) and note.is_at(self._folder)
 
     def forget(self) -> None:
         """Drops the note of a holder that was killed: the folder will be replaced."""
         self._note = None
         os.ftruncate(self._fd, 0)
 
-    def publish(self, finished: str, *, is_replaced: Callable[[str], bool], made: str = "") -> None:
+    def publish(
+        self, finished: str, *, is_replaced: Callable[[str], bool], identity: str = ""
+    ) -> None:
         """Calls `publish_folder` for a finished folder, after a note of it for `was_published`."""
         with storage_errors("cannot note what is about to be published", self._folder):
             name = os.path.relpath(finished, os.path.dirname(self._folder))
-            self._note = Note(name, made, entries_of(finished))
+            self._note = Note(name, identity, entries_of(finished))
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(self._note._asdict()).encode(), 0)
             os.fsync(self._fd)

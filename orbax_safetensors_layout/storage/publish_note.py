@@ -1,4 +1,4 @@
-"""What is beside a folder while it is replaced: its names, and a note of what takes the place."""
+"""Names of what is beside a folder that is replaced, and a note of what takes its place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple, Self
 
 
 class Note(NamedTuple):
-    """What was about to be published."""
+    """Describes a finished folder that was about to be published."""
 
     finished: str  # folder, relative to the one that holds it and the target
-    made: str  # what it is
+    identity: str  # of what it holds
     entries: dict[str, list[int]]  # what it, and all in it, keep wherever it is moved, by name
 
     @classmethod
@@ -24,7 +24,7 @@ class Note(NamedTuple):
         """
         try:
             noted = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
-            note = cls(noted["finished"], noted["made"], noted["entries"])
+            note = cls(noted["finished"], noted["identity"], noted["entries"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None  # nothing was noted, or a crash cut it off
         types = tuple(type(part) for part in note)

@@ -17,7 +17,7 @@ ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
 """Environment variable: 1 to read `http://` paths of other machines, too."""
 
 PROBED = ("model.safetensors.index.json", "orbax_safetensors_layout.json", "model.safetensors")
-"""What a folder is asked for, since it cannot be listed."""
+"""Files that are looked for in a folder, since it cannot be listed."""
 
 
 class WebStorage(RemoteStorage):

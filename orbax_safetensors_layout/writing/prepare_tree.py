@@ -150,7 +150,7 @@ class _Parser:
         flaw = self._flaw(name, is_value)
         self._names.add(name)
         if flaw is not None:
-            self.problems.append(MismatchError(flaw, tensor=name, expected="one name a leaf"))
+            self.problems.append(MismatchError(flaw, tensor=name))
             return TensorLeaf(name)
         if is_value:
             return ValueLeaf(value)

@@ -567,8 +567,8 @@ THREE_LAYERS = {
         ("llama", {}, {"dtype": "float3"}, "'float3' is not a dtype"),
         ("qwen3_moe_mixed", {}, {"target": "maxtext"}, "layers are partly dense"),
         ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
-        ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "joins two layers to one"),
-        ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "scans layers by twos"),
+        ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "even number of layers"),
+        ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "even number of layers"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
         (
             "llama",

@@ -161,7 +161,7 @@ def test_malformed_rearrange(pattern, problem):
         (X.cast("complex64").cast("float32"), "would drop the imaginary part"),
         (tensor("z"), "there is no tensor 'z'"),
         (tensor("{i}"), "nothing gives the wildcards of '{i}' a value"),
-        (stack(tensor("x"), over="i"), "there is no tensor a name with {i}"),
+        (stack(tensor("x"), over="i"), "there is no tensor with {i} in its name"),
         (stack(X, "i", 4, indices=[0]), "needs an axis 4"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
         (lambda: rule("a", "b"), r"rule takes expressions.*found: 'b'.*Did you mean osl.tensor"),
         (lambda: concat([X], 0, sizes=[1, 2]), "1 parts and 2 sizes"),
         (lambda: stack(X, "i", indices=[]), "there are no indices"),
-        (lambda: stack(X, "i", indices=slice(None, None, -1)), "has to go up"),
+        (lambda: stack(X, "i", indices=slice(None, None, -1)), "must go up"),
     ],
 )
 def test_what_can_not_be_written(make, problem):

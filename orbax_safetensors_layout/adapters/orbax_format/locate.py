@@ -25,7 +25,7 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Ch
     chosen = next((name for name in candidates if name in items), None)
     if chosen is None:
         raise CheckpointNotFoundError(
-            "no checkpoint is there",
+            "the path does not hold a checkpoint",
             file=folder,
             expected="a safetensors checkpoint, or one that Orbax saved",
             found=f"the items {items}" if items else "none of their files",

@@ -182,7 +182,7 @@ def _source_leaf(leaf: Any) -> Any:
 
 
 def storage_error(text: str, path: str, tensor: str, cause: object) -> StorageError:
-    """An error of TensorStore, which says a lot."""
+    """The error for a `cause` in TensorStore, with the first line of its text."""
     hint = FULL if os.strerror(errno.ENOSPC) in str(cause) else None
     return StorageError(text, file=path, tensor=tensor, found=_first_line(cause), hint=hint)
 

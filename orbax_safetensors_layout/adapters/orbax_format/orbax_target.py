@@ -90,8 +90,7 @@ class OrbaxTarget:
         empty = [leaf.name for leaf in self.leaves if 0 in leaf.shape]
         if empty:
             raise SafetensorsLayoutError(
-                f"Orbax stores no arrays without elements: {listed(empty)}",
-                tensor=empty[0],
+                f"Orbax stores no arrays without elements: {listed(empty)}", tensor=empty[0]
             )
         names = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
         if names and not self._use_ocdbt:  # each array is a folder of its name
@@ -225,7 +224,7 @@ class _Adopting(_NumpyHandler):
         orbaxs_names = [info.name for info in infos]
         if names != orbaxs_names:
             raise SafetensorsLayoutError(
-                "Orbax has other names for the arrays than those that they were written under",
+                "the names that Orbax gives the arrays are not those that they were written under",
                 file=self._written,
                 expected=listed(names, 3),
                 found=listed(orbaxs_names, 3),
@@ -245,9 +244,11 @@ def _refuse_values(tree: Any) -> None:
         if isinstance(leaf, int) and leaf not in _INT64:
             problems.append(f"{dotted_name(path)} is an integer of more than 64 bits")
         if isinstance(leaf, TargetArray) and leaf.key_impl and jax.process_count() > 1:
-            problems.append(f"{dotted_name(path)} is typed PRNG keys; convert in one process")
+            problems.append(
+                f"{dotted_name(path)} is typed PRNG keys, which one process alone can convert"
+            )
     if problems:
-        raise SafetensorsLayoutError(f"Orbax cannot hold these leaves: {'; '.join(problems)}")
+        raise SafetensorsLayoutError(f"Orbax cannot hold these leaves: {listed(problems)}")
 
 
 def _with_keys(leaf: Any, source: CheckpointReader, arrays: Mapping[str, SourceArray]) -> Any:

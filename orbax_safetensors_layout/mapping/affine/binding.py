@@ -101,11 +101,11 @@ class Binder:
             if rule.tied_to is None:
                 continue
             other = substitute(rule.tied_to, captures)
-            made, first = bound.get(leaf), bound.get(other)
-            more = set(made.sources()) - set(first.sources()) if made and first else ()
+            expr, first = bound.get(leaf), bound.get(other)
+            more = set(expr.sources()) - set(first.sources()) if expr and first else ()
             if other in leaves and not more:
                 ties[leaf] = other
-            if made is not None and first is not None and made == first:
+            if expr is not None and first is not None and expr == first:
                 bound[leaf] = first  # the same object: loading compares identities
             if rule.expr is None and first is not None:
                 bound[leaf], notes[leaf] = first, f"as {other!r}"
@@ -149,17 +149,17 @@ class Binder:
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
 
-    def _check_shape(self, leaf: str, bound: BoundExpr, made_by: object, target: str) -> None:
+    def _check_shape(self, leaf: str, bound: BoundExpr, origin: object, target: str) -> None:
         expected = None if self.leaves is None else self.leaves.get(leaf)
         if expected is not None and tuple(expected) != bound.shape:
-            text = f"leaf {leaf!r} has shape {list(expected)}, but {made_by} gives {given(bound)}"
+            text = f"leaf {leaf!r} has shape {list(expected)}, but {origin} gives {given(bound)}"
             hint = _shape_hint(tuple(expected), bound.shape)
             self._problems.append(Problem(text, f"rule {pattern_of(target)!r}", hint=hint))
 
 
-def _shape_hint(expected: tuple[int, ...], found: tuple[int, ...]) -> str | None:
-    if sorted(expected) == sorted(found):
+def _shape_hint(expected: tuple[int, ...], actual: tuple[int, ...]) -> str | None:
+    if sorted(expected) == sorted(actual):
         return "The axes are in another order: transpose, rearrange, or stack along another one."
-    if math.prod(expected) == math.prod(found):
+    if math.prod(expected) == math.prod(actual):
         return "There are as many elements: mend the sizes (such as d= of heads), or reshape."
     return None

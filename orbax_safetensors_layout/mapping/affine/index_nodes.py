@@ -173,10 +173,10 @@ class Taken(Unary):
         runs = bisect.bisect_right(starts, high) - bisect.bisect_right(starts, low) + 1
         if runs == 1:
             return False
-        begins, firsts, strides = np.array(self.runs, np.int64).T
+        begins, bases, strides = np.array(self.runs, np.int64).T
         index = window.start[self.axis] + steps[self.axis] * np.arange(extent)
         run = np.searchsorted(begins, index, "right") - 1
-        indices = firsts[run] + strides[run] * (index - begins[run])
+        indices = bases[run] + strides[run] * (index - begins[run])
         row_bytes = math.prod(self.operand.shape[self.axis + 1 :]) * self.dtype.itemsize
         many = runs >= _MANY_RUNS and extent // runs * row_bytes < _LONG_RUN_BYTES
         if not many and np.unique(indices).size == extent:

@@ -271,5 +271,5 @@ def _join(a: Piece, b: Piece) -> Piece | None:
 
 def _has_strides(view: AffineView, strides: Sequence[int]) -> bool:
     """Return whether these are its strides, but for axes of extent 1."""
-    sides = zip(view.shape, view.strides, strides, strict=True)
-    return all(n == 1 or stride == other for n, stride, other in sides)
+    axes = zip(view.shape, view.strides, strides, strict=True)
+    return all(n == 1 or stride == other for n, stride, other in axes)

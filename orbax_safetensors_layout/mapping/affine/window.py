@@ -170,8 +170,8 @@ def _split_along(
         if high > starts[part + 1]:
             yield from split(window.narrow(number, j, j + 1), column, starts)
         else:
-            room = starts[part + 1] - high if step > 0 else low - starts[part]
-            count = min(extent - j, room // abs(step) + 1)
+            distance = starts[part + 1] - high if step > 0 else low - starts[part]
+            count = min(extent - j, distance // abs(step) + 1)
             yield window.narrow(number, j, j + count), part
         j += count
         low, high = low + count * step, high + count * step

@@ -87,7 +87,7 @@ class Stack(Expr):
         indices = range(max(stored, default=-1) + 1)[self.indices or slice(None)]
         if not patterns or not indices:
             seek = patterns[0].replace(f"{{{self.over}}}", "0") if patterns else None
-            sought = " or ".join(map(repr, patterns)) or f"a name with {{{self.over}}}"
+            sought = " or ".join(map(repr, patterns)) or f"with {{{self.over}}} in its name"
             raise Problems([Problem(f"{self!r}: there is no tensor {sought}", seek=seek)])
         # No more than are listed: a name may hold any number.
         gaps = [*itertools.islice((i for i in indices if i not in stored), _MOST_GAPS + 1)]
@@ -169,7 +169,7 @@ def stack(
         for bound in (indices.start, indices.stop, indices.step):
             integer(0 if bound is None else bound, "a slice of stack(indices=...)")
         if (indices.step or 1) < 1 or (indices.start or 0) < 0:
-            raise MappingError(f"stack over {over!r}: {indices} has to go up from 0 or more")
+            raise MappingError(f"stack over {over!r}: {indices} must go up, from 0 or more")
     elif indices is not None:
         indices = integers(indices, "stack(indices=...)")
         if not indices:

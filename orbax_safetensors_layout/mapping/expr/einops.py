@@ -30,10 +30,10 @@ def parse(text: str) -> Pattern:
     >>> parse("(h d) e -> e h d").left
     (('h', 'd'), ('e',))
     """
-    sides = text.split("->")
-    if len(sides) != 2:
+    halves = text.split("->")
+    if len(halves) != 2:
         raise _malformed(text, "it needs one '->'")
-    left, right = (_side(text, side) for side in sides)
+    left, right = (_groups(text, half) for half in halves)
     names = [[name for group in side for name in group] for side in (left, right)]
     for side in names:
         repeated = sorted({name for name in side if side.count(name) > 1})
@@ -81,10 +81,10 @@ def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> 
     return extents
 
 
-def _side(text: str, side: str) -> Groups:
+def _groups(text: str, half: str) -> Groups:
     groups: list[tuple[str, ...]] = []
     inside: list[str] | None = None
-    for token in _TOKEN.findall(side):
+    for token in _TOKEN.findall(half):
         if token == "(" and inside is None:
             inside = []
         elif token == ")" and inside is not None:

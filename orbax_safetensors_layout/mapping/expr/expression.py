@@ -259,5 +259,5 @@ def given(operand: BoundExpr) -> str:
 
 def _listed(items: tuple[Any, ...], what: str) -> tuple[int, ...]:
     """Return integers that are given one by one, or as one list or array."""
-    is_one = len(items) == 1 and (not hasattr(items[0], "__index__") or np.ndim(items[0]))
-    return integers(items[0] if is_one else items, what)
+    is_sequence = len(items) == 1 and (not hasattr(items[0], "__index__") or np.ndim(items[0]))
+    return integers(items[0] if is_sequence else items, what)

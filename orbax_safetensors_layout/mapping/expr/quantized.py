@@ -204,7 +204,7 @@ def dequantize_block(
 
 
 def dequantize_fp8(weight: Expr, scale: Expr, block: tuple[int, int], dtype: str) -> Expr:
-    """`dequantize_block` for floats alone: integers are other values than FP8's bytes stand for."""
+    """`dequantize_block` for floats alone: integers are other values than those of FP8's bytes."""
     return _decoded(
         "dequantize_block", (weight, scale), BlockScale(block, as_dtype(dtype), integers=False)
     )

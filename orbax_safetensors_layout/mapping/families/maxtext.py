@@ -141,13 +141,13 @@ def _uniform(dims: Dims) -> tuple[LayerGroup, ...]:
 
 
 def _check_cycle(dims: Dims, length: int) -> None:
-    """Refuses other turns of local and global layers than MaxText takes: one global at the end."""
-    turns = ("sliding_attention",) * (length - 1) + ("full_attention",)
+    """Refuses layer types but MaxText's cycle: local layers, then a global one."""
+    cycle = ("sliding_attention",) * (length - 1) + ("full_attention",)
     for i, kind in enumerate(dims.layer_types):
-        if kind != turns[i % length]:
+        if kind != cycle[i % length]:
             raise MappingError(
-                f"MaxText's {dims.family} has another layer {i} than the layer_types say",
-                expected=turns[i % length],
+                f"the type of layer {i} is not that of MaxText's {dims.family}",
+                expected=cycle[i % length],
                 found=short_repr(kind),
             )
 
@@ -156,9 +156,7 @@ def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
     """A layer of MaxText is two of the checkpoint, one local and one global."""
     _check_cycle(dims, 2)
     if dims.layers % 2:
-        raise MappingError(
-            "MaxText's Gemma 2 joins two layers to one", found=f"{dims.layers} layers"
-        )
+        raise MappingError("MaxText's Gemma 2 needs an even number of layers", found=dims.layers)
     groups = []
     for start, kind in enumerate(("local", "global")):
         modules = (
@@ -188,7 +186,7 @@ def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by twos, one local and one global."""
     _check_cycle(dims, _GPT_OSS_CYCLE)
     if dims.layers % _GPT_OSS_CYCLE:
-        raise MappingError("MaxText's GPT-OSS scans layers by twos", found=f"{dims.layers} layers")
+        raise MappingError("MaxText's GPT-OSS needs an even number of layers", found=dims.layers)
     leaves = renamed(_steps(dims, sparse=True), (*_GPT_OSS_NAMES, *_NAMES))
     leaves += fused_experts(("wi_0", "wi_1", "wo"), "GptOssMlp.{}", "GptOssMlp.{}_bias")
     return _cycle(_GPT_OSS_CYCLE, dims.layers, leaves)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping as Dict, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 from orbax_safetensors_layout.catalog import suggest_names
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.format import short_repr
 
 from ..argument_checks import integer
@@ -148,7 +148,7 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         family = _family_of(parsed.get("model_type"))
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
-        raise TypeError(f"there is no option {unknown[0]!r}")
+        raise TypeError(f"there is no option {unknown[0]!r}, but {listed(Options.__annotations__)}")
     target = options.get("target", "plain")
     side = _TARGETS.get(target)
     if side is None:
@@ -222,7 +222,7 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
         raise MappingError(f"vocab_size={vocab} must be in {SIZES[0]:,}..{SIZES[1]:,}")
     quantized = options.get("quantized", "decode")
     if quantized not in ("decode", "keep"):
-        raise MappingError(f"quantized={quantized!r}", expected="'decode' or 'keep'")
+        raise MappingError(f"quantized={quantized!r} must be 'decode' or 'keep'")
     if quantized == "keep" and target != "plain":
         raise MappingError(f"quantized='keep': {target} has no quantised leaves of that kind")
     dtype, root = options.get("dtype"), options.get("root")

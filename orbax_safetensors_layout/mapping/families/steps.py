@@ -57,7 +57,7 @@ class FamilyLeaf:
     target: str
     source: str | tuple[str, ...]  # `{e}` is an expert; several are concatenated along axis 0
     step: TensorStep
-    variable: str = ""  # the Flax collection of a leaf that is no parameter; stacked along axis 0
+    variable: str = ""  # a Flax collection: the leaf is not a parameter; stacked along axis 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
     if odd:
         raise MappingError(
-            f"the configuration leaves {short_repr(odd[0])} unquantised, and its like quantised",
+            f"the configuration leaves {short_repr(odd[0])} unquantised, unlike its peers",
             hint="Write rules for them.",
         )
     return WeightFormat("fp8", (block[0], block[1]))
