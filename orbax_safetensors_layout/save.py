@@ -266,7 +266,7 @@ class PreparedSave:
         local = self.values.local_names()
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
-            description += f", of which {len(local)} are its own alone, as {listed(local, 3)}"
+            description += f", of which {len(local)} are its own: {listed(map(repr, local), 3)}"
         return Fingerprint(
             digest.hexdigest(),
             description,

@@ -67,7 +67,7 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
             raise MissingTensorError(
                 "the tree has no such part",
                 tensor=subtree,
-                expected=f"one of {listed(sorted(named), 20)}",
+                expected=f"one of {listed(map(repr, sorted(named)), 20)}",
                 found=key,
             )
         tree = named[key]
@@ -176,7 +176,7 @@ def check_chunks(
     if large:
         needed = CHUNKS_IN_BUDGET * max(sizes.values())
         raise SafetensorsLayoutError(
-            f"chunks are more than a quarter of the memory budget: {listed(large)}",
+            f"chunks are more than a quarter of the memory budget: {listed(map(repr, large))}",
             file=reader.path,
             tensor=large[0],
             expected=f"at most {most:,} bytes",

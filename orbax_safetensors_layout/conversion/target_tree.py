@@ -45,7 +45,7 @@ def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, 
     values = [*values_of(tree)]
     if values:
         raise MappingError(
-            f"a mapping makes arrays of arrays; these leaves are not arrays: {listed(values)}",
+            f"a mapping takes arrays alone, unlike these leaves: {listed(map(repr, values))}",
             hint="Say which part of the tree is the parameters with subtree= (--subtree).",
         )
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
@@ -113,7 +113,7 @@ def arrays_in(tree: Any) -> list[TargetArray]:
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         raise SafetensorsLayoutError(
-            f"two arrays have one name: {listed(repeated)}", tensor=repeated[0]
+            f"two arrays have one name: {listed(map(repr, repeated))}", tensor=repeated[0]
         )
     return arrays
 

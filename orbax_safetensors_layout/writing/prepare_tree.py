@@ -102,7 +102,7 @@ class PreparedTree(NamedTuple):
         values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
         if values:
             raise MappingError(
-                f"a save through a mapping takes arrays alone, and these are not: {listed(values)}",
+                f"a mapping takes arrays alone, unlike these leaves: {listed(map(repr, values))}",
                 hint="Save the parameters alone.",
             )
         return plan_mapped_writes(self.leaves, mapping, options=options, **processes)
@@ -114,14 +114,14 @@ class PreparedTree(NamedTuple):
         abstract = [(name, v) for name, v in named if not isinstance(v, jax.Array | np.ndarray)]
         if deleted:
             raise SafetensorsLayoutError(
-                f"{len(deleted)} arrays were deleted, or donated to a function: {listed(deleted)}",
+                f"{len(deleted)} arrays were deleted or donated: {listed(map(repr, deleted))}",
                 tensor=deleted[0],
                 hint="Save what the function returned, or save before it is called.",
             )
         if abstract:
             names = [name for name, _ in abstract]
             raise UnsupportedDtypeError(
-                f"{len(names)} leaves are abstract and have no values: {listed(names)}",
+                f"{len(names)} leaves are abstract and have no values: {listed(map(repr, names))}",
                 tensor=names[0],
                 expected="arrays",
                 found=type(abstract[0][1]),

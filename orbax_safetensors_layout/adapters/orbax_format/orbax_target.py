@@ -90,7 +90,7 @@ class OrbaxTarget:
         empty = [leaf.name for leaf in self.leaves if 0 in leaf.shape]
         if empty:
             raise SafetensorsLayoutError(
-                f"Orbax stores no arrays without elements: {listed(empty)}", tensor=empty[0]
+                f"Orbax stores no empty arrays: {listed(map(repr, empty))}", tensor=empty[0]
             )
         names = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
         if names and not self._use_ocdbt:  # each array is a folder of its name
