@@ -1,0 +1,69 @@
+"""Names and phrases that the package has given up for plainer ones do not come back.
+
+Names are compared whole, without leading underscores; the glossary of docs/architecture.md has the
+words to use.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "orbax_safetensors_layout"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+RETIRED_NAMES = """
+agreement alike brief companions design division fleet forecast holdings lease made mine origins
+pulse sharing silent some survey tell telling want wanted wants
+"""
+RETIRED_PHRASES = (
+    r"\bcan not\b",
+    r"(?<![Tt]here )\b(is|are) no (?!longer|more)",
+)
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields the line and the name of all that a module defines, assigns to or takes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                yield node.lineno, name
+            case ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields docstrings, and the parts of all other strings: errors among them."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(str(text)):
+                yield node.lineno, " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in MODULES}
+
+
+def test_retired_names_are_gone(trees):
+    modules = [path.stem for path in MODULES if path.stem in RETIRED_NAMES.split()]
+    assert not modules
+    assert [
+        f"{module}:{line}: {name}"
+        for module, tree in trees.items()
+        for line, name in names(tree)
+        if name.strip("_").lower() in RETIRED_NAMES.split()
+    ] == []
+
+
+def test_docstrings_and_errors_are_free_of_retired_phrases(trees):
+    assert [
+        f"{module}:{line}: {match[0]!r} in {text[:80]!r}"
+        for module, tree in trees.items()
+        for line, text in texts(tree)
+        for match in re.finditer("|".join(RETIRED_PHRASES), text)
+    ] == []
