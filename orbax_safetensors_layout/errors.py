@@ -178,7 +178,7 @@ class MappingError(SafetensorsLayoutError, ValueError):
 
 
 class InvalidArgumentError(SafetensorsLayoutError, ValueError):
-    """An argument says nothing that can be done: a malformed pattern, an empty tree to save."""
+    """An argument that cannot be used: a malformed pattern, an empty tree to save."""
 
 
 class StorageError(SafetensorsLayoutError, OSError):
@@ -233,7 +233,7 @@ def redact_urls(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a text without these, without queries outside of URLs, and without named secrets.
+    """Return a text as `redact_urls` does, also without other queries and without named secrets.
 
     >>> redact("Authorization: Bearer hf_abcdefghijkl with url: /model?sig=abc")
     'Authorization: Bearer *** with url: /model'

@@ -108,7 +108,7 @@ class Progress(NamedTuple):
 
 
 class _CheckedOptions:
-    """Options that make no sense are refused by name; None is accepted where it is the default."""
+    """Refuses values that make no sense, by the option's name; accepts None where it is default."""
 
     __slots__ = ()
 
@@ -319,7 +319,7 @@ _DTYPE_NAMES = {
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is floating-point; of ml_dtypes' older releases of JAX do not know all."""
+    """Whether a dtype is floating-point; older releases of JAX do not know all of ml_dtypes'."""
     is_extended = dtype.type.__module__ == ml_dtypes.bfloat16.__module__
     return dtype.kind == "f" or (is_extended and "float" in dtype.name)
 

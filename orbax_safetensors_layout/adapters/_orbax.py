@@ -47,7 +47,7 @@ make_folder = partial(async_path.mkdir, parents=False, exist_ok=False)
 
 
 def end_waits(operation: str) -> None:
-    """Lets threads end that wait for a step of an operation of Orbax v0."""
+    """Ends the wait of threads for a step of an operation of Orbax v0."""
     future.set_signals(tuple(synchronization.HandlerAwaitableSignal), operation_id=operation)
 
 
@@ -58,7 +58,7 @@ resolve_handler_for_load = registration.resolve_handler_for_load
 
 
 def replace_resolution(layout_class: Any, for_save: Any, for_load: Any) -> None:
-    """Puts other functions in place of those three; see `routing`."""
+    """Replaces Orbax's three functions of resolution; see `routing`."""
     registry.get_layout_class = layout_class
     registration.resolve_handler_for_save = for_save
     registration.resolve_handler_for_load = for_load

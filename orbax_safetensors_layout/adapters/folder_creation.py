@@ -35,7 +35,7 @@ _making: dict[str, list[Any]] = {}  # by the operation, of which the last counts
 
 @contextlib.asynccontextmanager
 async def folders_being_made(directory: Any) -> AsyncIterator[Callable[[], None] | None]:
-    """Gives what waits for the folders; None, on all processes, where handlers need not wait.
+    """Yields a function that waits for the folders; on all processes None where none need wait.
 
     If one cannot be made, it raises, where Orbax v0 waits for `coordination_timeout`, five minutes.
     Ends the making of folders if the block raises: else a thread of Orbax waits five minutes for

@@ -77,7 +77,7 @@ def handler_registry(
 
 
 def _watched_v0(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[str, ...]) -> Any:
-    """Watches a handler of Orbax; it stays of its class, by which Orbax finds its arguments."""
+    """Watches a handler of Orbax; it keeps its class, by which Orbax finds its arguments."""
 
     def report(directory: Any) -> None:
         root, item = item_of(directory)

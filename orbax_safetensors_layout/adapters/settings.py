@@ -27,7 +27,7 @@ class Settings:
     mapping: LeafMapping | None = None
 
     def over(self, other: Self) -> Self:
-        """These settings, and the other's where these say nothing."""
+        """Return these settings, with the other's where these are None."""
         return type(self)(
             read=self.read or other.read,
             write=self.write or other.write,

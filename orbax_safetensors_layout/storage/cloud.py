@@ -1,4 +1,4 @@
-"""Objects in a bucket of Google Cloud Storage, Amazon S3 (or what speaks its API), or Azure.
+"""Objects in a bucket of Google Cloud Storage, Amazon S3 (or a store with its API), or Azure.
 
 Through `obstore` (docs/storage.md has the figures behind the choice). Reads, listings and deletions
 are tried again here, so that a failure elsewhere ends their pauses; uploads in parts by the client.
@@ -134,7 +134,7 @@ class CloudStorage(Storage):
         except (exceptions.PreconditionError, *NOT_FOUND):
             raise _replaced(file, offset, total) from None
         if got != total:
-            raise ConnectionError(f"the body has {got} bytes in place of {total}")
+            raise ConnectionError(f"the body has {got} bytes instead of {total}")
 
     def check_unchanged(self, file: str) -> None:
         seen = self._look(file)
@@ -228,7 +228,7 @@ class CloudStorage(Storage):
     def remove(self, path: str, *, check: Check = lambda: None) -> None:
         key = self._key(path)
         if not key:
-            raise StorageError("a whole bucket is not removed", file=path)
+            raise StorageError("a whole bucket cannot be removed", file=path)
 
         def remove() -> None:
             client = self._client()

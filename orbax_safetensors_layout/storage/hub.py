@@ -1,4 +1,4 @@
-"""`hf://` paths: repositories of the Hugging Face hub, or of a server that speaks like it.
+"""`hf://` paths: repositories of the Hugging Face hub, or of a server with its API.
 
 Commits, files and tokens come through `huggingface_hub`; ranges are read as from any server.
 """

@@ -174,7 +174,7 @@ def check_replaceable(folder: str) -> None:
             raise StorageError(
                 "a file system is mounted there, so the folder cannot be replaced as a whole",
                 file=root,
-                expected="a folder of one file system with the one that holds it",
+                expected="a folder on the file system of its parent",
                 hint="Save to a new folder in it.",
             )
 

@@ -148,7 +148,7 @@ def _on_pages(parts: Sequence[Buffer], size: int) -> Buffer:
 def write_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> None:
     """Writes `buffers`, one after the other, however many calls it takes."""
     if transfer(os.pwritev, fd, offset, buffers) < sum(map(len, buffers)):
-        raise OSError(errno.EIO, "the file system took no bytes")
+        raise OSError(errno.EIO, "the file system accepted no bytes")
 
 
 def flush_folder(folder: str) -> None:

@@ -156,7 +156,7 @@ class RemoteFile:
         total = sum(map(len, buffers))
         got = self._ask(start, buffers)
         if got < min(total, _PROGRESS_BYTES):
-            raise Failure(f"{got} bytes came where {total} were asked for")
+            raise Failure(f"{got} bytes received of {total}")
         return got
 
     def _ask(self, start: int, buffers: Sequence[Buffer]) -> int:
@@ -183,7 +183,7 @@ class RemoteFile:
             url = urllib.parse.urljoin(target.url, location)
             origin, before = Origin.of(url), Origin.of(target.url)
         except ValueError:
-            raise Failure("a redirect to no place", transient=False) from None
+            raise Failure("a redirect without a location", transient=False) from None
         if (before.scheme, origin.scheme) == ("https", "http"):
             cause = f"a redirect from https to unencrypted http at {self._told(origin.host)}"
             raise Failure(cause, transient=False)

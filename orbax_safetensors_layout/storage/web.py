@@ -42,7 +42,7 @@ class WebStorage(RemoteStorage):
             raise StorageError(
                 "cannot open the path: it is not a URL of a host",
                 file=f"{scheme}://{rest.rpartition('@')[2]}",
-                hint="Quote what is special in a user's name or a password: %2F for a slash.",
+                hint="Quote special characters of a user name or password: %2F for a slash.",
             )
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
         self.path = shown.geturl()

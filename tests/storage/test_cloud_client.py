@@ -226,7 +226,7 @@ def test_another_bucket_is_refused():
             False,
         ),
         (exceptions.PermissionDeniedError("status code: 403"), False),
-        (ConnectionError("the body has 3 bytes in place of 5"), True),
+        (ConnectionError("the body has 3 bytes instead of 5"), True),
     ],
 )
 def test_errors(error, transient):

@@ -107,7 +107,7 @@ class OrbaxReader:
         return tuple(n or extent for n, extent in zip(shape, store.shape, strict=True))
 
     def chunk_count(self, array: SourceArray) -> int:
-        """In how many chunks an array is stored."""
+        """The number of chunks that an array is stored in."""
         chunk = self.chunk(array)
         return math.prod(-(-n // max(1, step)) for n, step in zip(array.shape, chunk, strict=True))
 
@@ -160,7 +160,7 @@ def _may_be_keys(store: Any) -> bool:
 
 
 async def _key_impl(info: Any) -> str | None:
-    """The implementation of keys, if Orbax makes such of an array."""
+    """The implementation of the typed keys that Orbax makes of an array; None for others."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     args = _handlers.ArrayRestoreArgs(sharding=here)
     (restored,) = await _handlers.get_type_handler(jax.Array).deserialize([info], [args])

@@ -211,7 +211,7 @@ class OrbaxTarget:
 
 
 class _Adopting(_NumpyHandler):
-    """Takes files that are written already in place of writing arrays."""
+    """Adopts files that are already written, in place of writing arrays."""
 
     def __init__(self, written: str) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def row_major(operand: BoundExpr) -> BoundExpr:
 
 
 def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[AxisGroup]:
-    """Yields the least groups of axes of equal size, without those that stay as they are."""
+    """Yields the smallest groups of axes of equal size, without those that stay as they are."""
     i = j = 0
     while i < len(shape) or j < len(inner):
         first, from_ = i, j

@@ -60,17 +60,17 @@ class Decoder(Protocol):
         """Number of leading axes along which each index is computed from that of all inputs."""
 
     def widen(self, region: Box) -> Box:
-        """The region to compute in order to have `region`."""
+        """Return the region to compute in order to have `region`."""
 
     def needs(self, region: Box) -> tuple[Box, ...]:
-        """The region of each input that a widened region is computed from."""
+        """Return the region of each input that a widened region is computed from."""
 
     def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        """The values of a widened region from the values of what it needs."""
+        """Return the values of a widened region from those of what it needs."""
 
 
 class _Input(Protocol):
-    """A `BoundExpr`."""
+    """A `BoundExpr`, as far as pieces need it."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...

@@ -142,7 +142,7 @@ class Concat(Expr):
             )
         rest = shape[axis].n - sum(size or 0 for size in sizes)
         if rest < 0 or (rest and None not in sizes):
-            raise MappingError(f"{self!r}: the leaf has {shape[axis]} along axis {axis}")
+            raise MappingError(f"{self!r}: its sizes do not add up to {shape[axis]}")
         for operand, size in zip(self.operands, sizes, strict=True):
             extent = Extent(rest if size is None else size)
             yield from operand.infer(captures, put(shape, axis, extent))
