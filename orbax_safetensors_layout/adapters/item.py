@@ -21,6 +21,7 @@ from orbax_safetensors_layout.errors import (
     InvalidManifestError,
     StorageError,
     UnexpectedTensorError,
+    listed,
 )
 from orbax_safetensors_layout.format import MANIFEST
 from orbax_safetensors_layout.load import load_catalog
@@ -234,7 +235,7 @@ def check_step(folder: _PathLike, *, has_layout: bool) -> None:
 
 
 def _names(path: Any) -> str:
-    return ", ".join(sorted(child.name for child in path.iterdir())) or "an empty folder"
+    return listed(sorted(child.name for child in path.iterdir())) or "an empty folder"
 
 
 def _read_json(path: Any) -> dict[str, Any]:

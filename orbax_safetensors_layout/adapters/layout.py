@@ -10,7 +10,7 @@ from typing import Any
 import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
-from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, listed
 
 from . import _orbax, routing, settings
 from .background import in_background
@@ -117,8 +117,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
             raise CheckpointNotFoundError(
                 "the checkpoint does not hold these checkpointables",
                 file=path,
-                expected=", ".join(absent),
-                found=", ".join(names),
+                expected=listed(absent),
+                found=listed(names),
             )
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
 
@@ -272,5 +272,5 @@ def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
     items = _required_items(path)
     missing = "a checkpoint of its own" if name is None else f"a checkpointable named '{name}'"
     raise ocp.errors.InvalidLayoutError(
-        f"'{path}' does not hold {missing}; it holds: {', '.join(items)}."
+        f"'{path}' does not hold {missing}; it holds: {listed(items)}."
     )

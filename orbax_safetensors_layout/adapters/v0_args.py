@@ -13,7 +13,7 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 from jax.sharding import Sharding
 from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
-from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError, listed
 from orbax_safetensors_layout.load import load
 from orbax_safetensors_layout.mapping import Expr, Mapping, rule, tensor
 from orbax_safetensors_layout.options import ReadOptions
@@ -135,7 +135,7 @@ def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
         raise MismatchError(
             "restore_args has leaves that the item does not have",
             expected="a tree of the item's structure",
-            found=", ".join(sorted(by_name)),
+            found=listed(sorted(by_name)),
         )
     return merged
 

@@ -273,7 +273,7 @@ def _index_name(names: Sequence[str], path: str) -> str | None:
             "the folder has several indices",
             file=path,
             expected=f"'{MAIN_INDEX}', or only one other",
-            found=", ".join(indices),
+            found=listed(indices),
             hint=f"Rename the one that counts to '{MAIN_INDEX}'.",
         )
     return indices[0] if indices else None

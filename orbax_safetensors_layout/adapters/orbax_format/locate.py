@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from orbax_safetensors_layout.catalog import USUAL_ITEMS, CheckpointRef, is_safetensors_checkpoint
 from orbax_safetensors_layout.conversion import CheckpointReader, SafetensorsReader
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError, listed
 from orbax_safetensors_layout.options import ReadOptions
 
 from .._orbax import ITEM_METADATA, STEP_METADATA
@@ -28,7 +28,7 @@ def locate(path: str, *, step: int | None = None, item: str | None = None) -> Ch
             "the path does not hold a checkpoint",
             file=folder,
             expected="a safetensors checkpoint, or one that Orbax saved",
-            found=f"the items {items}" if items else "none of their files",
+            found=f"the items {listed(items)}" if items else "none of their files",
             hint=_hint(folder, items, step),
         )
     inner = os.path.join(folder, chosen)
@@ -74,7 +74,7 @@ def _step_folder(path: str, step: int) -> str:
         raise CheckpointNotFoundError(
             f"there is no step {step}" if not names else f"several folders are step {step}",
             file=path,
-            found=names or _folders(path)[-10:],
+            found=listed(names or _folders(path)[::-1]),
         )
     return os.path.join(path, names[0])
 
