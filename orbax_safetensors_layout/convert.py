@@ -49,8 +49,7 @@ from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
 from orbax_safetensors_layout.storage import LocalStorage, open_storage
 from orbax_safetensors_layout.writing import (
     appearance_rank,
-    check_is_folder,
-    check_sidecar_files,
+    check_target,
     read_sidecar_files,
 )
 
@@ -269,18 +268,10 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
 def _check_target(
     folder: str, kind: Format, sidecar_files: Mapping[str, bytes], overwrite: bool
 ) -> None:
-    check_is_folder(folder, is_file=os.path.exists(folder) and not os.path.isdir(folder))
-    if holds_checkpoint(folder):
-        if not overwrite:
-            raise CheckpointExistsError(
-                "a checkpoint is there already",
-                file=folder,
-                hint="Pass overwrite=True (--overwrite) to replace it.",
-            )
-    elif kind == "orbax" and os.path.isdir(folder) and os.listdir(folder):
+    with LocalStorage() as storage:
+        check_target(storage, folder, sidecar_files, overwrite, holds_checkpoint)
+    is_filled = kind == "orbax" and os.path.isdir(folder) and bool(os.listdir(folder))
+    if is_filled and not holds_checkpoint(folder):
         raise CheckpointExistsError(
             "the folder is not empty", file=folder, expected="a new or empty folder"
         )
-    if not overwrite:
-        with LocalStorage() as storage:
-            check_sidecar_files(storage, folder, sidecar_files)

@@ -151,7 +151,7 @@ def _verifying(catalog: Catalog) -> VerifyingReader:
     reader = VerifyingReader.open(catalog.storage, catalog.path)
     if reader is None:
         raise SafetensorsLayoutError(
-            "the checkpoint has no checksums that what is read could be held against",
+            "the checkpoint has no checksums to verify the data with",
             file=catalog.path,
             expected=DIGESTS,
             hint="Save with WriteOptions(digests=True), or load without verify=True.",

@@ -270,7 +270,7 @@ class PreparedSave:
         return Fingerprint(
             digest.hexdigest(),
             description,
-            "All processes must save the same tree of global arrays; an array that each process"
-            " made for itself (jnp.asarray, jax.random.key) is none: make it a numpy array, or give"
-            " it a sharding over all processes.",
+            "All processes must save the same tree of global arrays. An array that each process"
+            " made for itself (jnp.asarray, jax.random.key) is not global: make it a numpy array,"
+            " or give it a sharding over all processes.",
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -23,6 +24,7 @@ from orbax_safetensors_layout.format import (
     TensorLeaf,
     leaf_names,
 )
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.plan import array_sources
 from orbax_safetensors_layout.pytree import HostLeaf, decode_treedef, prng
@@ -95,8 +97,12 @@ def _saved_tree(catalog: Catalog, manifest: Manifest | None, describe: _Describe
     leaves = [*leaf_names(node)]
     tensors = [leaf.tensor for _, leaf in leaves if isinstance(leaf, TensorLeaf)]
     entries = catalog.entries([*catalog.names, *tensors])
+    pieces = catalog.pieces(tensors)
     described = (
-        describe(leaf.tensor, _stored_array(leaf, entries[leaf.tensor], manifest))
+        describe(
+            leaf.tensor,
+            _stored_array(leaf, entries[leaf.tensor], pieces.get(leaf.tensor, ()), manifest),
+        )
         if isinstance(leaf, TensorLeaf)
         else describe(name, leaf.value)
         for name, leaf in leaves
@@ -104,18 +110,18 @@ def _saved_tree(catalog: Catalog, manifest: Manifest | None, describe: _Describe
     return decode_treedef(node, lambda _: next(described))
 
 
-def _stored_array(leaf: TensorLeaf, entry: TensorEntry, manifest: Manifest | None) -> StoredArray:
+def _stored_array(
+    leaf: TensorLeaf, entry: TensorEntry, pieces: Sequence[Box], manifest: Manifest | None
+) -> StoredArray:
     shape: tuple[int, ...] = entry.shape
     dtype: Any = entry.dtype.numpy
     if leaf.key_impl is not None:
         keys = prng.keys_of(shape, dtype, leaf.key_impl, file=entry.file, tensor=leaf.tensor)
         shape, dtype = keys.shape, keys.dtype
-    record, chunk_shape = None, entry.shape
+    record = None
     if manifest is not None and leaf.sharding is not None:
         record = manifest.shardings[leaf.sharding]
-    if manifest is not None and manifest.pieces is not None:
-        boxes = (stored.box for stored in manifest.pieces.boxes(leaf.tensor))
-        chunk_shape = max(boxes, key=lambda box: box.size).shape
+    chunk_shape = max((box.shape for box in pieces), key=math.prod, default=entry.shape)
     return StoredArray(shape, dtype, chunk_shape, record, leaf.kind in ("numpy", "numpy_scalar"))
 
 

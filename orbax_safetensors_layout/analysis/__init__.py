@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from orbax_safetensors_layout.lazy import lazy_exports
 
-from .cluster_estimate import ClusterEstimate, LeafCost, estimate, estimate_save
+from .cluster_estimate import ClusterEstimate, estimate, estimate_save
 from .inspection import Inspection, TensorFacts, Total, inspect, inspect_orbax, resolve_checkpoint
 from .report import Finding, Report
 
 if TYPE_CHECKING:
-    from .tree_estimate import estimate_tree, mesh_of
+    from .tree_estimate import mesh_of
     from .verification import verify
 
-__getattr__ = lazy_exports(
-    __name__, {".tree_estimate": "estimate_tree mesh_of", ".verification": "verify"}
-)
+__getattr__ = lazy_exports(__name__, {".tree_estimate": "mesh_of", ".verification": "verify"})

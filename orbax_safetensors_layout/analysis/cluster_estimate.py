@@ -1,4 +1,7 @@
-"""Estimates the cost of a load for a hypothetical cluster, from headers alone, without JAX."""
+"""Estimates the cost of a load for a hypothetical cluster, from headers alone.
+
+Tensors as stored need no JAX; any other abstract tree is planned by `tree_estimate.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from orbax_safetensors_layout.catalog import Catalog, find_quantization
+from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import (
     ReadOptions,
     StorageProfile,
@@ -20,6 +25,8 @@ from orbax_safetensors_layout.plan import (
     ClusterPlan,
     ClusterTensor,
     Cost,
+    LeafCost,
+    PlannedShares,
     plan_cluster,
     plan_cluster_writes,
 )
@@ -29,7 +36,6 @@ from orbax_safetensors_layout.sharding import (
     Placed,
     ShardingRule,
     ShardingRules,
-    Spec,
 )
 
 from .inspection import read_configuration
@@ -56,57 +62,38 @@ class HostRate(NamedTuple):
         moved = cost.read_bytes + cost.written_bytes
         return cost.requests * self.request_seconds + moved / self.bytes_per_second
 
-
-class LeafCost(NamedTuple):
-    """The cost of one leaf, read by itself, to the process that it costs most."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: Spec | None
-    needed_bytes: int  # of its shards
-    read_bytes: int
-    requests: int
-
-    def excess_seconds(self, rate: HostRate) -> float:
+    def excess_seconds(self, leaf: LeafCost) -> float:
         """Return the time that is spent beyond reading the needed bytes in one go."""
-        cost = Cost(read_bytes=self.read_bytes, requests=self.requests)
-        return rate.seconds(cost) - self.needed_bytes / rate.bytes_per_second
+        cost = Cost(read_bytes=leaf.read_bytes, requests=leaf.requests)
+        return self.seconds(cost) - leaf.needed_bytes / self.bytes_per_second
 
 
 RuleUses: TypeAlias = tuple[tuple[ShardingRule | None, int], ...]
 """Rules, None for leaves that none matches, and how many leaves each places."""
 
 
-def rule_uses(rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> RuleUses:
+def _rule_uses(rules: Sequence[ShardingRule], placed: Iterable[Placed]) -> RuleUses:
     """Return the use of all rules."""
     uses = collections.Counter(placing.rule for placing in placed)
     used = tuple((rule, uses[number]) for number, rule in enumerate(rules))
     return (*used, (None, uses[None])) if None in uses else used
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClusterEstimate:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterEstimate(PlannedShares):
     """The cost of a load, or of a save, to a cluster."""
 
     path: str
-    grid: MeshShape
+    mesh: MeshShape
     profile: StorageProfile
     rate: HostRate
     storage: str
-    parameters: int
     checkpoint_bytes: int
     checkpoint_files: int
-    leaf_count: int
-    processes: tuple[int, ...]  # those that were planned
-    costs: tuple[Cost, ...]  # theirs
-    process_parameters: tuple[int, ...]
     device_bytes: int  # of all shards of one device, the most of any
     largest: tuple[str, int]  # leaf and bytes of the largest of these shards
-    leaf_costs: tuple[LeafCost, ...]
-    rules: RuleUses = ()
-    misfits: tuple[Misfit, ...] = ()
-    cluster: ClusterPlan | None = None  # where all processes were planned at once
+    rules: RuleUses
+    misfits: tuple[Misfit, ...]
     saves: str | None = None  # layout of the files of a save
 
     @property
@@ -115,99 +102,123 @@ class ClusterEstimate:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.processes) == self.grid.processes
+        return len(self.processes) == self.mesh.processes
 
     def seconds(self) -> list[float]:
         return [self.rate.seconds(cost) for cost in self.costs]
 
     def costliest(self, count: int) -> list[LeafCost]:
         """Return the leaves that cost most beyond their bytes, the worst first."""
-        excess = {leaf: leaf.excess_seconds(self.rate) for leaf in self.leaf_costs}
+        excess = {leaf: self.rate.excess_seconds(leaf) for leaf in self.leaf_costs}
         costly = [leaf for leaf in self.leaf_costs if excess[leaf] > 0]
         return sorted(costly, key=lambda leaf: -excess[leaf])[:count]
 
 
 def estimate(
     path: str | os.PathLike[str],
-    grid: MeshShape,
+    mesh: MeshShape,
     rules: Sequence[ShardingRule],
     *,
+    mapping: Mapping | None = None,
+    abstract: Any = None,
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
 ) -> ClusterEstimate:
-    """Estimates the cost of all tensors to each process; for `host_bandwidth` see `HostRate.of`."""
+    """Estimates the cost to each process of all tensors, or of a tree to some processes.
+
+    `rules` shard tensors, and leaves without a sharding; for `host_bandwidth` see `HostRate.of`.
+    """
     options = given_or_default(options, ReadOptions)
-    placer = ShardingRules(rules, grid)
     with Catalog.open(path) as catalog:
-        entries = catalog.all_entries()
-        kind, files, place = catalog.storage.kind, len(catalog.files), catalog.path
-    placed = {name: placer.place(name, entry.shape) for name, entry in entries.items()}
-    quantization = find_quantization(entries, read_configuration(path)[0])
-    special = {} if quantization is None else quantization.parameters
-    parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
-    profile = options.profile(kind)
-    cluster = plan_cluster(
-        [ClusterTensor(entry, placed[name].spec) for name, entry in entries.items()],
-        grid,
-        profile=profile,
-        memory_budget_bytes=options.memory_budget_bytes,
-    )
-    shards = [(kind.first.entry.name, kind.shard_bytes) for kind in cluster.kinds]
-    return ClusterEstimate(
-        path=place,
-        grid=grid,
-        profile=profile,
-        rate=HostRate.of(profile, kind, host_bandwidth),
-        storage=kind,
-        parameters=sum(parameters.values()),
-        checkpoint_bytes=sum(entry.nbytes for entry in entries.values()),
-        checkpoint_files=files,
-        leaf_count=len(entries),
-        processes=tuple(range(grid.processes)),
-        costs=tuple(cluster.cost(process) for process in range(grid.processes)),
-        process_parameters=_process_parameters(cluster, parameters),
-        device_bytes=sum(kind.tensors * kind.shard_bytes for kind in cluster.kinds),
-        largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
-        leaf_costs=_leaf_costs(cluster),
-        rules=rule_uses(rules, placed.values()),
-        misfits=tuple(placing.misfit for placing in placed.values() if placing.misfit),
-        cluster=cluster,
-    )
+        entries, kind = catalog.all_entries(), catalog.storage.kind
+        profile = options.profile(kind)
+        if mapping is None and abstract is None and catalog.layout == "hf":
+            shares = _plan_tensors(path, entries, mesh, rules, profile, options)
+        else:
+            from .tree_estimate import plan_tree
+
+            shares = plan_tree(path, mesh, rules, mapping, abstract, options)
+        return ClusterEstimate(
+            **vars(shares),
+            path=catalog.path,
+            mesh=mesh,
+            profile=profile,
+            rate=HostRate.of(profile, kind, host_bandwidth),
+            storage=kind,
+            checkpoint_bytes=sum(entry.nbytes for entry in entries.values()),
+            checkpoint_files=len(catalog.files),
+            device_bytes=sum(nbytes for _, nbytes in shares.shards),
+            largest=max(shares.shards, key=lambda shard: shard[1], default=("", 0)),
+            rules=_rule_uses(rules, shares.placed),
+            misfits=tuple(placing.misfit for placing in shares.placed if placing.misfit),
+        )
 
 
 def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:
     """Estimates the cost of saving the tensors of a load again, from where they then are."""
     if load.cluster is None:
-        raise ValueError("saves are planned of tensors as stored, without a mapping or pieces")
-    costs = plan_cluster_writes(load.cluster.leaves, load.grid, options)
+        raise ValueError("a save is planned of tensors as stored: without mapping, tree or pieces")
+    costs = plan_cluster_writes(load.cluster.leaves, load.mesh, options)
     return dataclasses.replace(load, costs=costs, leaf_costs=(), cluster=None, saves=options.layout)
 
 
+def _plan_tensors(
+    path: str | os.PathLike[str],
+    entries: dict[str, TensorEntry],
+    mesh: MeshShape,
+    rules: Sequence[ShardingRule],
+    profile: StorageProfile,
+    options: ReadOptions,
+) -> PlannedShares:
+    placer = ShardingRules(rules, mesh)
+    placed = [placer.place(name, entry.shape) for name, entry in entries.items()]
+    quantization = find_quantization(entries, read_configuration(path)[0])
+    special = {} if quantization is None else quantization.parameters
+    parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
+    cluster = plan_cluster(
+        [ClusterTensor(e, p.spec) for e, p in zip(entries.values(), placed, strict=True)],
+        mesh,
+        profile=profile,
+        memory_budget_bytes=options.memory_budget_bytes,
+    )
+    numbers = zip(entries, cluster.class_of, strict=True)
+    return PlannedShares(
+        parameters=sum(parameters.values()),
+        processes=tuple(range(mesh.processes)),
+        costs=tuple(map(cluster.cost, range(mesh.processes))),
+        process_parameters=_process_parameters(cluster, parameters),
+        leaf_costs=_leaf_costs(cluster),
+        shards=tuple((name, cluster.classes[number].shard_bytes) for name, number in numbers),
+        placed=tuple(placed),
+        cluster=cluster,
+    )
+
+
 def _process_parameters(cluster: ClusterPlan, parameters: dict[str, int]) -> tuple[int, ...]:
-    totals = [0] * len(cluster.kinds)
-    for leaf, number in zip(cluster.leaves, cluster.kind_of, strict=True):
+    totals = [0] * len(cluster.classes)
+    for leaf, number in zip(cluster.leaves, cluster.class_of, strict=True):
         totals[number] += parameters[leaf.entry.name]
     held = [0] * len(cluster.costs)
-    for kind, total in zip(cluster.kinds, totals, strict=True):
-        size = math.prod(kind.first.entry.shape)
-        for shape in kind.shapes:
-            share = total * shape.elements // size
-            for process in shape.processes.tolist():
+    for tensor_class, total in zip(cluster.classes, totals, strict=True):
+        size = math.prod(tensor_class.first.entry.shape)
+        for shards in tensor_class.shard_classes:
+            share = total * shards.elements // size
+            for process in shards.processes.tolist():
                 held[process] += share
     return tuple(held[number] for number in cluster.distinct.tolist())
 
 
 def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
     worst = []
-    for kind in cluster.kinds:
-        (entry, spec), costs = kind.first, []
-        for shape in kind.shapes:
-            read = sum(request.read_bytes for request in shape.requests)
-            requests = sum(request.requests for request in shape.requests)
-            regions = [region for request in shape.requests for region in request.fetch.regions]
+    for tensor_class in cluster.classes:
+        (entry, spec), costs = tensor_class.first, []
+        for shards in tensor_class.shard_classes:
+            read = sum(alone.read_bytes for alone in shards.requests)
+            count = sum(alone.requests for alone in shards.requests)
+            regions = [region for alone in shards.requests for region in alone.request.regions]
             needed = sum(region.read.runs.total_bytes for region in regions)
-            costs.append((read, requests, needed))
-        read, requests, needed = max(costs, default=(0, 0, 0))
-        worst.append((entry.shape, entry.dtype.code, spec, needed, read, requests))
-    members = zip(cluster.leaves, cluster.kind_of, strict=True)
+            costs.append((read, count, needed))
+        read, count, needed = max(costs, default=(0, 0, 0))
+        worst.append((entry.shape, entry.dtype.code, spec, needed, read, count))
+    members = zip(cluster.leaves, cluster.class_of, strict=True)
     return tuple(LeafCost(leaf.entry.name, *worst[number]) for leaf, number in members)

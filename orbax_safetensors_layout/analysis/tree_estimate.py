@@ -1,21 +1,21 @@
-"""Estimates the cost of loading any abstract tree; of many processes some, evenly spread."""
+"""Plans the load of any abstract tree; of many processes some, at even distances."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.load import metadata, plan_load
 from orbax_safetensors_layout.mapping import Mapping
-from orbax_safetensors_layout.options import ReadOptions, given_or_default
-from orbax_safetensors_layout.plan import ReadPlan
+from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.plan import LeafCost, PlannedShares, ReadPlan
 from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
 from orbax_safetensors_layout.sharding import (
     MeshShape,
@@ -26,9 +26,6 @@ from orbax_safetensors_layout.sharding import (
     spec_of,
 )
 
-from .cluster_estimate import ClusterEstimate, HostRate, LeafCost, rule_uses
-
-PathLike = str | os.PathLike[str]
 _MOST_PROCESSES = 16
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
@@ -42,32 +39,29 @@ class _Leaf(NamedTuple):
     spec: Spec
     placed: Placed | None
 
-    def shard_bytes(self, grid: MeshShape) -> int:
-        elements = math.prod(self.struct.shape) // math.prod(map(grid.ways, self.spec))
+    def shard_bytes(self, mesh: MeshShape) -> int:
+        elements = math.prod(self.struct.shape) // math.prod(map(mesh.ways, self.spec))
         nbytes: int = elements * np.dtype(self.struct.dtype).itemsize
         return nbytes
 
 
-def estimate_tree(
-    path: PathLike,
-    grid: MeshShape,
-    rules: tuple[ShardingRule, ...],
-    *,
-    mapping: Mapping | None = None,
-    abstract: Any = None,
-    options: ReadOptions | None = None,
-    host_bandwidth: float | None = None,
-) -> ClusterEstimate:
-    """Estimates the cost of a tree, by default of all; `rules` shard leaves without sharding."""
-    options = given_or_default(options, ReadOptions)
+def plan_tree(
+    path: str | os.PathLike[str],
+    mesh: MeshShape,
+    rules: Sequence[ShardingRule],
+    mapping: Mapping | None,
+    abstract: Any,
+    options: ReadOptions,
+) -> PlannedShares:
+    """Plans the shares of some processes; `rules` shard leaves without a sharding."""
     if abstract is None:
         abstract = {
             name: _struct(tensor.shape, tensor.dtype)
             for name, tensor in metadata(path, mapping=mapping).items()
         }
-    leaves, tree = _placed(abstract, ShardingRules(rules, grid), grid)
-    count = min(grid.processes, _MOST_PROCESSES)
-    processes = tuple(number * grid.processes // count for number in range(count))
+    leaves, tree = _placed(abstract, ShardingRules(rules, mesh), mesh)
+    count = min(mesh.processes, _MOST_PROCESSES)
+    processes = tuple(number * mesh.processes // count for number in range(count))
     plans = [
         plan_load(
             path,
@@ -75,33 +69,18 @@ def estimate_tree(
             mapping=mapping,
             options=options,
             process_index=process,
-            process_count=grid.processes,
+            process_count=mesh.processes,
         )
         for process in processes
     ]
-    with Catalog.open(path) as catalog:
-        nbytes = sum(entry.nbytes for entry in catalog.all_entries().values())
-        storage, place, files = catalog.storage.kind, catalog.path, len(catalog.files)
-    shards = [(leaf.name, leaf.shard_bytes(grid)) for leaf in leaves]
-    placed = [leaf.placed for leaf in leaves if leaf.placed is not None]
-    return ClusterEstimate(
-        path=place,
-        grid=grid,
-        profile=options.profile(storage),
-        rate=HostRate.of(options.profile(storage), storage, host_bandwidth),
-        storage=storage,
+    return PlannedShares(
         parameters=sum(math.prod(leaf.struct.shape) for leaf in leaves),
-        checkpoint_bytes=nbytes,
-        checkpoint_files=files,
-        leaf_count=len(leaves),
         processes=processes,
         costs=tuple(plan.cost() for plan in plans),
         process_parameters=tuple(sum(leaf.local.elements for leaf in p.leaves) for p in plans),
-        device_bytes=sum(size for _, size in shards),
-        largest=max(shards, key=lambda shard: shard[1], default=("", 0)),
         leaf_costs=_leaf_costs(plans, {leaf.name: leaf.spec for leaf in leaves}),
-        rules=rule_uses(rules, placed),
-        misfits=tuple(placing.misfit for placing in placed if placing.misfit),
+        shards=tuple((leaf.name, leaf.shard_bytes(mesh)) for leaf in leaves),
+        placed=tuple(leaf.placed for leaf in leaves if leaf.placed is not None),
     )
 
 
@@ -114,9 +93,9 @@ def mesh_of(abstract: Any) -> dict[str, int] | None:
     return None
 
 
-def _placed(abstract: Any, rules: ShardingRules, grid: MeshShape) -> tuple[list[_Leaf], Any]:
+def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[_Leaf], Any]:
     """Return the leaves, and the tree with a sharding at each."""
-    mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
+    abstract_mesh = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
     pairs, structure = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = []
     for path, leaf in pairs:
@@ -129,18 +108,18 @@ def _placed(abstract: Any, rules: ShardingRules, grid: MeshShape) -> tuple[list[
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             spec, placed = spec_of(sharding), None
-            if dict(sharding.mesh.shape) != dict(grid.axes):
+            if dict(sharding.mesh.shape) != dict(mesh.axes):
                 raise MismatchError(
                     "a leaf is sharded over another mesh",
                     tensor=name,
-                    expected=dict(grid.axes),
+                    expected=dict(mesh.axes),
                     found=dict(sharding.mesh.shape),
                 )
         else:
             placed = rules.place(name, tuple(shape))
             spec = placed.spec
         parts = PartitionSpec(*(names or None for names in spec))  # type: ignore[no-untyped-call]
-        struct = _struct(shape, leaf.dtype, sharding=NamedSharding(mesh, parts))
+        struct = _struct(shape, leaf.dtype, sharding=NamedSharding(abstract_mesh, parts))
         leaves.append(_Leaf(name, struct, spec, placed))
     return leaves, jax.tree.unflatten(structure, [leaf.struct for leaf in leaves])
 

@@ -25,11 +25,11 @@ FetchHeaders = Callable[[Sequence[str]], Mapping[str, Header]]
 
 
 def check_save(save_id: str, file: str, header: Header) -> None:
-    """Refuses a file of pieces that is of another save than its manifest."""
+    """Raises where a file of pieces belongs to another save than its manifest."""
     found = header.metadata.get(SAVE_ID)
     if found != save_id:
         raise InvalidManifestError(
-            "a file of pieces is of another save than its manifest",
+            "a file of pieces belongs to another save than its manifest",
             file=file,
             expected=f"save {save_id}",
             found=f"save {found}" if found else "no save in its header",

@@ -187,7 +187,7 @@ def _translated(pattern: str) -> str:
             continue
         elif text == "}":
             if len(levels) == 1:
-                raise ValueError(f"'}}' at {token.start()} closes nothing")
+                raise ValueError(f"'}}' at {token.start()} has no '{{' before it")
             part = _any_of([*map(_joined, levels.pop())])
         levels[-1][-1].append(part)
     if len(levels) > 1:

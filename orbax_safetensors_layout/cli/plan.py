@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shlex
+from typing import Any
 
 from orbax_safetensors_layout.analysis import ClusterEstimate, estimate, estimate_save
 from orbax_safetensors_layout.catalog import Catalog
@@ -132,44 +133,33 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
         raise ValueError("--mapping and --abstract exclude each other")
     with Catalog.open(parsed.path) as catalog:
         kind, bandwidth = catalog.storage.kind, parsed.bandwidth
-        in_pieces = catalog.layout == "sharded"
-    options = ReadOptions(
-        concurrency=parsed.concurrency,
-        memory_budget_bytes=parsed.memory_budget_bytes,
-        latency_seconds={} if parsed.latency is None else {kind: parsed.latency},
-        bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
-    )
-    rules = sharding_rules(parsed.spec) or (_AUTO,)
-    if not (parsed.mapping or parsed.abstract or in_pieces):
-        loading = estimate(
-            parsed.path,
-            _grid(parsed, parsed.mesh),
-            rules,
-            options=options,
-            host_bandwidth=parsed.host_bandwidth,
-        )
-        if parsed.save is None:
-            return loading
-        writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
-        return estimate_save(loading, writing)
-    if parsed.save is not None:
-        raise ValueError("--save plans tensors as they are stored, not with a mapping or in pieces")
-    from orbax_safetensors_layout.analysis import estimate_tree, mesh_of
-
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
-    mapping = parsed.mapping and find_mapping(parsed.mapping, parsed.path)
-    return estimate_tree(
+    loading = estimate(
         parsed.path,
-        _grid(parsed, parsed.mesh or mesh_of(abstract)),
-        rules,
-        mapping=mapping,
+        _mesh_shape(parsed, abstract),
+        sharding_rules(parsed.spec) or (_AUTO,),
+        mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.path),
         abstract=abstract,
-        options=options,
+        options=ReadOptions(
+            concurrency=parsed.concurrency,
+            memory_budget_bytes=parsed.memory_budget_bytes,
+            latency_seconds={} if parsed.latency is None else {kind: parsed.latency},
+            bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
+        ),
         host_bandwidth=parsed.host_bandwidth,
     )
+    if parsed.save is None:
+        return loading
+    writing = WriteOptions(layout=parsed.save, max_file_bytes=parsed.max_file_bytes)
+    return estimate_save(loading, writing)
 
 
-def _grid(parsed: argparse.Namespace, axes: dict[str, int] | None) -> MeshShape:
+def _mesh_shape(parsed: argparse.Namespace, abstract: Any) -> MeshShape:
+    axes = parsed.mesh
+    if axes is None and abstract is not None:
+        from orbax_safetensors_layout.analysis import mesh_of
+
+        axes = mesh_of(abstract)
     if axes is None:
         raise ValueError("name the mesh: --mesh fsdp=64,tensor=4")
     return MeshShape(axes, parsed.hosts)

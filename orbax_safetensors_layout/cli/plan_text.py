@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from orbax_safetensors_layout.analysis import ClusterEstimate, LeafCost
-from orbax_safetensors_layout.plan import Cost
+from orbax_safetensors_layout.analysis import ClusterEstimate
+from orbax_safetensors_layout.plan import Cost, LeafCost
 from orbax_safetensors_layout.runtime import count_text, number_text, seconds_text, size_text
 from orbax_safetensors_layout.sharding import spec_text
 
@@ -46,7 +46,7 @@ def estimate_text(estimate: ClusterEstimate, top: int) -> str:
 
 def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate]) -> str:
     """Format estimates, all of loads or all of saves, side by side: the maximum over hosts."""
-    rows = [["devices, hosts", *(f"{e.grid.devices:,}, {e.grid.processes:,}" for e in estimates)]]
+    rows = [["devices, hosts", *(f"{e.mesh.devices:,}, {e.mesh.processes:,}" for e in estimates)]]
     for name, of, text in _LOAD if estimates[0].saves is None else _SAVE:
         rows.append([f"{name}, a host", *(text(max(map(of, e.costs))) for e in estimates)])
         if text is not _ratio:
@@ -61,26 +61,26 @@ def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate])
 
 
 def _head(estimate: ClusterEstimate) -> str:
-    grid, profile = estimate.grid, estimate.profile
-    axes = ",".join(f"{name}={size}" for name, size in grid.axes.items())
+    mesh, profile = estimate.mesh, estimate.profile
+    axes = ",".join(f"{name}={size}" for name, size in mesh.axes.items())
     hosts = "one host"
-    if grid.processes > 1:
-        hosts = f"{grid.processes:,} hosts with {grid.devices_per_process:,} each"
+    if mesh.processes > 1:
+        hosts = f"{mesh.processes:,} hosts with {mesh.devices_per_process:,} each"
     doing = "load" if estimate.saves is None else f"save in layout {estimate.saves}"
     files = number_text(estimate.checkpoint_files, "file")
     lines = [
         estimate.path,
         f"model    {count_text(estimate.parameters)} parameters,"
         f" {size_text(estimate.checkpoint_bytes)} in {files};"
-        f" {number_text(estimate.leaf_count, 'tensor')} to {doing}",
-        f"cluster  mesh {axes}: {number_text(grid.devices, 'device')} on {hosts}",
+        f" {number_text(len(estimate.shards), 'tensor')} to {doing}",
+        f"cluster  mesh {axes}: {number_text(mesh.devices, 'device')} on {hosts}",
         f"storage  {estimate.storage}: {seconds_text(profile.latency_seconds)} a request,"
         f" {profile.concurrency} at once; {size_text(profile.bandwidth_bytes_per_second)}/s a"
         f" stream, {size_text(estimate.rate.bytes_per_second)}/s a host",
     ]
     if not estimate.is_complete:
         lines.append(
-            f"planned  {len(estimate.processes)} of {grid.processes:,} hosts, evenly spread;"
+            f"planned  {len(estimate.processes)} of {mesh.processes:,} hosts, evenly spread;"
             " figures of all hosts are scaled up from them"
         )
     return "\n".join(lines)
@@ -132,7 +132,7 @@ def _sum(estimate: ClusterEstimate, values: Sequence[float], text: Callable[[flo
     total = sum(values)
     if estimate.is_complete:
         return text(total)
-    return f"~{text(total * estimate.grid.processes / len(estimate.processes))}"
+    return f"~{text(total * estimate.mesh.processes / len(estimate.processes))}"
 
 
 def _costly(estimate: ClusterEstimate, top: int) -> str:
@@ -145,7 +145,7 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
         counts[family.kind] = counts.get(family.kind, 0) + len(family.members)
 
     def excess(leaf: LeafCost) -> float:
-        return counts[leaf] * leaf.excess_seconds(estimate.rate)
+        return counts[leaf] * estimate.rate.excess_seconds(leaf)
 
     lines = []
     for leaf in sorted(patterns, key=excess, reverse=True)[:top]:
@@ -167,7 +167,7 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
 
 def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
-    ways = 1 if leaf.spec is None else estimate.grid.ways([*itertools.chain(*leaf.spec)])
+    ways = 1 if leaf.spec is None else estimate.mesh.ways([*itertools.chain(*leaf.spec)])
     if leaf.read_bytes > 1.5 * leaf.needed_bytes:
         is_inner = estimate.cluster is not None and bool(split) and max(split) > 0
         other = "split dimension 0 instead, " if is_inner else ""
@@ -182,7 +182,7 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
             f"Requests of {each}: split an outer dimension, or store it in shards of this mesh"
             " (layout sharded)."
         )
-    if ways == 1 and estimate.grid.processes > 1 and leaf.needed_bytes >= 1 << 20:
+    if ways == 1 and estimate.mesh.processes > 1 and leaf.needed_bytes >= 1 << 20:
         return (
             "Every host reads all of it: split it over the mesh, or let one read it for all"
             " (ReadOptions(replicated='read_once'))."
@@ -197,9 +197,9 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
     return {
         "path": estimate.path,
         "save": estimate.saves,
-        "mesh": dict(estimate.grid.axes),
-        "devices": estimate.grid.devices,
-        "hosts": estimate.grid.processes,
+        "mesh": dict(estimate.mesh.axes),
+        "devices": estimate.mesh.devices,
+        "hosts": estimate.mesh.processes,
         "storage": {
             "class": estimate.storage,
             "latency_seconds": estimate.profile.latency_seconds,
@@ -210,7 +210,7 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
         "parameters": estimate.parameters,
         "checkpoint_bytes": estimate.checkpoint_bytes,
         "checkpoint_files": estimate.checkpoint_files,
-        "tensors": estimate.leaf_count,
+        "tensors": len(estimate.shards),
         "rules": [
             {"rule": None if rule is None else str(rule), "tensors": leaves}
             for rule, leaves in estimate.rules
@@ -231,7 +231,7 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
         "complete": estimate.is_complete,
         "estimated_seconds": max(times),
         "costliest": [
-            {**leaf._asdict(), "excess_seconds": leaf.excess_seconds(estimate.rate)}
+            {**leaf._asdict(), "excess_seconds": estimate.rate.excess_seconds(leaf)}
             for leaf in estimate.costliest(top)
         ],
     }

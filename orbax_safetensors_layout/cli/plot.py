@@ -28,8 +28,8 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
         raise ImportError(
             "--plot needs matplotlib: `pip install orbax-safetensors-layout[plot]`"
         ) from error
-    count = min(estimate.grid.processes, _MOST_ROWS)
-    hosts = [number * estimate.grid.processes // count for number in range(count)]
+    count = min(estimate.mesh.processes, _MOST_ROWS)
+    hosts = [number * estimate.mesh.processes // count for number in range(count)]
     seen = coverage(estimate.cluster, hosts, _COLUMNS, files=files)
     if not seen.edges:
         raise ValueError(f"no file is called {files!r}")
@@ -60,9 +60,9 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
         axes.set_ylabel(label)
     _mark_tensors(above, seen)
     _mark_files(below, seen)
-    mesh = ",".join(f"{name}={size}" for name, size in estimate.grid.axes.items())
-    hosts_text = f"{count} of {estimate.grid.processes:,} hosts"
-    of = hosts_text if count < estimate.grid.processes else "host"
+    mesh = ",".join(f"{name}={size}" for name, size in estimate.mesh.axes.items())
+    hosts_text = f"{count} of {estimate.mesh.processes:,} hosts"
+    of = hosts_text if count < estimate.mesh.processes else "host"
     name = estimate.path.rstrip("/").rpartition("/")[2]
     figure.suptitle(f"What each {of} needs and reads of {name}, mesh {mesh}", x=0.01, ha="left")
     bar = figure.colorbar(image, ax=[above, below], pad=0.01, fraction=0.03)

@@ -13,7 +13,6 @@ from orbax_safetensors_layout.format import (
     PACKED,
     Container,
     DType,
-    Manifest,
     NewTensor,
     Node,
     TensorLeaf,
@@ -94,12 +93,17 @@ def consolidate(
             metadata=manifest.metadata,
             digests=options.digests or verifying is not None,
         )
-        packed = _packed_tensors(manifest)
+        entries = catalog.all_entries()
+        packed = {  # tensors whose sub-byte elements are stored one a byte
+            name: dtype_from_numpy(entry.dtype.numpy)
+            for name, entry in entries.items()
+            if entry.dtype.numpy in PACKED and math.prod(entry.shape) % 8 == 0
+        }
         shards = ProcessShards()
         plan = plan_consolidation(
             [
-                NewTensor(name, packed.get(name) or DTYPES[code], shape)
-                for name, (code, shape, _) in manifest.pieces.tensors.items()
+                NewTensor(name, packed.get(name) or DTYPES[entry.dtype.code], entry.shape)
+                for name, entry in entries.items()
             ],
             manifest.pieces,
             options=options,
@@ -117,17 +121,6 @@ def consolidate(
         else:
             sidecar_files = read_sidecar_files(path) if group.is_leader else {}
             prepared.commit(target, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
-
-
-def _packed_tensors(manifest: Manifest) -> dict[str, DType]:
-    """Return the tensors whose sub-byte elements are stored one a byte and can be packed."""
-    assert manifest.pieces is not None
-    tensors = manifest.pieces.tensors
-    return {
-        name: dtype_from_numpy(dtype.numpy)
-        for name, dtype in manifest.dtypes().items()
-        if dtype.numpy in PACKED and math.prod(tensors[name].shape) % 8 == 0
-    }
 
 
 def _with_dtypes(node: Node, packed: dict[str, DType]) -> Node:

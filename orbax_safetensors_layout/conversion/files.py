@@ -65,7 +65,7 @@ class FilesTarget:
         identity: str,
         sidecar_files: Mapping[str, bytes],
     ) -> None:
-        processes = 1 if topology is None else topology.grid.processes
+        processes = 1 if topology is None else topology.mesh.processes
         in_pieces = options.layout == "sharded"
         prepared = PreparedTree.parse(
             stand_ins(tree, topology if in_pieces else None),

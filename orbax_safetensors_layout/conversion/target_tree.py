@@ -60,10 +60,10 @@ def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, 
 class Topology:
     """The devices that a target is cut for; arrays that no rule matches are replicated."""
 
-    def __init__(self, grid: MeshShape, rules: Sequence[ShardingRule] = ()) -> None:
-        self.grid = grid
-        self._rules = ShardingRules(rules, grid)
-        self._mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
+    def __init__(self, mesh: MeshShape, rules: Sequence[ShardingRule] = ()) -> None:
+        self.mesh = mesh
+        self._rules = ShardingRules(rules, mesh)
+        self._abstract_mesh = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
         self._misfits: list[Misfit] = []
         self._used: set[int] = set()
 
@@ -71,14 +71,14 @@ class Topology:
         """Return the shape of a shard of an array."""
         parts = list(array.shape)
         for axis, names in enumerate(self._spec(array)):
-            parts[axis] //= self.grid.ways(names)
+            parts[axis] //= self.mesh.ways(names)
         return tuple(parts)
 
     def sharding(self, array: TargetArray) -> NamedSharding:
         """Return the sharding of an array, over a mesh without devices."""
         parts = [names or None for names in self._spec(array)]
         spec: PartitionSpec = PartitionSpec(*parts)  # type: ignore[no-untyped-call]
-        return NamedSharding(self._mesh, spec)
+        return NamedSharding(self._abstract_mesh, spec)
 
     def _spec(self, array: TargetArray) -> Spec:
         placed = self._rules.place(array.name, array.shape)

@@ -12,12 +12,13 @@ from .cluster import (
     ClusterPlan,
     ClusterTensor,
     Coverage,
+    PlannedShares,
     coverage,
     plan_cluster,
     plan_cluster_writes,
 )
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
-from .cost import Cost
+from .cost import Cost, LeafCost
 from .exchange_rounds import (
     ExchangeLimits,
     Fragment,

@@ -25,10 +25,10 @@ import numpy.typing as npt
 from orbax_safetensors_layout.format import NewTensor, TensorEntry, lay_out, piece_file_prefix
 from orbax_safetensors_layout.geometry import Ints, row_major_strides
 from orbax_safetensors_layout.options import StorageProfile, WriteOptions
-from orbax_safetensors_layout.sharding import GlobalShards, MeshShape, Partition, Spec
+from orbax_safetensors_layout.sharding import GlobalShards, MeshShape, Partition, Placed, Spec
 
-from .coalesce import MAX_GROUP_BUFFERS, Request, SmallRequest, requests_of
-from .cost import Cost
+from .coalesce import Request, SmallRequest, requests_of
+from .cost import Cost, LeafCost
 from .leaf_reads import LeafRead
 from .planner import RegionPlanner
 from .reads import held_bytes, staging_bytes
@@ -45,9 +45,9 @@ class ClusterTensor(NamedTuple):
 class ClassRequest(NamedTuple):
     """A request that some processes make for each tensor of a class."""
 
-    fetch: Request  # of the first process; `start` is relative to the tensor
+    request: Request  # of the first process; `start` is relative to the tensor
     held_bytes: int  # host bytes of its tiles
-    read_bytes: int  # where it is made by itself
+    read_bytes: int  # where it is in no group
     requests: int  # likewise
     small: SmallRequest | None  # how it may be in a group, if it may
 
@@ -66,7 +66,7 @@ class TensorClass(NamedTuple):
 
     tensors: int  # number of tensors
     first: ClusterTensor  # the first of them
-    shapes: tuple[ShardClass, ...]  # the shards of processes
+    shard_classes: tuple[ShardClass, ...]
     shard_bytes: int  # bytes of one device's shard
 
 
@@ -79,8 +79,8 @@ class ClusterPlan:
     """The shares of all processes of one load."""
 
     leaves: tuple[ClusterTensor, ...]
-    kinds: tuple[TensorClass, ...]  # the classes of tensors
-    kind_of: tuple[int, ...]  # for each tensor the number of its class
+    classes: tuple[TensorClass, ...]
+    class_of: tuple[int, ...]  # for each leaf the number of its class
     files: tuple[_ClusterFile, ...]
     distinct: Ints  # for each process the number of its cost in `costs`
     costs: tuple[Cost, ...]  # the costs of processes that differ
@@ -90,9 +90,23 @@ class ClusterPlan:
         return self.costs[int(self.distinct[process])]
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedShares:
+    """The shares of processes in a load."""
+
+    parameters: int
+    processes: tuple[int, ...]  # those that were planned
+    costs: tuple[Cost, ...]  # theirs
+    process_parameters: tuple[int, ...]
+    leaf_costs: tuple[LeafCost, ...]
+    shards: tuple[tuple[str, int], ...]  # each leaf, and the bytes of one device's shard
+    placed: tuple[Placed, ...]  # leaves that rules shard
+    cluster: ClusterPlan | None = None  # where all processes were planned at once
+
+
 def plan_cluster(
     leaves: Sequence[ClusterTensor],
-    grid: MeshShape,
+    mesh: MeshShape,
     *,
     profile: StorageProfile,
     memory_budget_bytes: int,
@@ -101,31 +115,28 @@ def plan_cluster(
     keys = [(leaf.entry.shape, leaf.entry.dtype.code, leaf.spec) for leaf in leaves]
     counts = collections.Counter(keys)  # in the order of the first tensors
     numbers = {key: number for number, key in enumerate(counts)}
-    firsts = dict(zip(reversed(keys), reversed(leaves), strict=True))
+    first_of = dict(zip(reversed(keys), reversed(leaves), strict=True))
     partitions = [
-        Partition.of(shape, spec, grid, packed=firsts[shape, code, spec].entry.dtype.packed)
+        Partition.of(shape, spec, mesh, packed=first_of[shape, code, spec].entry.dtype.packed)
         for shape, code, spec in counts
     ]
-    chosen, distinct = _distinct(partitions, grid.processes)
+    chosen, distinct = _distinct(partitions, mesh.processes)
     planner = RegionPlanner(profile, memory_budget_bytes, adopt=False)
-    kinds = tuple(
-        TensorClass(
-            count,
-            firsts[key],
-            tuple(_shapes(firsts[key], partition, chosen, planner, profile, memory_budget_bytes)),
-            -(-math.prod(partition.shape) * firsts[key].entry.dtype.bits // 8),
-        )
-        for (key, count), partition in zip(counts.items(), partitions, strict=True)
-    )
+    classes = []
+    for (key, count), partition in zip(counts.items(), partitions, strict=True):
+        first = first_of[key]
+        shards = _shard_classes(first, partition, chosen, planner, profile, memory_budget_bytes)
+        shard_bytes = -(-math.prod(partition.shape) * first.entry.dtype.bits // 8)
+        classes.append(TensorClass(count, first, tuple(shards), shard_bytes))
     by_file: dict[str, list[tuple[TensorEntry, TensorClass]]] = {}
     for leaf, key in zip(leaves, keys, strict=True):
-        by_file.setdefault(leaf.entry.file, []).append((leaf.entry, kinds[numbers[key]]))
+        by_file.setdefault(leaf.entry.file, []).append((leaf.entry, classes[numbers[key]]))
     for tensors in by_file.values():
         tensors.sort(key=lambda item: item[0].start)
     files = tuple(sorted(by_file.items()))
-    costs = _read_costs(kinds, files, len(chosen), profile, memory_budget_bytes)
-    kind_of = tuple(numbers[key] for key in keys)
-    return ClusterPlan(tuple(leaves), kinds, kind_of, files, distinct, costs)
+    costs = _read_costs(classes, files, len(chosen), profile, memory_budget_bytes)
+    class_of = tuple(numbers[key] for key in keys)
+    return ClusterPlan(tuple(leaves), tuple(classes), class_of, files, distinct, costs)
 
 
 def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, Ints]:
@@ -139,7 +150,7 @@ def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, In
     return chosen, inverse.reshape(-1)
 
 
-def _shapes(
+def _shard_classes(
     leaf: ClusterTensor,
     partition: Partition,
     chosen: Ints,
@@ -150,10 +161,10 @@ def _shapes(
     entry = leaf.entry
     if 0 in entry.shape:
         return
-    classes = partition.likeness[chosen]
+    likeness = partition.likeness[chosen]
     strides = np.array(row_major_strides(entry.shape), np.int64)
-    for number in np.unique(classes):
-        processes = np.flatnonzero(classes == number)
+    for number in np.unique(likeness):
+        processes = np.flatnonzero(likeness == number)
         first = int(chosen[processes[0]])
         local = partition.local(first)
         read = LeafRead.plain(entry.name, entry, local, entry.dtype.numpy)
@@ -162,12 +173,12 @@ def _shapes(
         held = functools.partial(held_bytes, read)
         requests = tuple(
             ClassRequest(
-                fetch,
-                sum(map(held, fetch.regions)),
-                *fetch.cost(profile),
-                SmallRequest.of(fetch, profile),
+                request,
+                sum(map(held, request.regions)),
+                *request.cost(profile),
+                SmallRequest.of(request, profile),
             )
-            for fetch in requests_of(moved, held, most_held)
+            for request in requests_of(moved, held, most_held)
         )
         steps = partition.origin[chosen[processes]] - partition.origin[first]
         shift = steps * np.array(partition.shape, np.int64) @ strides * entry.dtype.bits // 8
@@ -175,7 +186,7 @@ def _shapes(
 
 
 def _read_costs(
-    kinds: Sequence[TensorClass],
+    classes: Sequence[TensorClass],
     cluster_files: Sequence[_ClusterFile],
     processes: int,
     profile: StorageProfile,
@@ -184,31 +195,32 @@ def _read_costs(
     """Return the costs of processes that differ, added up as vectors."""
     tensors, needed, read, requests, files, held, most_held = np.zeros((7, processes), np.int64)
     staged, padded = np.zeros((2, processes), bool)
-    for kind in kinds:  # the part of a class that does not depend on neighbours in a file
-        for shape in kind.shapes:
-            rows = shape.processes
-            tensors[rows] += kind.tensors
-            for request in shape.requests:
-                plan = request.fetch.read
-                needed[rows] += kind.tensors * request.fetch.needed_bytes
-                held[rows] += kind.tensors * request.held_bytes
+    for tensor_class in classes:  # the part of a class that does not depend on neighbours in a file
+        count = tensor_class.tensors
+        for shards in tensor_class.shard_classes:
+            rows = shards.processes
+            tensors[rows] += count
+            for alone in shards.requests:
+                plan = alone.request.read
+                needed[rows] += count * alone.request.needed_bytes
+                held[rows] += count * alone.held_bytes
                 staged[rows] |= not plan.direct
                 padded[rows] |= not plan.direct and bool(plan.blocking.pad_bytes)
-                if request.small is None:
-                    read[rows] += kind.tensors * request.read_bytes
-                    requests[rows] += kind.tensors * request.requests
-                    most_held[rows] = np.maximum(most_held[rows], request.held_bytes)
+                if alone.small is None:
+                    read[rows] += count * alone.read_bytes
+                    requests[rows] += count * alone.requests
+                    most_held[rows] = np.maximum(most_held[rows], alone.held_bytes)
     for _, of_file in cluster_files:
         opened = np.zeros(processes, bool)
         groups = _Groups(processes, profile.max_gap_bytes)
-        for kind in {id(kind): kind for _, kind in of_file}.values():
-            for shape in kind.shapes:
-                opened[shape.processes] = True
-        for entry, kind in of_file:
-            for shape in kind.shapes:
-                for request in shape.requests:
-                    if request.small is not None:
-                        groups.add(entry.start, shape, request, request.small)
+        for tensor_class in {id(of_tensor): of_tensor for _, of_tensor in of_file}.values():
+            for shards in tensor_class.shard_classes:
+                opened[shards.processes] = True
+        for entry, tensor_class in of_file:
+            for shards in tensor_class.shard_classes:
+                for alone in shards.requests:
+                    if alone.small is not None:
+                        groups.add(entry.start, shards, alone, alone.small)
         files += opened
         read += groups.read
         requests += groups.requests
@@ -235,22 +247,17 @@ class _Groups:
         # Changes when a region that was alone is joined by another.
         self._more_requests, self._more_bytes = np.zeros((2, processes), np.int64)
 
-    def add(self, base: int, shape: ShardClass, alone: ClassRequest, small: SmallRequest) -> None:
+    def add(self, base: int, shards: ShardClass, alone: ClassRequest, small: SmallRequest) -> None:
         """Adds a request of a class for a tensor at byte `base`."""
-        shared = alone.fetch.regions[0].layout.shared
-        everyone = len(shape.processes) == self._processes
-        rows: slice | Ints = slice(None) if everyone else shape.processes
-        start = shape.shift + (base + alone.fetch.start)
-        stop = start + small.length
-        gap = start - self._end[rows]
+        shared = alone.request.regions[0].layout.shared
+        everyone = len(shards.processes) == self._processes
+        rows: slice | Ints = slice(None) if everyone else shards.processes
+        start = shards.shift + (base + alone.request.start)
+        end = start + small.length
+        gap, span = start - self._end[rows], end - self._first[rows]
         limit = np.minimum(self._limit[rows], small.limit)
-        join = (
-            (self._shared[rows] == shared)
-            & (gap >= 0)
-            & (gap <= self._max_gap_bytes)
-            & (stop - self._first[rows] <= limit)
-            & (self._buffers[rows] + small.buffers <= MAX_GROUP_BUFFERS)
-        )
+        join = small.joins(gap, span, limit, self._buffers[rows], self._max_gap_bytes)
+        join &= self._shared[rows] == shared
         joined = gap + small.length + self._more_bytes[rows]
         self.read[rows] += np.where(join, joined, alone.read_bytes)
         self._more_bytes[rows] = np.where(join, 0, small.length - alone.read_bytes)
@@ -262,11 +269,11 @@ class _Groups:
         self._held[rows] = np.where(join, self._held[rows], 0) + alone.held_bytes
         self.most_held[rows] = np.maximum(self.most_held[rows], self._held[rows])
         self._shared[rows] = shared
-        self._end[rows] = stop
+        self._end[rows] = end
 
 
 def plan_cluster_writes(
-    leaves: Sequence[ClusterTensor], grid: MeshShape, options: WriteOptions
+    leaves: Sequence[ClusterTensor], mesh: MeshShape, options: WriteOptions
 ) -> tuple[Cost, ...]:
     """Return the cost of each process: its `WritePlan.cost`, but for the headers of pieces."""
     held: dict[tuple[tuple[int, ...], Spec], GlobalShards] = {}
@@ -274,10 +281,10 @@ def plan_cluster_writes(
     for entry, spec in leaves:
         key = (entry.shape, spec)
         if key not in held:
-            held[key] = Partition.of(entry.shape, spec, grid).held()
+            held[key] = Partition.of(entry.shape, spec, mesh).held()
         tensor = NewTensor(entry.name, entry.dtype, entry.shape)
         writes.append(LeafWrite(tensor, entry.dtype.numpy, held[key]))
-    plan = plan_writes(writes, options=options, process_count=grid.processes)
+    plan = plan_writes(writes, options=options, process_count=mesh.processes)
     return _write_costs(plan, {"format": "pt", **options.metadata})
 
 
@@ -330,7 +337,7 @@ class Coverage(NamedTuple):
 def coverage(
     cluster: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
 ) -> Coverage:
-    """Return the coverage of the files of a glob; what is read in runs is spread over its span."""
+    """Return the coverage of the files of a glob; runs count as evenly over their span."""
     chosen = [
         (file, tensors)
         for file, tensors in cluster.files
@@ -346,16 +353,16 @@ def coverage(
     at = 0
     for file, tensors in chosen:
         edges.append((file, at))
-        for entry, kind in tensors:
-            for shape in kind.shapes:
-                row = row_of[shape.processes]
+        for entry, tensor_class in tensors:
+            for shards in tensor_class.shard_classes:
+                row = row_of[shards.processes]
                 own_rows = np.flatnonzero(row >= 0)
-                for request in shape.requests:
-                    fetch = request.fetch
-                    start = at + fetch.start + shape.shift[own_rows]
-                    span = fetch.spread_bytes + fetch.read.requests.stop
-                    _spread(read, row[own_rows], start, span, request.read_bytes, width)
-                    _spread(needed, row[own_rows], start, span, fetch.needed_bytes, width)
+                for alone in shards.requests:
+                    request = alone.request
+                    start = at + request.start + shards.shift[own_rows]
+                    span = request.added_bytes + request.read.requests.stop
+                    _add_bytes(read, row[own_rows], start, span, alone.read_bytes, width)
+                    _add_bytes(needed, row[own_rows], start, span, request.needed_bytes, width)
             places.append((entry.name, at, entry.nbytes))
             at += entry.nbytes
     rows = rows.reshape(-1)
@@ -364,7 +371,7 @@ def coverage(
     )
 
 
-def _spread(
+def _add_bytes(
     shares: npt.NDArray[np.float64], row: Ints, start: Ints, span: int, nbytes: int, width: float
 ) -> None:
     """Adds `nbytes` to the bins of `width` bytes that `span` bytes from each `start` on overlap."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
 
@@ -13,7 +13,7 @@ from .regions import ByteRegion, RegionPlan
 # a buffer of their own, so that freeing one array frees its memory.
 SMALL_REGION_BYTES = 4 << 20
 # Buffers that one request may fill; with the gaps between them below IOV_MAX, 1024 on Linux.
-MAX_GROUP_BUFFERS = 1000
+_MAX_GROUP_BUFFERS = 1000
 # A larger region whose staging rows are padded is read by itself: in a group they are not.
 _MAX_UNPADDED_BYTES = 256 << 10
 
@@ -32,7 +32,7 @@ class Request(NamedTuple):
         return self.regions[0].start
 
     @property
-    def spread_bytes(self) -> int:
+    def added_bytes(self) -> int:
         """Bytes from the first region to the last, by which each request is longer."""
         return self.regions[-1].start - self.regions[0].start
 
@@ -46,36 +46,36 @@ class Request(NamedTuple):
         return len({region.start for region in self.regions}) * self.read.runs.total_bytes
 
     def cost(self, profile: StorageProfile) -> tuple[int, int]:
-        """Return bytes read and requests, where it is read by itself."""
+        """Return bytes read and requests, where it is in no group."""
         count = self.read.storage_requests(profile)
-        return self.read.storage_bytes() + count * self.spread_bytes, count
+        return self.read.storage_bytes() + count * self.added_bytes, count
 
 
 class RequestGroup(NamedTuple):
-    """Fetches of one file: one of any kind, or several small ones whose span is one request."""
+    """Requests of one file: one of any kind, or several small ones that are read as one."""
 
     file: str
-    fetches: tuple[Request, ...]
+    requests: tuple[Request, ...]
 
     @property
     def regions(self) -> tuple[ByteRegion, ...]:
-        return tuple(region for fetch in self.fetches for region in fetch.regions)
+        return tuple(region for request in self.requests for region in request.regions)
 
     def cost(self, profile: StorageProfile) -> tuple[int, int]:
-        if len(self.fetches) > 1:
-            return self.fetches[-1].stop - self.fetches[0].start, 1
-        return self.fetches[0].cost(profile)
+        if len(self.requests) > 1:
+            return self.requests[-1].stop - self.requests[0].start, 1
+        return self.requests[0].cost(profile)
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yields file and half-open byte ranges; long ones are read in several requests."""
-        fetch = self.fetches[0]
-        if len(self.fetches) > 1:
-            yield self.file, fetch.start, self.fetches[-1].stop
+        first = self.requests[0]
+        if len(self.requests) > 1:
+            yield self.file, first.start, self.requests[-1].stop
             return
-        runs = fetch.read.requests
+        runs = first.read.requests
         for offset in runs.offsets().tolist():
-            start = fetch.start + offset
-            yield self.file, start, start + runs.run_bytes + fetch.spread_bytes
+            start = first.start + offset
+            yield self.file, start, start + runs.run_bytes + first.added_bytes
 
 
 def requests_of(
@@ -110,52 +110,55 @@ def coalesced(
     """Joins small neighbours, by offset, whose gap is cheaper to read than to skip."""
     pending: list[Request] = []
     first = end = limit = buffers = 0
+    max_gap_bytes = profile.max_gap_bytes
     # By the RegionPlan, which tensors of one shape share.
     known: dict[tuple[int, int], SmallRequest | None] = {}
-    for fetch in requests_of(regions, held_bytes, most_held):
-        key = id(fetch.read), fetch.spread_bytes
+    for request in requests_of(regions, held_bytes, most_held):
+        key = id(request.read), request.added_bytes
         if key not in known:
-            known[key] = SmallRequest.of(fetch, profile)
-        request = known[key]
-        if request is None:
-            yield RequestGroup(file, (fetch,))
+            known[key] = SmallRequest.of(request, profile)
+        small = known[key]
+        if small is None:
+            yield RequestGroup(file, (request,))
             continue
-        start = fetch.start
-        stop = start + request.length
-        if (
+        start = request.start
+        stop = start + small.length
+        most = min(limit, small.limit)
+        if not (
             pending
-            and 0 <= start - end <= profile.max_gap_bytes
-            and stop - first <= min(limit, request.limit)
-            and buffers + request.buffers <= MAX_GROUP_BUFFERS
-            and fetch.regions[0].layout.shared == pending[0].regions[0].layout.shared
+            and request.regions[0].layout.shared == pending[0].regions[0].layout.shared
+            and small.joins(start - end, stop - first, most, buffers, max_gap_bytes)
         ):
-            limit = min(limit, request.limit)
-        else:
             if pending:
                 yield RequestGroup(file, tuple(pending))
-            pending, first, limit, buffers = [], start, request.limit, 0
-        pending.append(fetch)
-        buffers += request.buffers
-        end = stop
+            pending, first, most, buffers = [], start, small.limit, 0
+        pending.append(request)
+        buffers += small.buffers
+        end, limit = stop, most
     if pending:
         yield RequestGroup(file, tuple(pending))
 
 
 class SmallRequest(NamedTuple):
-    """A small fetch that may be in a group."""
+    """A small request that may be in a group."""
 
     length: int  # its bytes in the file
     limit: int  # most bytes of a group that it is in
     buffers: int  # buffers that it fills, and one for the gap before it
 
     @classmethod
-    def of(cls, fetch: Request, profile: StorageProfile) -> SmallRequest | None:
-        """Return None for a fetch that is read by itself."""
-        read = fetch.read
-        length = read.requests.run_bytes + fetch.spread_bytes
+    def of(cls, request: Request, profile: StorageProfile) -> SmallRequest | None:
+        """Return None for a request that is in no group."""
+        read = request.read
+        length = read.requests.run_bytes + request.added_bytes
         padded = length > _MAX_UNPADDED_BYTES and not read.direct and read.blocking.pad_bytes
         if read.requests.levels or length >= SMALL_REGION_BYTES or padded:
             return None
         if read.spans is None:
             return cls(length, profile.staging_bytes, 2)
         return cls(length, profile.request_bytes, 1 + read.spans.count)
+
+    def joins(self, gap: Any, span: Any, limit: Any, buffers: Any, max_gap_bytes: int) -> Any:
+        """Whether it joins a group, which then has `span` bytes; for numbers, or arrays of them."""
+        within = (gap >= 0) & (gap <= max_gap_bytes) & (span <= limit)
+        return within & (buffers + self.buffers <= _MAX_GROUP_BUFFERS)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
+
+from orbax_safetensors_layout.sharding import Spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,3 +53,15 @@ class Cost:
             f"{self.read_bytes:,} bytes read ({self.over_read:.2f}x) in {self.requests:,} requests "
             f"from {self.files:,} files, at most {self.peak_host_bytes:,} bytes of staging memory"
         )
+
+
+class LeafCost(NamedTuple):
+    """The cost of one leaf, read by itself, to the process that it costs most."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec | None
+    needed_bytes: int  # of its shards
+    read_bytes: int
+    requests: int

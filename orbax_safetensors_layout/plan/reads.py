@@ -34,7 +34,7 @@ class ReadPlan:
     adopt: bool  # whether the arrays keep the buffers they are made of, as on the CPU backend
 
     def groups(self) -> Iterator[RequestGroup]:
-        """Yields regions that are fetched together, in the order in which they are."""
+        """Yields regions that are read together, in the order in which they are."""
         profile, budget = self.profile, self.memory_budget_bytes
         for file, regions in self.batches:
             yield from coalesced(file, regions, profile, self._held_bytes, budget)
@@ -74,7 +74,7 @@ class ReadPlan:
             read, requests = read + group_read, requests + group_requests
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
-            needed += sum(fetch.needed_bytes for fetch in group.fetches)
+            needed += sum(request.needed_bytes for request in group.requests)
             touched.update(region.leaf for region in regions)
             if self.adopt and not any(region.layout.staged for region in regions):
                 continue

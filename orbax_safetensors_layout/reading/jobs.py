@@ -29,12 +29,12 @@ def jobs_of(
     group: RequestGroup, destinations: Sequence[BufferSlice], profile: StorageProfile
 ) -> Iterator[Job]:
     """The jobs that fill `destinations`, lazily."""
-    if len(group.fetches) > 1:
+    if len(group.requests) > 1:
         yield functools.partial(_read_group, group, destinations)
     elif destinations[0].region.read.direct:
         yield from _runs_jobs(group.file, destinations, profile)
     else:
-        blocks = blocks_of(group.fetches[0], destinations)
+        blocks = blocks_of(group.requests[0], destinations)
         batch = _per_job(profile.staging_bytes, profile)
         shared = destinations[0].region.layout.shared
         while of_job := list(itertools.islice(blocks, batch)):
@@ -91,7 +91,7 @@ def _read_runs(
 def _read_blocks(
     file: str, blocks: Sequence[Block], shared: bool, storage: RangeReader, scratch: Scratch
 ) -> tuple[int, int]:
-    """Reads some blocks of one fetch, one after the other."""
+    """Reads some blocks of one request, one after the other."""
     for block in blocks:
         staging = scratch.take(block.cut.staging_bytes)
         for offset, buffers in block.buffers(staging, scratch):
@@ -104,7 +104,7 @@ def _read_blocks(
 def _read_group(
     group: RequestGroup, destinations: Sequence[BufferSlice], storage: RangeReader, scratch: Scratch
 ) -> tuple[int, int]:
-    """Reads neighbouring small fetches as one request."""
+    """Reads neighbouring small requests as one request."""
     parts, twins = _parts_of(group, destinations)
     start, stop = destinations[0].region.start, destinations[-1].region.stop
     staged = sum(align(p.cut.staging_bytes) for p in parts if isinstance(p, Block))
@@ -137,21 +137,21 @@ def _read_group(
 def _parts_of(
     group: RequestGroup, destinations: Sequence[BufferSlice]
 ) -> tuple[list[Block | BufferSlice], list[tuple[BufferSlice, BufferSlice]]]:
-    """Each fetch as its one block if it is staged, else as its region; and twins of the latter."""
+    """Each request as one block if it is staged, else as its region; and twins of the latter."""
     cuts: dict[tuple[int, int], Cut] = {}  # by the RegionPlan, which tensors of one shape share
     parts: list[Block | BufferSlice] = []
     twins: list[tuple[BufferSlice, BufferSlice]] = []
     rest = iter(destinations)
-    for fetch in group.fetches:
-        first, *others = of_fetch = [*itertools.islice(rest, len(fetch.regions))]
-        if fetch.read.direct:
+    for request in group.requests:
+        first, *others = of_request = [*itertools.islice(rest, len(request.regions))]
+        if request.read.direct:
             parts.append(first)
             twins += [(twin, first) for twin in others]
             continue
-        key = id(fetch.read), fetch.spread_bytes
+        key = id(request.read), request.added_bytes
         if key not in cuts:
-            cuts[key] = Cut.whole(fetch.read, fetch.spread_bytes)
-        parts.append(Block(cuts[key], fetch.start, of_fetch))
+            cuts[key] = Cut.whole(request.read, request.added_bytes)
+        parts.append(Block(cuts[key], request.start, of_request))
     return parts, twins
 
 

@@ -200,9 +200,9 @@ class Block(NamedTuple):
                 copy.run(staging, region.start - start, room.memory.data, at)
 
 
-def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[Block]:
+def blocks_of(request: Request, destinations: Sequence[BufferSlice]) -> Iterator[Block]:
     """The blocks of regions that are staged, in the order of the file."""
-    read = fetch.read
+    read = request.read
     ranges = [[*a.ranges(n)] for a, n in zip(read.axes, read.blocking.lengths, strict=True)]
     cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # all alike but those at the ends
     steps = [
@@ -211,8 +211,8 @@ def blocks_of(fetch: Request, destinations: Sequence[BufferSlice]) -> Iterator[B
     for block, step in zip(itertools.product(*ranges), itertools.product(*steps), strict=True):
         kind = tuple(same for same, _, _ in step)
         if kind not in cuts:
-            cuts[kind] = Cut.of(read, block, fetch.spread_bytes)
-        start = fetch.start + sum(source for _, source, _ in step)
+            cuts[kind] = Cut.of(read, block, request.added_bytes)
+        start = request.start + sum(source for _, source, _ in step)
         moved = sum(target for _, _, target in step)
         yield Block(cuts[kind], start, destinations, moved)
 

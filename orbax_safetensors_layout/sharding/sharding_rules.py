@@ -86,16 +86,16 @@ class Placed(NamedTuple):
 class ShardingRules:
     """Rules for a mesh, of which the first that matches a name applies."""
 
-    def __init__(self, rules: Sequence[ShardingRule], grid: MeshShape) -> None:
+    def __init__(self, rules: Sequence[ShardingRule], mesh: MeshShape) -> None:
         self.rules = tuple(rules)
-        self._grid = grid
+        self._mesh = mesh
         for rule in rules:
             names = [*itertools.chain.from_iterable(rule.spec or ())]
-            unknown = sorted(set(names) - set(grid.axes))
+            unknown = sorted(set(names) - set(mesh.axes))
             if unknown:
                 raise ValueError(
                     f"the rule {rule} names {unknown[0]!r}; the mesh has the axes"
-                    f" {', '.join(grid.axes)}"
+                    f" {', '.join(mesh.axes)}"
                 )
             if len(set(names)) != len(names):
                 raise ValueError(f"the rule {rule} names an axis twice")
@@ -110,38 +110,38 @@ class ShardingRules:
             return Placed((), None)
         given = self.rules[number].spec
         if (number, shape) not in self._fitted:
-            self._fitted[number, shape] = _fit(given, shape, self._grid)
+            self._fitted[number, shape] = _fit(given, shape, self._mesh)
         spec, reason = self._fitted[number, shape]
         misfit = None if reason is None else Misfit(name, shape, given or (), reason)
         return Placed(spec, number, misfit)
 
 
-def auto_spec(shape: Sequence[int], grid: MeshShape) -> Spec:
+def auto_spec(shape: Sequence[int], mesh: MeshShape) -> Spec:
     """Return a split of the outermost dimension that the most devices divide; of a vector, none."""
     if len(shape) < 2:
         return ()
-    axes = tuple(grid.axes)
+    axes = tuple(mesh.axes)
     spans = [axes[i:j] for i in range(len(axes)) for j in range(i + 1, len(axes) + 1)]
-    for names in sorted(spans, key=grid.ways, reverse=True):
-        ways = grid.ways(names)
+    for names in sorted(spans, key=mesh.ways, reverse=True):
+        ways = mesh.ways(names)
         for axis, extent in enumerate(shape):
             if ways > 1 and extent % ways == 0:
                 return (*[()] * axis, names)
     return ()
 
 
-def _fit(spec: Spec | None, shape: Sequence[int], grid: MeshShape) -> tuple[Spec, str | None]:
+def _fit(spec: Spec | None, shape: Sequence[int], mesh: MeshShape) -> tuple[Spec, str | None]:
     """Return what of a rule's spec fits a shape, and why the rest does not."""
     if spec is None:
-        return auto_spec(shape, grid), None
+        return auto_spec(shape, mesh), None
     reasons = []
     fitted = list(spec[: len(shape)])
     if any(spec[len(shape) :]):
         reasons.append(f"it has {len(shape)} dimensions, the rule {len(spec)}")
     for axis, names in enumerate(fitted):
-        if shape[axis] % grid.ways(names):
+        if shape[axis] % mesh.ways(names):
             reasons.append(
-                f"dimension {axis} of {shape[axis]} is not divisible by {grid.ways(names)}"
+                f"dimension {axis} of {shape[axis]} is not divisible by {mesh.ways(names)}"
             )
             fitted[axis] = ()
     return tuple(fitted), "; ".join(reasons) or None

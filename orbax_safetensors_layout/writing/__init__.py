@@ -3,8 +3,7 @@
 from .assemble_files import assemble_files, write_mapped
 from .commit import (
     appearance_rank,
-    check_is_folder,
-    check_sidecar_files,
+    check_target,
     commit_when_complete,
     read_sidecar_files,
 )

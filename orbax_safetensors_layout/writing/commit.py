@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import (
@@ -60,7 +61,8 @@ def commit_when_complete(
         with group.together("preparing the folder"):
             if group.is_leader:
                 publication.begin()
-                _check_target(storage, publication.target, sidecar_files, overwrite)
+                exists = functools.partial(is_safetensors_checkpoint, storage=storage)
+                check_target(storage, publication.target, sidecar_files, overwrite, exists)
                 publication.prepare()
         yield publication.folder
         if group.is_leader:
@@ -75,19 +77,43 @@ def commit_when_complete(
     group.barrier("publishing the checkpoint", error)
 
 
-def _check_target(
-    storage: Storage, target: str, sidecar_files: Mapping[str, bytes], overwrite: bool
+def check_target(
+    storage: Storage,
+    target: str,
+    sidecar_files: Mapping[str, bytes],
+    overwrite: bool,
+    is_checkpoint: Callable[[str], bool],
 ) -> None:
-    check_is_folder(target, is_file=storage.is_file(target))
+    """Raises where no checkpoint can be, or one or other side files would be overwritten."""
+    if target.endswith(SUFFIX):
+        raise SafetensorsLayoutError(
+            "a checkpoint is saved as a folder",
+            file=target,
+            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
+        )
+    if storage.is_file(target):
+        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
     if overwrite:
         return
-    if is_safetensors_checkpoint(target, storage=storage):
+    if is_checkpoint(target):
         raise CheckpointExistsError(
-            "the folder has a safetensors checkpoint already",
+            "a checkpoint is there already",
             file=target,
-            hint="Pass overwrite=True to replace it.",
+            hint="Pass overwrite=True (--overwrite) to replace it.",
         )
-    check_sidecar_files(storage, target, sidecar_files)
+    present = set(storage.list(target)) if sidecar_files else set()
+    others = []
+    for name in sorted(present.intersection(sidecar_files)):
+        file, data = join(target, name), sidecar_files[name]
+        size = storage.size(file)
+        if size != len(data) or read_range(storage, file, 0, size) != data:
+            others.append(name)
+    if others:
+        raise CheckpointExistsError(
+            f"the folder has other files of these names: {others}",
+            file=target,
+            hint="Pass overwrite=True (--overwrite) to replace them.",
+        )
 
 
 def read_sidecar_files(path: str | os.PathLike[str], *, required: bool = False) -> dict[str, bytes]:
@@ -107,37 +133,8 @@ def read_sidecar_files(path: str | os.PathLike[str], *, required: bool = False) 
         }
     if required and not data:
         raise CheckpointNotFoundError(
-            "there is nothing to put beside the files",
+            "no config.json, tokenizer or similar file is there",
             file=path,
-            expected="a folder with config.json, a tokenizer and the like",
+            expected="a folder with such files, or one of them",
         )
     return data
-
-
-def check_sidecar_files(storage: Storage, folder: str, files: Mapping[str, bytes]) -> None:
-    """Raises where side files would replace others of their names in a folder."""
-    present = set(storage.list(folder)) if files else set()
-    others = []
-    for name in sorted(present.intersection(files)):
-        file, data = join(folder, name), files[name]
-        size = storage.size(file)
-        if size != len(data) or read_range(storage, file, 0, size) != data:
-            others.append(name)
-    if others:
-        raise CheckpointExistsError(
-            f"the folder has other files of these names: {others}",
-            file=folder,
-            hint="Pass overwrite=True (--overwrite) to replace them.",
-        )
-
-
-def check_is_folder(target: str, *, is_file: bool) -> None:
-    """Raises where a target is a file, or has the name of one."""
-    if target.endswith(SUFFIX):
-        raise SafetensorsLayoutError(
-            "a checkpoint is saved as a folder",
-            file=target,
-            hint=f"Give the folder; the file in it is called 'model{SUFFIX}'.",
-        )
-    if is_file:
-        raise CheckpointExistsError("the path is a file", file=target, expected="a folder")

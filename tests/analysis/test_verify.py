@@ -348,8 +348,8 @@ def test_files_of_two_saves_are_not_mixed(tmp_path):
     file = "shard-00001-of-00001.safetensors"
     shutil.copy(tmp_path / "a" / file, tmp_path / "b" / file)
     (found,) = texts(osl.verify(tmp_path / "b"))
-    assert "is of another save than its manifest" in found
-    with pytest.raises(osl.InvalidManifestError, match="is of another save than its manifest"):
+    assert "belongs to another save than its manifest" in found
+    with pytest.raises(osl.InvalidManifestError, match="belongs to another save than its manifest"):
         osl.load(tmp_path / "b")
     with pytest.raises(osl.InvalidManifestError, match="Files of two saves may be mixed"):
         osl.consolidate(tmp_path / "b")

@@ -60,7 +60,7 @@ def test_pattern(pattern: str, matching: list[str], others: list[str]) -> None:
         ("[]", "'[' at 0 is not closed"),
         ("{a,b", "'{' is not closed"),
         ("{a,{b}", "'{' is not closed"),
-        ("a}", "'}' at 1 closes nothing"),
+        ("a}", "'}' at 1 has no '{' before it"),
         ("[z-a]", "z-a is empty"),
         ("{5..3}", "{5..3} must have 1 to 10000 numbers"),
         ("{0..10000}", "{0..10000} must have 1 to 10000 numbers"),
