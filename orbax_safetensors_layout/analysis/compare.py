@@ -38,7 +38,7 @@ class _ArrayBox(NamedTuple):
     box: Box
 
 
-class _Side:
+class _Source:
     """A checkpoint that is compared, or the part of it at `subtree`."""
 
     def __init__(
@@ -110,7 +110,7 @@ def compare(
         contextlib.closing(opened(first, None)) as ours,
         contextlib.closing(opened(other, mapping)) as theirs,
     ):
-        here, there = _Side(ours, options, subtree), _Side(theirs, options)
+        here, there = _Source(ours, options, subtree), _Source(theirs, options)
         names = [
             name
             for name, array in here.arrays.items()
@@ -134,27 +134,27 @@ def check_readable(ref: CheckpointRef, options: ReadOptions, progress: OnProgres
     """Reads every array of a checkpoint that Orbax saved; reports what cannot be read."""
     broken: list[StorageError] = []
     with contextlib.closing(open_reader(ref, options, broken.append)) as reader:
-        side = _Side(reader, options)
+        source = _Source(reader, options)
         findings = [Finding("array", str(error)) for error in broken]
-        total = sum(array.nbytes for array in side.arrays.values())
-        for blocks in _batches([*side.arrays], [side], total, progress):
-            findings += _unreadable(blocks, side)
-        return Report(ref.path, tuple(findings), tensors=len(side.arrays))
+        total = sum(array.nbytes for array in source.arrays.values())
+        for blocks in _batches([*source.arrays], [source], total, progress):
+            findings += _unreadable(blocks, source)
+        return Report(ref.path, tuple(findings), tensors=len(source.arrays))
 
 
-def _unreadable(blocks: Sequence[_ArrayBox], side: _Side) -> list[Finding]:
-    """What cannot be read of some blocks: together, and one by one where that fails."""
+def _unreadable(blocks: Sequence[_ArrayBox], source: _Source) -> list[Finding]:
+    """Reads blocks together, and one by one where that fails; returns what cannot be read."""
     try:
-        side.read(blocks)
+        source.read(blocks)
     except StorageError as error:
         if len(blocks) == 1:
             return [Finding("chunk", str(error))]
-        return [finding for block in blocks for finding in _unreadable([block], side)]
+        return [finding for block in blocks for finding in _unreadable([block], source)]
     return []
 
 
 def _contents(
-    names: Sequence[str], here: _Side, there: _Side, total: int, progress: OnProgress
+    names: Sequence[str], here: _Source, there: _Source, total: int, progress: OnProgress
 ) -> Iterator[str]:
     places: dict[str, list[str]] = {}
     for blocks in _batches(names, [here, there], total, progress):
@@ -165,32 +165,34 @@ def _contents(
 
 
 def _batches(
-    names: Sequence[str], sides: Sequence[_Side], total: int, progress: OnProgress
+    names: Sequence[str], sources: Sequence[_Source], total: int, progress: OnProgress
 ) -> Iterator[list[_ArrayBox]]:
-    """Blocks of arrays that all sides have, as many at once as the memory budget allows."""
-    for side in sides:
-        arrays = [side.arrays[name] for name in names]
-        check_chunks(side.reader, arrays, CHUNKS_IN_BUDGET * side.most_bytes)
-    most = min(sides[0].most_bytes, 8 * _BLOCK_BYTES)
+    """Yields blocks of arrays that all have, as many at once as the memory budget allows."""
+    for source in sources:
+        arrays = [source.arrays[name] for name in names]
+        check_chunks(source.reader, arrays, CHUNKS_IN_BUDGET * source.most_bytes)
+    most = min(sources[0].most_bytes, 8 * _BLOCK_BYTES)
     done = 0
-    for blocks in batches(_blocks(names, sides), sides[0].block_bytes, most):
+    for blocks in batches(_blocks(names, sources), sources[0].block_bytes, most):
         yield blocks
-        done += sum(map(sides[0].block_bytes, blocks))
+        done += sum(map(sources[0].block_bytes, blocks))
         if progress is not None:
             progress(Progress(done, total, blocks[-1].name))
 
 
-def _blocks(names: Sequence[str], sides: Sequence[_Side]) -> Iterator[_ArrayBox]:
-    """The side with the larger chunks says how an array is cut."""
-    most = min(sides[0].most_bytes, _BLOCK_BYTES)
+def _blocks(names: Sequence[str], sources: Sequence[_Source]) -> Iterator[_ArrayBox]:
+    """Yields the blocks of arrays, cut by the chunks of the source with the larger ones."""
+    most = min(sources[0].most_bytes, _BLOCK_BYTES)
     for name in names:
-        side = max(sides, key=lambda side: chunk_bytes(side.reader, side.arrays[name]))
-        for box in side.reader.blocks(side.arrays[name], most):
+        source = max(sources, key=lambda source: chunk_bytes(source.reader, source.arrays[name]))
+        for box in source.reader.blocks(source.arrays[name], most):
             yield _ArrayBox(name, box)
 
 
-def _differing(blocks: Sequence[_ArrayBox], here: _Side, there: _Side) -> Iterator[tuple[str, str]]:
-    """Names of arrays of which blocks differ, and where; nothing stays in memory."""
+def _differing(
+    blocks: Sequence[_ArrayBox], here: _Source, there: _Source
+) -> Iterator[tuple[str, str]]:
+    """Yields the arrays whose blocks differ, and where; keeps nothing in memory."""
     for block, ours, theirs in zip(blocks, here.read(blocks), there.read(blocks), strict=True):
         if not _same(ours, theirs):
             yield block.name, _place(block.box, ours, theirs)
@@ -200,7 +202,7 @@ def _kind(array: SourceArray) -> str:
     return f"{array.dtype.name} {list(array.shape)}"
 
 
-def _structure(here: _Side, there: _Side) -> Iterator[str]:
+def _structure(here: _Source, there: _Source) -> Iterator[str]:
     for name in sorted(there.arrays.keys() - here.arrays.keys() - _scalars(there, here)):
         yield f"'{name}' is in the other checkpoint alone"
     for name in sorted(here.arrays.keys() - there.arrays.keys() - _scalars(here, there)):
@@ -211,23 +213,23 @@ def _structure(here: _Side, there: _Side) -> Iterator[str]:
             yield f"'{name}' is {ours}, in the other {theirs}"
 
 
-def _scalars(side: _Side, other: _Side) -> set[str]:
-    """Names of arrays without dimensions that are in the other checkpoint as numbers."""
+def _scalars(source: _Source, other: _Source) -> set[str]:
+    """Return the arrays without dimensions that are numbers in the other checkpoint."""
     numbers = other.values or {}
-    return {name for name, array in side.arrays.items() if not array.shape and name in numbers}
+    return {name for name, array in source.arrays.items() if not array.shape and name in numbers}
 
 
-def _texts(side: _Side, other: _Side) -> Mapping[str, str] | None:
-    """Values beside the arrays, and arrays that are such values in the other checkpoint."""
-    if side.values is None:
+def _texts(source: _Source, other: _Source) -> Mapping[str, str] | None:
+    """Return values beside the arrays, and arrays that are such values in the other one."""
+    if source.values is None:
         return None
-    scalars = [_ArrayBox(name, Box((), ())) for name in sorted(_scalars(side, other))]
-    read = zip(scalars, side.read(scalars) if scalars else (), strict=True)
-    return {**side.values, **{block.name: repr(value.item()) for block, value in read}}
+    scalars = [_ArrayBox(name, Box((), ())) for name in sorted(_scalars(source, other))]
+    read = zip(scalars, source.read(scalars) if scalars else (), strict=True)
+    return {**source.values, **{block.name: repr(value.item()) for block, value in read}}
 
 
 def _values(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> Iterator[str]:
-    """Differences of what was saved beside the arrays, where both say that."""
+    """Yields the differences of values beside the arrays, where both checkpoints record them."""
     if ours is None or theirs is None:
         return
     for name in sorted(ours.keys() | theirs.keys()):
@@ -250,7 +252,7 @@ def _same(ours: np.ndarray, theirs: np.ndarray) -> bool:
 
 
 def _place(box: Box, ours: np.ndarray, theirs: np.ndarray) -> str:
-    """How many elements of a block differ, and the first."""
+    """Return how many elements of a block differ, and the first."""
     shape = (ours.size, ours.dtype.itemsize)
     differs = (_bytes(ours).reshape(shape) != _bytes(theirs).reshape(shape)).any(1)
     first = int(differs.argmax())

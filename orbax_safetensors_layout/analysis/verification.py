@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: its structure, its checksums, and its values against another's."""
+"""Verifies a checkpoint: its structure, its checksums, and its values against another's."""
 
 from __future__ import annotations
 
@@ -304,9 +304,9 @@ class StructureCheck:
                     continue
                 expected = f"{tensor.dtype} {list(box.box.shape)}"
                 entry = self.headers[file].tensors.get(piece)
-                found = "nothing" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
-                if found != expected:
-                    text = f"{self._name(file)} has {found} as '{piece}'"
+                actual = "nothing" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
+                if actual != expected:
+                    text = f"{self._name(file)} has {actual} as '{piece}'"
                     self._error("pieces", f"{text}; the manifest says {expected}")
         for file, header in self.headers.items():
             for name in sorted(header.tensors.keys() - named.get(file, set())):

@@ -26,13 +26,13 @@ FetchHeaders = Callable[[Sequence[str]], Mapping[str, Header]]
 
 def check_save(save_id: str, file: str, header: Header) -> None:
     """Raises where a file of pieces belongs to another save than its manifest."""
-    found = header.metadata.get(SAVE_ID)
-    if found != save_id:
+    own_id = header.metadata.get(SAVE_ID)
+    if own_id != save_id:
         raise InvalidManifestError(
             "a file of pieces belongs to another save than its manifest",
             file=file,
             expected=f"save {save_id}",
-            found=f"save {found}" if found else "no save in its header",
+            found=f"save {own_id}" if own_id else "no save in its header",
             hint=_MIXED,
         )
 
@@ -140,15 +140,15 @@ class PieceCatalog:
         file = self._files[stored.file]
         piece = piece_name(name, tensor.shape, stored)
         entry = headers[file].tensors.get(piece)
-        found = "none" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
+        actual = "none" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
         expected = f"{tensor.dtype} {list(stored.box.shape)}"
-        if entry is None or found != expected:
+        if entry is None or actual != expected:
             raise InvalidManifestError(
                 "a file does not hold the piece that the manifest says",
                 file=file,
                 tensor=piece,
                 expected=expected,
-                found=found,
+                found=actual,
                 hint=_MIXED,
             )
         dtype = self._dtypes.get(name)

@@ -1,4 +1,4 @@
-"""Groups: what is converted, recorded and, after an interruption, skipped as a whole."""
+"""Groups of leaves, each converted, recorded and, after an interruption, skipped as a whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LeafGroup(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """What is in memory at once, unless it is more than that has room for."""
+        """Bytes in memory at once, unless they are more than fit."""
         return max(self.nbytes, sum(array.nbytes for array in self.staged))
 
 

@@ -1,4 +1,4 @@
-"""What a target will hold, worked out from names, shapes and dtypes before anything is read."""
+"""Plans the arrays of a target from names, shapes and dtypes, before anything is read."""
 
 from __future__ import annotations
 

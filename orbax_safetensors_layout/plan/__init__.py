@@ -26,7 +26,7 @@ from .exchange_rounds import (
     Round,
     SharedLeaf,
     Stage,
-    bands_of,
+    merge_boxes,
     plan_exchange,
 )
 from .leaf_reads import LeafRead

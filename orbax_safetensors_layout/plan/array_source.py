@@ -1,4 +1,4 @@
-"""Where an array's values come from: a stored tensor, or an expression over several."""
+"""Sources of an array's values: a stored tensor, or an expression over several."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ComposedBlock(NamedTuple):
 
 
 class LeafPlan(NamedTuple):
-    """How boxes of an array are read: by one read, or composed of several arrays."""
+    """The read of boxes of an array, or the blocks that are composed of several arrays."""
 
     read: LeafRead | None
     ops: tuple[ValueOp, ...] = ()  # on the values of `read`
@@ -124,15 +124,15 @@ class MappedSource(NamedTuple):
         return min((self.entries[name].file, self.entries[name].start) for name in sources)
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """As of a tensor; infinite between pieces, None where none is read, or all for any part."""
+        """Return strides, infinite between pieces; None where nothing is read, or always all."""
         pieces = self.bound.pull_back(box, refined=True, gathers=True)
         if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
             return None
         for piece in pieces:
             if isinstance(piece, AffinePiece) and not _is_refined([piece]):
                 strides = _in_bytes(piece.view.strides, self.entries[piece.source].dtype.bits)
-                sides = zip(strides, piece.box.shape, box.shape, strict=True)
-                return tuple(stride if n == whole else sys.maxsize for stride, n, whole in sides)
+                extents = zip(strides, piece.box.shape, box.shape, strict=True)
+                return tuple(stride if n == all_n else sys.maxsize for stride, n, all_n in extents)
         if not self.bound.sources():
             return None
         return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
@@ -144,10 +144,10 @@ class MappedSource(NamedTuple):
         pieces = self._pieces([joined.box for joined in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         fills = [piece for piece in pieces if isinstance(piece, FillPiece)]
-        kinds = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
+        formats = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
         is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
-        if is_whole and len(kinds) == 1:
-            ((stored, ops),) = kinds
+        if is_whole and len(formats) == 1:
+            ((stored, ops),) = formats
             # Beside values that are read, fills need whole bytes, and no cast.
             if not fills or (not stored.packed and dtype == self.dtype):
                 read = self._read(name, self.shape, affine, local, dtype)
@@ -237,7 +237,7 @@ def _is_refined(pieces: Sequence[Piece]) -> bool:
 
 
 def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
-    """Yields a piece as runs of bytes; `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` is none."""
+    """Yields a piece in runs of bytes; `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` has several."""
     box, view = piece.box, piece.view
     try:
         StridedRuns.of(view, 1)

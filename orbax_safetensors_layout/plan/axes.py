@@ -114,8 +114,8 @@ def axes_of(
     """Return a region's axes, outermost in the file first, and those that repeat elements."""
     axes = []
     members = layout.member_shape, layout.within, layout.across
-    sides = zip(extents, strides, phases, *members, strict=True)
-    for extent, stride, phase, member, within, across in sides:
+    dimensions = zip(extents, strides, phases, *members, strict=True)
+    for extent, stride, phase, member, within, across in dimensions:
         if extent > 1:
             if phase + extent <= member or across == member * within:
                 member, phase, across = extent, 0, 0  # the bounds of members do not matter

@@ -11,8 +11,8 @@ small ones, packed into one buffer a column.
 3. Rounds are joined to stages of bounded host memory.
 
 Columns of a matrix of short rows are read through the gaps between them, so N processes would read
-everything N times. Boxes that are neighbours in the rows of a file are therefore one *band*, read
-in contiguous parts, each by one process, and exchanged.
+everything N times. Boxes that are neighbours in the rows of a file are therefore merged, read in
+contiguous parts, each by one process, and exchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedLeaf(NamedTuple):
     is_direct: bool  # whether gathered values remain on the devices, not to pass through the host
     place: tuple[str, int]  # the file and the offset that it, or its first part, begins at
     strides: tuple[int, ...]  # its byte strides in the file
-    cut_axes: tuple[int, ...] = ()  # the dimensions along which bands are made of several boxes
+    cut_axes: tuple[int, ...] = ()  # the dimensions along which several boxes are merged
     # Leaves with equal values in the same places, for each of which these are exchanged again.
     tied: tuple[int, ...] = ()
 
@@ -205,8 +205,8 @@ def _whole(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Rou
         items = [tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in step]
         first = step[0][0]
         axis = _split_axis(first, grid.columns // len(step), limits)
-        kind = first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
-        yield Round(grid, tuple(items), *kind)
+        form = first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
+        yield Round(grid, tuple(items), *form)
 
 
 def _split_axis(leaf: SharedLeaf, parts: int, limits: ExchangeLimits) -> int:
@@ -258,42 +258,42 @@ def _packed(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Ro
         yield Round(grid, lanes, (max(filled),), _BYTE, 0, True, False)
 
 
-def bands_of(
+def merge_boxes(
     replicas: Replicas,
     shape: Sequence[int],
     strides: Sequence[int],
     gap_bytes: int,
-    most_elements: int | None,  # of bands that pass through the host, whole
+    most_elements: int | None,  # of merged boxes that pass through the host, whole
 ) -> tuple[Replicas, tuple[int, ...]] | None:
-    """Return bands, and the axes of which a device keeps its part; None where no gaps are read."""
+    """Merges boxes; returns the axes of which a device keeps its part. None if no gaps are read."""
     axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
     if not axes:
         return None
-    bands: dict[Box, list[tuple[tuple[int, ...], int]]] = {}
+    merged: dict[Box, list[tuple[tuple[int, ...], int]]] = {}
     for row, box in enumerate(replicas.boxes):
-        band = box
+        wide = box
         for axis in axes:
-            band = band.along(axis, 0, shape[axis])
+            wide = wide.along(axis, 0, shape[axis])
         place = tuple(box.start[axis] for axis in axes)
-        bands.setdefault(band, []).append((place, row))
+        merged.setdefault(wide, []).append((place, row))
     cuts = tuple(shape[axis] // replicas.boxes[0].shape[axis] for axis in axes)
-    if any(len(rows) != math.prod(cuts) for rows in bands.values()):
+    if any(len(rows) != math.prod(cuts) for rows in merged.values()):
         return None  # each process holds only a part of the array
-    wide = sorted(bands)
-    rows = [[row for _, row in sorted(bands[band])] for band in wide]
+    boxes = sorted(merged)
+    rows = [[row for _, row in sorted(merged[box])] for box in boxes]
     old = replicas.grid
 
     def in_turn(values: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
-        columns = (zip(*[values[row] for row in band], strict=True) for band in rows)
-        return tuple(tuple(itertools.chain.from_iterable(band)) for band in columns)
+        columns = (zip(*[values[row] for row in of_box], strict=True) for of_box in rows)
+        return tuple(tuple(itertools.chain.from_iterable(of_box)) for of_box in columns)
 
     grid = ReplicaGrid(in_turn(old.devices), in_turn(old.processes), cuts)
     if not grid.parts_processes:
         return None
     if most_elements is None:
-        return Replicas(tuple(wide), grid), axes
-    uncut = Replicas(tuple(wide), grid._replace(cuts=()))
-    return (uncut, ()) if wide[0].size <= most_elements else None
+        return Replicas(tuple(boxes), grid), axes
+    uncut = Replicas(tuple(boxes), grid._replace(cuts=()))
+    return (uncut, ()) if boxes[0].size <= most_elements else None
 
 
 def _cut_axes(

@@ -87,8 +87,8 @@ class LeafRead(NamedTuple):
             if entry.shape == self.shape and part == [*_whole(self.shape), None]:
                 return
         self._check_dtypes()
-        kinds = {(s.entry.shape, s.box.shape, s.view, id(s.gather)): s for s in self.sources}
-        for source in kinds.values():
+        distinct = {(s.entry.shape, s.box.shape, s.view, id(s.gather)): s for s in self.sources}
+        for source in distinct.values():
             if flaw := _flaw(source):
                 file = source.entry.file
                 message = f"a piece of the leaf is wrong: {flaw}"

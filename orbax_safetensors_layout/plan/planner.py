@@ -23,7 +23,7 @@ _Place = tuple[int, int, RegionPlan]
 
 
 class RegionPlanner:
-    """From leaves to regions: O(pieces x tiles x dimensions) for each."""
+    """Plans the regions of each leaf in O(pieces x tiles x dimensions)."""
 
     def __init__(self, profile: StorageProfile, memory_budget_bytes: int, *, adopt: bool) -> None:
         self._profile = profile
@@ -44,8 +44,8 @@ class RegionPlanner:
             leaf.check()
             return list(self._several(number, leaf))
         ((entry, box, view, _),) = leaf.sources
-        kind = (leaf.shape, leaf.stored.code, leaf.is_staged, id(leaf.local))
-        key = (*kind, view, box, entry.shape, entry.dtype.code)
+        likeness = (leaf.shape, leaf.stored.code, leaf.is_staged, id(leaf.local))
+        key = (*likeness, view, box, entry.shape, entry.dtype.code)
         if key not in self._single:
             leaf.check()
             make = self._packed if leaf.stored.packed else self._several

@@ -27,7 +27,7 @@ Batch = tuple[str, tuple[ByteRegion, ...]]
 class ReadPlan:
     """The reads of one process, and the leaves that they fill."""
 
-    leaves: tuple[LeafRead, ...]  # in the order of the wanted tree
+    leaves: tuple[LeafRead, ...]  # in the order of the abstract tree
     batches: tuple[Batch, ...]  # in this order; where arrays adopt their buffers each file once
     profile: StorageProfile  # the cost model that the requests were made with
     memory_budget_bytes: int  # bound on what is held beyond the arrays

@@ -38,7 +38,7 @@ class ArrayRegion(NamedTuple):
 
     @property
     def subject(self) -> Subject:
-        """What is cast, for errors."""
+        """The array that is cast, for errors."""
         return Subject(self.name, self.source.file, self.source.dtype)
 
     @property
@@ -50,7 +50,7 @@ class ArrayRegion(NamedTuple):
 
 
 class ReadPurpose(NamedTuple):
-    """What a read is for: a region itself, or one input of a block that is composed."""
+    """The purpose of a read: a region itself, or one input of a block that is composed."""
 
     region: int
     block: int | None = None  # number of the block, if it is an input
@@ -86,7 +86,7 @@ class RegionReads:
 
 
 def _likeness(region: ArrayRegion, plan: LeafPlan) -> object:
-    """Return what is equal for regions of which one read gives the values, or None."""
+    """Return a key that is equal for regions whose values one read gives, or None."""
     if region.values_key is None:
         return None
     # Of leaves that are read once for all processes, one process may read other boxes of each.

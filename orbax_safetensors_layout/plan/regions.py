@@ -30,7 +30,7 @@ TileKey = tuple[int, Box]
 """The number of a leaf, and the part of it that the first member of a tile is."""
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Of each dimension of a region: its extent, its stride in elements of the tensor, and its phase,
+"""For each dimension of a region: extent, stride in elements of the tensor, and phase,
 the place of the first index within its member, counted from the end where the stride is negative.
 """
 
@@ -174,7 +174,7 @@ def _padding(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """How a region is read, in bytes from its first; shared by all that are equal."""
+    """The read of a region, in bytes from its first; shared by all that are equal."""
 
     itemsize: int
     axes: tuple[Axis, ...]  # its dimensions, outermost in the file first

@@ -212,7 +212,7 @@ def plan_mapped_writes(
     stored, pieces = planner.own_pieces() if process_count > 1 else (None, None)
     boxes = {leaf.tensor.name: leaf.held.boxes for leaf in leaves}
     if stored is not None:
-        boxes = {name: tuple(found.box for found in stored.boxes(name)) for name in boxes}
+        boxes = {name: tuple(piece.box for piece in stored.boxes(name)) for name in boxes}
     specs = TensorSpecs(
         {leaf.tensor.name: (leaf.tensor.shape, leaf.values.newbyteorder("=")) for leaf in leaves},
         pieces=named_pieces(boxes),
@@ -328,7 +328,7 @@ class WritePlanner:
             f"{prefix}{piece_file_prefix(process)}{self._count:05}.safetensors"
             for process in range(self._count)
         ]
-        kinds: dict[int, int] = {}
+        numbers_of: dict[int, int] = {}
         classes: list[tuple[StoredTile, ...]] = []
         written: list[list[StoredTile]] = []  # of each class, by `processes`
         tensors: dict[str, StoredTensor] = {}
@@ -338,12 +338,12 @@ class WritePlanner:
             name, dtype, shape = leaf.tensor
             dtype = DTYPES["U8"] if dtype.packed else dtype
             tiles = self._writers.choose(leaf.held, dtype.bits // 8)
-            kind = kinds.setdefault(id(tiles), len(classes))
-            if kind == len(classes):
+            class_number = numbers_of.setdefault(id(tiles), len(classes))
+            if class_number == len(classes):
                 classes.append(tiles)
                 written.append([stored for stored in tiles if stored.process in members])
-            tensors[name] = StoredTensor(dtype.code, shape, kind)
-            for process, part in written[kind]:
+            tensors[name] = StoredTensor(dtype.code, shape, class_number)
+            for process, part in written[class_number]:
                 piece = NewTensor(piece_name(name, shape, part.box), dtype, part.box.shape)
                 members[process].append((piece, number, part))
         # A tree without tensors has a file, too, so that it is a checkpoint.

@@ -119,7 +119,7 @@ def _program(
     """The identity from pieces to whole boxes; compiled once for each shape.
 
     Dimension `axis` of a box, of `length` without what pads it, is split among the parts of the
-    `[boxes, lanes, parts, *cuts]` mesh. Along `cut_axes` devices keep parts of a band. The results
+    `[boxes, lanes, parts, *cuts]` mesh. Along `cut_axes` devices keep parts of boxes. The results
     are an array for each lane, of dtype `target`, or without one the bits of all lanes.
     """
     lanes = mesh.shape[_LANE]

@@ -27,7 +27,7 @@ from orbax_safetensors_layout.plan import (
     Round,
     SharedLeaf,
     Stage,
-    bands_of,
+    merge_boxes,
     plan_exchange,
 )
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup
@@ -114,7 +114,7 @@ def _stages(
         values = leaf.region.values_key or leaf.number
         tied.setdefault((values, leaf.abstract.placement), []).append(leaf)
     # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
-    bands: dict[tuple[object, ...], tuple[Replicas, tuple[int, ...]] | None] = {}
+    merges: dict[tuple[object, ...], tuple[Replicas, tuple[int, ...]] | None] = {}
     shared = []
     for leaf, *others in tied.values():
         placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
@@ -127,11 +127,11 @@ def _stages(
         is_plain = isinstance(placement, Sharding) and _is_default_memory(placement)
         is_direct = is_plain and stays_on_devices(dtype)
         key = (id(replicas), source.shape, strides, dtype.itemsize, is_direct)
-        if key not in bands and catalog.layout == "hf":
+        if key not in merges and catalog.layout == "hf":
             most = None if is_direct else limits.round_bytes // dtype.itemsize
-            bands[key] = bands_of(replicas, source.shape, strides, limits.gap_bytes, most)
+            merges[key] = merge_boxes(replicas, source.shape, strides, limits.gap_bytes, most)
         # Pieces are read by those that hold them, each from files of its own.
-        merged = bands.get(key)
+        merged = merges.get(key)
         if merged is None and not replicas.grid.is_shared:
             continue
         replicas, cut_axes = merged or (replicas, ())

@@ -1,4 +1,4 @@
-"""Who holds which boxes of an array: its shards, and the devices of their replicas."""
+"""Holders of the boxes of an array: its shards, and the devices of their replicas."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _UNSPLIT = ([""], ["-"], ["none"], ["None"])
 
 
 class ShardingRule(NamedTuple):
-    """How tensors of some names are split."""
+    """A split of the tensors of some names."""
 
     pattern: str  # a regular expression that must match a whole name
     spec: Spec | None  # how the dimensions are split; None splits as `auto_spec` does
@@ -131,7 +131,7 @@ def auto_spec(shape: Sequence[int], mesh: MeshShape) -> Spec:
 
 
 def _fit(spec: Spec | None, shape: Sequence[int], mesh: MeshShape) -> tuple[Spec, str | None]:
-    """Return what of a rule's spec fits a shape, and why the rest does not."""
+    """Return the part of a rule's spec that fits a shape, and why the rest does not."""
     if spec is None:
         return auto_spec(shape, mesh), None
     reasons = []
