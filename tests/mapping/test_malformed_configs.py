@@ -281,7 +281,7 @@ def test_local_and_global_layers_in_another_order(cases, name):
     config = cases[name].config
     turned = config | {"layer_types": config["layer_types"][::-1]}
     osl.families.mapping(turned)
-    with pytest.raises(osl.MappingError, match="another layer 0 than the layer_types"):
+    with pytest.raises(osl.MappingError, match="type of layer 0 is not that of MaxText"):
         osl.families.mapping(turned, target="maxtext")
     with pytest.raises(osl.MappingError, match=r"one for each of \d layers"):
         osl.families.mapping(config | {"layer_types": ["full_attention"]})
