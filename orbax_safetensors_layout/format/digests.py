@@ -23,7 +23,7 @@ _VERSION_KEY, _VERSION = "orbax_safetensors_layout_digests", 1
 _ALGORITHM = "crc32"  # that of ranges gives that of the file; it detects damage, not forgery
 _MEMBERS = (_VERSION_KEY, "algorithm", "files")
 _POLYNOMIAL = 0xEDB88320
-_ONE = 1 << 31  # the polynomial 1: CRC-32 has its bits in reverse
+_UNIT = 1 << 31  # the polynomial 1: CRC-32 has its bits in reverse
 _HEX = re.compile(r"[0-9a-f]{8}")
 
 
@@ -80,7 +80,7 @@ def join_crc32(ranges: Iterable[tuple[int, int, int]], size: int) -> int:
 
 def _times(a: int, b: int) -> int:
     """Return the product of two polynomials modulo CRC-32's, as zlib's `multmodp`."""
-    product, bit = 0, _ONE
+    product, bit = 0, _UNIT
     while bit:
         if a & bit:
             product ^= b
@@ -92,7 +92,7 @@ def _times(a: int, b: int) -> int:
 @functools.lru_cache(4096)  # nearly all ranges are of few sizes
 def _shift(length: int) -> int:
     """Return the factor of a CRC-32 before `length` more bytes: x to the 8 * length."""
-    power, square, bits = _ONE, _ONE >> 1, 8 * length
+    power, square, bits = _UNIT, _UNIT >> 1, 8 * length
     while bits:
         if bits & 1:
             power = _times(square, power)

@@ -1,4 +1,4 @@
-"""Plans the regions of leaves, with all geometry made once for those that lie alike."""
+"""Plans the regions of leaves; leaves with equal shards share their geometry."""
 
 from __future__ import annotations
 

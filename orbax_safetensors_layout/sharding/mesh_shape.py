@@ -69,7 +69,7 @@ class Partition(NamedTuple):
     def of(
         cls, shape: tuple[int, ...], spec: Spec, mesh: MeshShape, *, packed: bool = False
     ) -> Partition:
-        """Return the parts of an array; of packed elements alike at the same place only."""
+        """Return the parts of an array; those of `packed` elements are compared at their places."""
         if len(spec) > len(shape):
             raise ValueError(f"{spec} has more dimensions than the shape")
         counts = tuple(map(mesh.ways, spec)) + (1,) * (len(shape) - len(spec))
