@@ -9,6 +9,7 @@ import time
 
 import backends
 import pytest
+from programs import ForkServer
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could configure it")
@@ -42,8 +43,16 @@ def server(request):
 @pytest.fixture
 def place(server, tmp_path):
     """A folder of its own on the server."""
-    with backends.place(server, tmp_path / "unused") as bucket_folder:
-        yield bucket_folder
+    with backends.place(server, tmp_path / "on_server") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def fork_server(request):
+    """A server that forks children of the program that the module names as `PROGRAM`."""
+    server = ForkServer(request.module.PROGRAM)
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

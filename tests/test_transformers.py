@@ -24,8 +24,10 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import safetensors
+from checkpoints import nested
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
+from orbax_calls import installed_context, load_v1, restore_standard, restore_v0, save_standard
 from programs import run_processes
 
 import orbax_safetensors_layout as osl
@@ -204,23 +206,15 @@ def load(folder: Path) -> dict[str, jax.Array]:
     return osl.load(folder, abstract(folder))
 
 
-def restore_v0(folder: Path) -> dict[str, jax.Array]:
-    with ocp.Checkpointer(osl.SafetensorsCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(folder, args=ocp.args.StandardRestore(abstract(folder)))
+def load_by_v0(folder: Path) -> dict[str, jax.Array]:
+    return restore_v0(folder, ocp.args.StandardRestore(abstract(folder)))
 
 
-def load_v1(folder: Path) -> dict[str, jax.Array]:
-    context = ocp_v1.Context()
-    context.checkpoint_layout = "safetensors"
-    osl.install()
-    try:
-        with context:
-            return ocp_v1.load(folder, abstract(folder))
-    finally:
-        osl.uninstall()
+def load_by_v1(folder: Path) -> dict[str, jax.Array]:
+    return load_v1(folder, abstract(folder))
 
 
-@pytest.mark.parametrize("restore", [load, restore_v0, load_v1])
+@pytest.mark.parametrize("restore", [load, load_by_v0, load_by_v1])
 def test_restored_sharded_and_saved_again(tmp_path, published, restore, check):
     state = restore(published.folder)
     for array in state.values():
@@ -254,22 +248,16 @@ def test_files_are_filled_as_hugging_face_fills_them(tmp_path, published):
     assert index["metadata"]["total_size"] == expected.metadata["total_size"]
 
 
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """As models hold their parameters: dicts, and a list of layers."""
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
+def as_models(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters as models hold them: dicts, and a list of layers."""
+    tree = nested(flat)
     layers = tree["model"]["layers"]
     tree["model"]["layers"] = [layers[str(number)] for number in range(len(layers))]
     return tree
 
 
 def test_a_nested_tree(tmp_path, published, check):
-    tree = osl.load(published.folder, nested(abstract(published.folder)))
+    tree = osl.load(published.folder, as_models(abstract(published.folder)))
     osl.save(tmp_path, tree, options=SEVERAL_FILES)
     check(tmp_path, published)
 
@@ -328,14 +316,8 @@ def save_step_v0(root: Path, state: object) -> Path:
 
 
 def save_v1(root: Path, state: object) -> Path:
-    context = ocp_v1.Context()
-    context.checkpoint_layout = "safetensors"
-    osl.install()
-    try:
-        with osl.using(write=SEVERAL_FILES), context:
-            ocp_v1.save(root / "saved", state)
-    finally:
-        osl.uninstall()
+    with installed_context(), osl.using(write=SEVERAL_FILES):
+        ocp_v1.save(root / "saved", state)
     return root / "saved" / "state"
 
 
@@ -368,19 +350,14 @@ def test_saved_by_two_processes(tmp_path, publish, check):
     check(tmp_path / "saved", original)
 
 
-def orbax_v0(folder: Path, state: Any) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, state)
-
-
-@pytest.mark.parametrize("save", [orbax_v0, ocp_v1.save])
+@pytest.mark.parametrize("save", [save_standard, ocp_v1.save])
 @pytest.mark.parametrize("names", ["flat", "nested", "maxtext"])
 def test_converted_from_what_orbax_saved(tmp_path, publish, save, names, check):
     published = publish("llama")
     mapping = None
     state: Any = load(published.folder)
     if names == "nested":
-        state = nested(state)
+        state = as_models(state)
     elif names == "maxtext":
         mapping = osl.families.mapping(published.folder, target="maxtext")
         state = osl.load(published.folder, mapping.abstract(published.folder), mapping=mapping)
@@ -403,6 +380,5 @@ def test_converted_for_maxtext_and_restored_by_orbax(tmp_path, publish):
     mapping = osl.families.mapping(folder, target="maxtext")
     osl.convert(folder, tmp_path / "model", mapping=mapping, mesh={"fsdp": 4})
     expected = osl.load(folder, mapping.abstract(folder), mapping=mapping)
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "model", expected)
+    found = restore_standard(tmp_path / "model", expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -10,15 +10,21 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoints import assert_same_bits, llama_like, save
+from checkpoints import assert_same_bits, nested, save
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from meshes import mesh_of
+from llama_folder import (
+    NORM,
+    NORM_LEAF,
+    TENSORS,
+    check_host,
+    check_sharded,
+    sharded_abstract,
+    sharding_of,
+)
 
 import orbax_safetensors_layout as osl
 
-TENSORS = llama_like()
-NORM = "model.norm.weight"
-NESTED_NORM = {"model": {"norm": {"weight": jax.ShapeDtypeStruct((64,), ml_dtypes.bfloat16)}}}
+NESTED_NORM = nested({NORM: NORM_LEAF})
 
 
 @pytest.fixture
@@ -29,45 +35,6 @@ def folder(tmp_path):
 @pytest.fixture(params=[osl.SafetensorsCheckpointHandler, osl.SafetensorsLayout])
 def checkpointer(request):
     return ocp.Checkpointer(request.param())
-
-
-def sharding_of(name: str) -> NamedSharding:
-    mesh = mesh_of(fsdp=4, tensor=2)
-    spec = PartitionSpec("fsdp", "tensor") if TENSORS[name].ndim == 2 else PartitionSpec("fsdp")
-    return NamedSharding(mesh, spec)
-
-
-def sharded_abstract() -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding_of(name))
-        for name, tensor in TENSORS.items()
-    }
-
-
-def nested(flat: dict[str, object]) -> dict[str, object]:
-    tree: dict[str, object] = {}
-    for name, value in flat.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
-
-
-def check_sharded(restored: dict[str, jax.Array]) -> None:
-    assert restored.keys() == TENSORS.keys()
-    for name, array in restored.items():
-        assert array.sharding == sharding_of(name)
-        for shard in array.addressable_shards:
-            assert_same_bits(shard.data, TENSORS[name][shard.index])
-
-
-def check_host(restored: dict[str, np.ndarray]) -> None:
-    assert restored.keys() == TENSORS.keys()
-    for name, array in restored.items():
-        assert isinstance(array, np.ndarray)
-        assert_same_bits(array, TENSORS[name])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +113,7 @@ def test_global_shape_of_restore_args_must_be_the_files(folder, checkpointer):
 
 def test_restore_args_for_leaves_that_the_item_lacks(folder, checkpointer):
     args = {NORM: ocp.RestoreArgs(), "model.nrom.weight": ocp.RestoreArgs()}
-    item = {NORM: jax.ShapeDtypeStruct((64,), ml_dtypes.bfloat16)}
+    item = {NORM: NORM_LEAF}
     with pytest.raises(osl.MismatchError, match=r"model\.nrom\.weight"):
         checkpointer.restore(folder, args=osl.SafetensorsRestore(item, args))
     request = osl.SafetensorsRestore(item, args, partial_restore=True)

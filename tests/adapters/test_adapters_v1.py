@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -13,15 +12,19 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import safetensors.numpy
-from checkpoints import assert_same_bits, llama_like, save
-from jax.sharding import NamedSharding, PartitionSpec
-from meshes import mesh_of
+from checkpoints import assert_same_bits, save
+from jax_versions import enable_x64
+from llama_folder import (
+    NORM,
+    NORM_LEAF,
+    TENSORS,
+    check_host,
+    check_sharded,
+    sharded_abstract,
+)
+from orbax_calls import layout_context
 
 import orbax_safetensors_layout as osl
-
-TENSORS = llama_like()
-NORM = "model.norm.weight"
-NORM_LEAF = jax.ShapeDtypeStruct((64,), ml_dtypes.bfloat16)
 
 
 @pytest.fixture
@@ -29,18 +32,11 @@ def folder(tmp_path):
     return save(tmp_path / "hf", TENSORS, files=3, metadata={"format": "pt", "origin": "test"})
 
 
-@pytest.fixture
-def installed():
-    osl.install()
-    yield
-    osl.uninstall()
-
-
 @pytest.fixture(params=["safetensors", "auto", osl.SafetensorsLayout])
 def layout(request):
     if isinstance(request.param, str):
         request.getfixturevalue("installed")
-    with context_of(request.param):
+    with layout_context(request.param):
         yield request.param
 
 
@@ -48,42 +44,8 @@ def layout(request):
 def safetensors_layout(request):
     if isinstance(request.param, str):
         request.getfixturevalue("installed")
-    with context_of(request.param):
+    with layout_context(request.param):
         yield
-
-
-def context_of(layout: Any) -> ocp.Context:
-    context = ocp.Context()
-    context.checkpoint_layout = layout
-    return context
-
-
-def sharding_of(name: str) -> NamedSharding:
-    mesh = mesh_of(fsdp=4, tensor=2)
-    spec = PartitionSpec("fsdp", "tensor") if TENSORS[name].ndim == 2 else PartitionSpec("fsdp")
-    return NamedSharding(mesh, spec)
-
-
-def sharded_abstract() -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding_of(name))
-        for name, tensor in TENSORS.items()
-    }
-
-
-def check_sharded(loaded: dict[str, jax.Array]) -> None:
-    assert loaded.keys() == TENSORS.keys()
-    for name, array in loaded.items():
-        assert array.sharding == sharding_of(name)
-        for shard in array.addressable_shards:
-            assert_same_bits(shard.data, TENSORS[name][shard.index])
-
-
-def check_host(loaded: dict[str, np.ndarray]) -> None:
-    assert loaded.keys() == TENSORS.keys()
-    for name, array in loaded.items():
-        assert isinstance(array, np.ndarray)
-        assert_same_bits(array, TENSORS[name])
 
 
 def test_load_sharded(layout, folder):
@@ -222,9 +184,6 @@ def test_x64_of_the_caller_reaches_the_reading_thread(layout, tmp_path):
     abstract = {"step": jax.ShapeDtypeStruct((), np.int64)}
     with pytest.raises(osl.DtypeMismatchError, match="x64"):
         ocp.load(path, abstract)
-    enable_x64 = getattr(jax, "enable_x64", None)
-    if enable_x64 is None:
-        from jax.experimental import enable_x64
     with enable_x64(True):
         assert ocp.load(path, abstract)["step"].dtype == np.int64
 
@@ -247,7 +206,7 @@ def test_options_of_orbax_context(installed, tmp_path, storage_reads):
     folder = save(tmp_path, {"t": np.zeros(500_000, np.uint8)})
 
     def reads_with(**options: int) -> float:
-        context = context_of("safetensors")
+        context = layout_context("safetensors")
         if "chunk" in options:
             context.safetensors.read_chunk_bytes = options["chunk"]
         if "budget" in options:
@@ -307,7 +266,7 @@ def test_strict_of_using(layout, folder):
 
 def test_install_replaces_and_uninstall_restores(folder):
     nested = {"model": {"norm": {"weight": NORM_LEAF}}}
-    with context_of("safetensors"):
+    with layout_context("safetensors"):
         with pytest.raises(ValueError, match="not a flat dictionary"):
             ocp.load(folder, nested)
         osl.install()
@@ -425,7 +384,7 @@ def test_headers_are_checked_before_anything_is_awaited(tmp_path, folder):
     loaded = asyncio.run(load(cut, leaf(outside)))
     assert_same_bits(loaded[outside], TENSORS[outside])
     check_host(asyncio.run(load(folder)))
-    context = context_of(osl.SafetensorsLayout)
+    context = layout_context(osl.SafetensorsLayout)
     context.safetensors.read_chunk_bytes = 0
     with context, pytest.raises(ValueError, match=r"safetensors\.read_chunk_bytes must be"):
         asyncio.run(begin(folder))

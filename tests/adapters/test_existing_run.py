@@ -10,6 +10,7 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from meshes import abstract_of, place
+from orbax_calls import layout_context, save_standard
 from programs import run_processes
 from saving import opened
 from states import same
@@ -211,8 +212,7 @@ def test_args_of_ours_under_item_names(tmp_path):
 
 
 def test_a_checkpointer_reads_both(tmp_path):
-    with ocp.StandardCheckpointer() as orbaxs:
-        orbaxs.save(tmp_path / "a", state(1))
+    save_standard(tmp_path / "a", state(1))
     with ocp.Checkpointer(osl.SafetensorsLayout()) as checkpointer:
         same(checkpointer.restore(tmp_path / "a"), state(1))
         assert set(checkpointer.metadata(tmp_path / "a").item_metadata.tree) == {*state()}
@@ -315,14 +315,10 @@ def test_each_registered_item_of_each_manager_counts(tmp_path):
     assert not holds_safetensors(tmp_path / "a", 0, "opt")
 
 
-def layout_of_v1():
-    context = ocp_v1.Context()
-    context.checkpoint_layout = osl.SafetensorsLayout
-    return context
-
-
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("change", [lambda: osl.context("state"), layout_of_v1])
+@pytest.mark.parametrize(
+    "change", [lambda: osl.context("state"), lambda: layout_context(osl.SafetensorsLayout)]
+)
 @pytest.mark.parametrize("use_ocdbt", [True, False], ids=["ocdbt", "files"])
 def test_a_run_of_v1_goes_on(tmp_path, change, use_ocdbt):
     w = place(VALUES, P("y", "x"))

@@ -6,6 +6,7 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits, save
+from orbax_calls import installed_context
 
 import orbax_safetensors_layout as osl
 
@@ -87,17 +88,11 @@ def test_a_manager(tmp_path, tensors, mapping):
 
 
 def test_v1(tmp_path, path, tensors, mapping):
-    context = ocp_v1.Context()
-    context.checkpoint_layout = "safetensors"
-    osl.install()
-    try:
-        with context, osl.using(mapping=mapping):
-            found = ocp_v1.load(path, TREE)
-            check(found, tensors)
-            assert ocp_v1.metadata(path).metadata["kernels"].shape == (2, 4, 3)
-            ocp_v1.save(tmp_path / "layout", found)
-    finally:
-        osl.uninstall()
+    with installed_context(), osl.using(mapping=mapping):
+        found = ocp_v1.load(path, TREE)
+        check(found, tensors)
+        assert ocp_v1.metadata(path).metadata["kernels"].shape == (2, 4, 3)
+        ocp_v1.save(tmp_path / "layout", found)
     with osl.context("state"), osl.using(mapping=mapping):
         ocp_v1.save(tmp_path / "handler", found)
         check(ocp_v1.load(tmp_path / "handler", TREE), tensors)

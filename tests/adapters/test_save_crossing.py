@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import orbax.checkpoint as ocp0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import safetensors
 from checkpoints import assert_same_bits
+from orbax_calls import installed, installed_context, layout_context
 from saving import tensor_files
 from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
-
-
-@contextlib.contextmanager
-def layout():
-    osl.install()
-    context = ocp.Context()
-    context.checkpoint_layout = "safetensors"
-    try:
-        with context:
-            yield
-    finally:
-        osl.uninstall()
-
-
-@contextlib.contextmanager
-def installed_auto():
-    osl.install()
-    try:
-        yield
-    finally:
-        osl.uninstall()
 
 
 def context(*names):
@@ -58,7 +36,7 @@ def restore_v0(root, name, item=None):
 @pytest.mark.parametrize("route", ["context", "layout", "auto"])
 def test_v1_loads_what_v0_saved(tmp_path, name, route):
     step = save_v0(tmp_path, everything(), name)
-    ways = {"context": context(name), "layout": layout, "auto": installed_auto}
+    ways = {"context": context(name), "layout": installed_context, "auto": installed}
     with ways[route]():
         same(ocp.load(step), everything())
         same(ocp.load(step, everything()), everything())
@@ -66,7 +44,7 @@ def test_v1_loads_what_v0_saved(tmp_path, name, route):
         assert ocp.metadata(step).metadata["scalars"]["int"] is int
 
 
-@pytest.mark.parametrize("route", [context("state"), layout, installed_auto])
+@pytest.mark.parametrize("route", [context("state"), installed_context, installed])
 def test_v1_loads_what_a_checkpointer_of_v0_saved(tmp_path, route):
     with ocp0.Checkpointer(osl.SafetensorsCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "a", everything())
@@ -75,7 +53,7 @@ def test_v1_loads_what_a_checkpointer_of_v0_saved(tmp_path, route):
         same(ocp.load(tmp_path / "a"), everything())
 
 
-@pytest.mark.parametrize("route", [context("state"), layout])
+@pytest.mark.parametrize("route", [context("state"), installed_context])
 def test_v0_restores_what_v1_saved(tmp_path, route):
     tree = train_state()
     with route():
@@ -125,9 +103,7 @@ def test_a_saved_item_is_a_checkpoint_by_itself(tmp_path):
 def test_the_builtin_layout_loads_plain_tensors(tmp_path):
     tree = {"a.b": np.arange(12.0, dtype=np.float32).reshape(3, 4), "c": np.arange(3)}
     step = save_v0(tmp_path, tree)
-    builtin = ocp.Context()
-    builtin.checkpoint_layout = "safetensors"
-    with builtin:
+    with layout_context():
         found = ocp.load(step / "default", checkpointable_name=None)
     for name, value in tree.items():
         assert_same_bits(found[name], value)

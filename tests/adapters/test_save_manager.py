@@ -13,8 +13,9 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
+from limits import full_disk
 from meshes import place
-from saving import Gate, full_disk, opened, run_alone
+from saving import Gate, opened, run_alone
 from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl

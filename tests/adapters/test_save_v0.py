@@ -12,8 +12,10 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jax_versions import enable_x64
+from limits import full_disk
 from meshes import mesh_of, place
-from saving import Gate, full_disk, opened, tensor_files
+from saving import Gate, opened, tensor_files
 from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
@@ -273,9 +275,6 @@ def test_the_handler_alone_inside_a_running_event_loop(tmp_path):
 
 
 def test_x64_of_the_caller_reaches_the_writing_thread(tmp_path, asynchronous):
-    enable_x64 = getattr(jax, "enable_x64", None)
-    if enable_x64 is None:
-        from jax.experimental import enable_x64
     with enable_x64(True):
         wide = jnp.array([2**40, 1], jnp.int64)
         asynchronous.save(tmp_path / "step", args=ocp.args.StandardSave({"a": wide}))

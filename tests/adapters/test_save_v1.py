@@ -25,9 +25,11 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
+from limits import full_disk
 from meshes import mesh_of, place
+from orbax_calls import installed as installing, installed_context, layout_context
 from programs import program_path
-from saving import Gate, full_disk, opened, tensor_files
+from saving import Gate, opened, tensor_files
 from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
@@ -44,12 +46,6 @@ def drop_what_orbax_dropped():
     gc.collect()
 
 
-def layout_context(layout="safetensors") -> ocp.Context:
-    context = ocp.Context()
-    context.checkpoint_layout = layout
-    return context
-
-
 def handler_context() -> ocp.Context:
     return osl.context("state", "params", "opt", "other")
 
@@ -61,18 +57,10 @@ def route(request):
         case "handler":
             yield handler_context
         case "installed":
-            osl.install()
-            yield layout_context
-            osl.uninstall()
+            with installing():
+                yield layout_context
         case "class":
             yield functools.partial(layout_context, osl.SafetensorsLayout)
-
-
-@pytest.fixture
-def installed():
-    osl.install()
-    yield
-    osl.uninstall()
 
 
 def state(step=0):
@@ -273,10 +261,8 @@ def test_both_routes_leave_the_same_folder(tmp_path):
     tree = everything()
     with handler_context():
         ocp.save(tmp_path / "handler", tree)
-    osl.install()
-    with layout_context():
+    with installed_context():
         ocp.save(tmp_path / "layout", tree)
-    osl.uninstall()
     handler, layout = tensor_files(tmp_path / "handler"), tensor_files(tmp_path / "layout")
     for files in (handler, layout):
         assert b"SafetensorsHandler" in files.pop("_CHECKPOINT_METADATA")

@@ -19,6 +19,7 @@ from command_line import run
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
+from orbax_calls import save_pytree
 from programs import run_processes
 
 import orbax_safetensors_layout as osl
@@ -525,17 +526,11 @@ def orbax_tree():
     return {"params": {"layers": layers, **found}, "step": 7}
 
 
-def save_v0(path, tree, **options):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
-    return path
-
-
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 @pytest.mark.parametrize("use_zarr3", [True, False])
 def test_what_orbax_saved_is_compared(tmp_path, use_ocdbt, use_zarr3):
     tree = orbax_tree()
-    theirs = save_v0(tmp_path / "orbax", tree, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    theirs = save_pytree(tmp_path / "orbax", tree, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
     osl.save(tmp_path / "ours", tree)
     saved(tmp_path / "plain")
     size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree["params"]))
@@ -554,7 +549,7 @@ def test_what_orbax_saved_is_compared(tmp_path, use_ocdbt, use_zarr3):
 
 def test_differences_from_what_orbax_saved(tmp_path):
     tree = orbax_tree()
-    theirs = save_v0(tmp_path / "orbax", tree)
+    theirs = save_pytree(tmp_path / "orbax", tree)
     tree["step"] = 8
     tree["params"]["layers"]["4"]["w"][3, 5] += 1
     tree["params"]["small"] = np.arange(6, dtype=np.int8)
@@ -571,7 +566,7 @@ def test_chunks_of_both_may_differ(tmp_path):
     """They are read in boxes of the larger ones, so none is decoded many times."""
     values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     for name, mesh, shape in (("a", {"x": 8}, P("x")), ("b", {"x": 2, "y": 4}, P("y", "x"))):
-        save_v0(tmp_path / name, {"w": place(values, shape, mesh_of(**mesh))})
+        save_pytree(tmp_path / name, {"w": place(values, shape, mesh_of(**mesh))})
     for budget in (2**31, 16_000):
         options = osl.ReadOptions(memory_budget_bytes=budget)
         assert osl.verify(tmp_path / "a", tmp_path / "b", options=options).ok
@@ -583,7 +578,7 @@ def test_chunks_of_both_may_differ(tmp_path):
 def test_arrays_of_orbax_that_can_not_be_read(tmp_path):
     """All are named, and the others are read nevertheless."""
     tree = {f"w{n}": np.full((16, 16), n + 1, np.float32) for n in range(4)}
-    folder = save_v0(tmp_path / "orbax", tree, use_ocdbt=False)
+    folder = save_pytree(tmp_path / "orbax", tree, use_ocdbt=False)
     (folder / "w1" / "0.0").unlink()
     (folder / "w3" / "0.0").write_bytes(b"no zstd")
     done = []
@@ -615,7 +610,7 @@ def test_steps_and_models_of_orbax(tmp_path):
 def test_typed_keys_and_four_bits_of_orbax(tmp_path):
     values = (np.arange(96, dtype=np.int8).reshape(4, 24) % 16 - 8).astype(ml_dtypes.int4)
     tree = {"key": jax.random.key(5), "raw": jax.random.PRNGKey(6), "w": jnp.asarray(values)}
-    save_v0(tmp_path / "orbax", tree)
+    save_pytree(tmp_path / "orbax", tree)
     osl.save(tmp_path / "ours", tree)
     report = osl.verify(tmp_path / "orbax", tmp_path / "ours")
     assert report.ok, str(report)
@@ -629,7 +624,7 @@ def test_typed_keys_and_four_bits_of_orbax(tmp_path):
 def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
     tree = {f"w{n}": np.full((4, 4), n + 1, np.float32) for n in range(3)}
     tree |= {"key": jax.random.key(1), "raw": jax.random.PRNGKey(2), "step": 5}
-    folder = save_v0(tmp_path / "orbax", tree, use_ocdbt=False, use_zarr3=False)
+    folder = save_pytree(tmp_path / "orbax", tree, use_ocdbt=False, use_zarr3=False)
     (folder / "w0" / ".zarray").unlink()
     (folder / "w1" / "0.0").unlink()
     (folder / "raw" / "0").write_bytes(b"no zstd")
@@ -657,7 +652,7 @@ def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
 def test_numbers_and_arrays_without_dimensions(tmp_path):
     """Orbax gives a numpy scalar back as a number; this package has a tensor of it."""
     tree = {"w": np.ones(3), "scalar": np.float32(2.5), "step": 3}
-    theirs = save_v0(tmp_path / "orbax", tree)
+    theirs = save_pytree(tmp_path / "orbax", tree)
     osl.save(tmp_path / "ours", tree)
     for one, other in ((theirs, "ours"), (tmp_path / "ours", "orbax")):
         report = osl.verify(one, tmp_path / other)
@@ -679,7 +674,7 @@ def test_what_only_a_comparison_needs(tmp_path):
     for arguments in ({"mapping": MAPPING}, {"subtree": "layers"}):
         with pytest.raises(ValueError, match="give against="):
             osl.verify(tmp_path / "a", **arguments)
-    theirs = save_v0(tmp_path / "orbax", {"w": np.ones(3)})
+    theirs = save_pytree(tmp_path / "orbax", {"w": np.ones(3)})
     for words in (["--subtree", "layers"], ["--against", theirs, "--mapping", "llama:maxtext"]):
         assert run("verify", tmp_path / "a", *words).returncode == 2
 
@@ -689,8 +684,8 @@ def test_few_chunks_are_decoded_at_once(tmp_path, monkeypatch, budget):
     """Those of the other checkpoint, which a block may overlap many of, included."""
     values = np.arange(1 << 21, dtype=np.uint32).reshape(2048, 1024)
     mesh = mesh_of(x=8)
-    save_v0(tmp_path / "rows", {"w": place(values, P("x"), mesh)})
-    save_v0(tmp_path / "columns", {"w": place(values, P(None, "x"), mesh)})
+    save_pytree(tmp_path / "rows", {"w": place(values, P("x"), mesh)})
+    save_pytree(tmp_path / "columns", {"w": place(values, P(None, "x"), mesh)})
     chunks = []
 
     def read(source, blocks):

@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from checkpoints import llama_like, random_tensor, save
 from command_line import run
+from orbax_calls import restore_standard
 from programs import program_path
 
 import orbax_safetensors_layout as osl
@@ -37,8 +38,7 @@ def test_there_through_a_mapping_and_back(tmp_path):
     assert done.stderr.count("is used by no array") == 1
     assert "The sharding rule 'none' = fsdp is used by no array." in done.stderr
     assert "every bit compared" in done.stderr
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "orbax")
+    found = restore_standard(tmp_path / "orbax")
     np.testing.assert_array_equal(found["a"]["w"], weights["w"].T)
     done = run("convert", "orbax", "back", *mapped, "--quiet", "--no-verify", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -104,8 +104,7 @@ def test_interrupted_and_continued(tmp_path):
     assert "were there from an earlier run" in done.stderr
     assert "converting: 100%" in done.stderr
     assert "verifying: 100%" in done.stderr
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "to")
+    found = restore_standard(tmp_path / "to")
     assert {n: v.tobytes() for n, v in found.items()} == {
         n: v.tobytes() for n, v in weights.items()
     }

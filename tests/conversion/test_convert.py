@@ -23,6 +23,7 @@ import tensorstore as ts
 from checkpoints import assert_same_bits, llama_like, random_tensor, save
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
+from orbax_calls import restore_standard, save_pytree, save_standard
 from programs import program_path
 from recording import recording
 from saved_files import raw_tensors
@@ -39,12 +40,6 @@ def bits(tree):
         name: (np.asarray(v).tobytes(), np.asarray(v).dtype, np.shape(v))
         for name, v in tree.items()
     }
-
-
-def plainly(folder):
-    """What Orbax restores by itself, without a target."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder)
 
 
 @pytest.fixture
@@ -183,27 +178,21 @@ def state():
     }
 
 
-def write_v0(folder, state):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, state)
-
-
-def write_v0_plain_zarr(folder, state):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(state))
+def save_plain_zarr(folder, state):
+    save_pytree(folder, state, use_ocdbt=False)
 
 
 def write_v1(folder, state):
     ocp_v1.save(folder, state | {"text": "x"})
 
 
-@pytest.mark.parametrize("write", [write_v0, write_v0_plain_zarr, write_v1])
+@pytest.mark.parametrize("write", [save_standard, save_plain_zarr, write_v1])
 @pytest.mark.parametrize("middle", ["hf", "sharded", "orbax"])
 def test_trees_of_orbax_survive(tmp_path, state, write, middle):
     write(tmp_path / "stock", state)
     osl.convert(tmp_path / "stock", tmp_path / "there", format=middle)
     if middle == "orbax":
-        found = plainly(tmp_path / "there")
+        found = restore_standard(tmp_path / "there")
     else:
         found = osl.load(tmp_path / "there")
         tensors = raw_tensors(tmp_path / "there")
@@ -247,7 +236,7 @@ def test_a_step_is_found_and_kept(tmp_path, state):
 def test_our_own_steps_are_sources_too(tmp_path, name):
     osl.save(tmp_path / "run" / name / "state", {"a": np.arange(6.0)})
     osl.convert(tmp_path / "run", tmp_path / "copy", step=12, format="orbax")
-    assert_same_bits(plainly(tmp_path / "copy" / name / "state")["a"], np.arange(6.0))
+    assert_same_bits(restore_standard(tmp_path / "copy" / name / "state")["a"], np.arange(6.0))
 
 
 def test_dtype(tmp_path, hf, weights):
@@ -258,7 +247,7 @@ def test_dtype(tmp_path, hf, weights):
         name: value.astype(np.float32) if value.dtype.kind not in "ib" else value
         for name, value in weights.items()
     }
-    for found in (plainly(tmp_path / "orbax"), osl.load(tmp_path / "copy"),
+    for found in (restore_standard(tmp_path / "orbax"), osl.load(tmp_path / "copy"),
                   osl.load(tmp_path / "pieces")):  # fmt: skip
         for name, value in expected.items():
             np.testing.assert_array_equal(np.asarray(found[name]), value, strict=True)
@@ -307,7 +296,9 @@ def test_through_a_mapping_and_back(tmp_path, middle, options):
     )
     total = sum(value.nbytes for value in used.values())
     assert total <= read <= 1.05 * total
-    model = plainly(tmp_path / "model") if middle == "orbax" else osl.load(tmp_path / "model")
+    model = (
+        restore_standard(tmp_path / "model") if middle == "orbax" else osl.load(tmp_path / "model")
+    )
     up = np.stack([used[f"model.layers.{i}.mlp.up_proj.weight"].T for i in range(2)], 1)
     assert_same_bits(np.asarray(model["layers"]["up"]), up)
     q = used["model.layers.1.self_attn.q_proj.weight"].reshape(-1, 16, 128).transpose(2, 0, 1)
@@ -324,7 +315,7 @@ def test_through_a_mapping_and_back(tmp_path, middle, options):
 
 
 def test_a_mapping_wants_arrays(tmp_path, state):
-    write_v0(tmp_path / "stock", state)
+    save_standard(tmp_path / "stock", state)
     with pytest.raises(osl.MappingError, match=r"subtree.*--subtree"):
         osl.convert(tmp_path / "stock", tmp_path / "no", mapping=LAYERS)
     assert os.listdir(tmp_path) == ["stock"]
@@ -344,7 +335,7 @@ def test_arrays_larger_than_the_budget_pass_through_a_file(tmp_path):
         options=SMALL,
     )
     assert_same_bits(osl.load(tmp_path / "back")["big"], values)
-    assert_same_bits(plainly(tmp_path / "columns")["big"], values)
+    assert_same_bits(restore_standard(tmp_path / "columns")["big"], values)
     assert sorted(os.listdir(tmp_path)) == ["back", "columns", "hf", "orbax"]
 
 
@@ -372,7 +363,7 @@ def test_cut_across_the_rows_of_the_source_each_byte_is_read_once(tmp_path, budg
     read = sum(stop - start for _, start, stop in storage.tensor_ranges())
     total = sum(value.nbytes for value in weights.values())
     assert total <= read <= 1.05 * total
-    found = plainly(tmp_path / "orbax")
+    found = restore_standard(tmp_path / "orbax")
     if mapped:
         expected = np.stack([weights[f"layers.{n}.w"].T for n in range(3)], 1)
         assert_same_bits(found["layers"], expected)
@@ -389,8 +380,7 @@ def test_cut_across_the_rows_of_the_source_each_byte_is_read_once(tmp_path, budg
 
 
 def test_chunks_larger_than_memory_are_refused(tmp_path):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "stock", {"big": random_tensor((512, 1024), np.float32)})
+    save_standard(tmp_path / "stock", {"big": random_tensor((512, 1024), np.float32)})
     with pytest.raises(osl.SafetensorsLayoutError, match="8,388,608 or more"):
         osl.convert(tmp_path / "stock", tmp_path / "no", options=SMALL)
     assert os.listdir(tmp_path) == ["stock"]
@@ -552,7 +542,7 @@ def test_one_array_is_a_part_too(tmp_path):
     osl.save(tmp_path / "saved", {"a": {"b": np.arange(3.0), "c": 1}})
     for form in ("orbax", "hf"):
         osl.convert(tmp_path / "saved", tmp_path / form, format=form, subtree="a.b")
-    assert bits(plainly(tmp_path / "orbax")) == bits({"b": np.arange(3.0)})
+    assert bits(restore_standard(tmp_path / "orbax")) == bits({"b": np.arange(3.0)})
     assert bits(osl.load(tmp_path / "hf")) == bits({"b": np.arange(3.0)})
     safetensors.numpy.save_file({}, tmp_path / "empty.safetensors")
     with pytest.raises(osl.CheckpointNotFoundError, match="has no leaves to convert"):
@@ -568,7 +558,7 @@ def test_names_of_every_kind(tmp_path):
     weights = {name: np.arange(6.0) + n for n, name in enumerate(NAMES)}
     save(tmp_path / "hf", weights)
     osl.convert(tmp_path / "hf", tmp_path / "orbax")
-    assert bits(plainly(tmp_path / "orbax")) == bits(weights)
+    assert bits(restore_standard(tmp_path / "orbax")) == bits(weights)
     files = osl.ConvertOptions(use_ocdbt=False)
     with pytest.raises(osl.SafetensorsLayoutError, match="no-ocdbt") as refused:
         osl.convert(tmp_path / "hf", tmp_path / "no", options=files)
@@ -578,7 +568,7 @@ def test_names_of_every_kind(tmp_path):
     good = {name: value for name, value in weights.items() if name not in bad}
     save(tmp_path / "good", good)
     osl.convert(tmp_path / "good", tmp_path / "folders", options=files)
-    assert bits(plainly(tmp_path / "folders")) == bits(good)
+    assert bits(restore_standard(tmp_path / "folders")) == bits(good)
 
 
 def test_targets_and_meshes_that_make_no_sense(tmp_path, hf):
@@ -605,7 +595,7 @@ def test_from_the_hub(tmp_path, hf, weights, monkeypatch):
         hub.add("org/model", hf)
         osl.convert("hf://org/model", tmp_path / "orbax", mesh={"fsdp": 4})
         osl.convert("hf://org/model", tmp_path / "copy", format="hf")
-    assert bits(plainly(tmp_path / "orbax")) == bits(weights)
+    assert bits(restore_standard(tmp_path / "orbax")) == bits(weights)
     assert bits(osl.load(tmp_path / "copy")) == bits(weights)
     assert (tmp_path / "copy" / "config.json").read_text() == '{"model_type": "llama"}'
 
@@ -657,7 +647,7 @@ def test_a_bit_that_is_written_wrong_is_found(tmp_path, hf):
 
 
 def test_leaves_that_take_no_array_of_an_orbax_source(tmp_path):
-    write_v0(tmp_path / "stock", {"w": np.arange(6.0)})
+    save_standard(tmp_path / "stock", {"w": np.arange(6.0)})
     mapping = osl.Mapping(
         [osl.rule("w", osl.tensor("w")), osl.rule("zeros", osl.fill((4, 2), 0, "float32"))]
     )

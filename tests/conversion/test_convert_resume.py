@@ -7,72 +7,31 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from unittest import mock
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from checkpoints import random_tensor, save
-from programs import program_path
+from orbax_calls import restore_standard, save_pytree
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.conversion.journal import Journal
 from orbax_safetensors_layout.storage import local_commit
 
-
-class Server:
-    """A process that forks one child a conversion, so that each begins in milliseconds."""
-
-    def __init__(self):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, program_path("convert_resume.py")],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        assert self._line() == ["ready"]
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
-
-    def _line(self):
-        line = self._process.stdout.readline()
-        assert line, "the server is gone"
-        return line.split()
-
-    def convert(self, log, **command):
-        """Exit status of a conversion, and what it logged."""
-        text = json.dumps({"log": str(log), **{k: v if isinstance(v, int) else str(v)
-                                               for k, v in command.items()}})  # fmt: skip
-        self._process.stdin.write(f"{text}\n")
-        status = int(self._line()[1])
-        return status, [json.loads(line) for line in log.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.close()
-
-
+PROGRAM = "convert_resume.py"
 WEIGHTS = {f"layers.{n}.w": random_tensor((32, 48 + n), np.float32, n) for n in range(4)} | {
     "big": random_tensor((64, 96), np.float32, 9),
     "small": random_tensor((5,), np.float32, 10),
 }
+
+
+def convert(fork_server, log, **command):
+    """Exit status of a conversion in a child, and what it logged."""
+    child = {
+        name: value if isinstance(value, int) else str(value) for name, value in command.items()
+    }
+    (ended,) = fork_server.run([{"log": str(log), **child}])
+    return ended.status, [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @pytest.fixture(params=["hf", "orbax"])
@@ -81,16 +40,12 @@ def source(tmp_path, request):
     save(folder, WEIGHTS, files=2)
     if request.param == "orbax":
         shutil.move(folder, tmp_path / "hf")
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(folder, args=ocp.args.PyTreeSave(WEIGHTS))
+        save_pytree(folder, WEIGHTS)
     return folder
 
 
 def values_at(target, form):
-    if form == "orbax":
-        with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(target)
-    return osl.load(target)
+    return restore_standard(target) if form == "orbax" else osl.load(target)
 
 
 def finished_reads(log):
@@ -107,10 +62,12 @@ def reads(log):
 
 
 @pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
-def test_killed_and_continued(server, tmp_path, source, form):
+def test_killed_and_continued(fork_server, tmp_path, source, form):
     """Kills one conversion after the other; the next continues where the last one was."""
     log = tmp_path / "log"
-    status, whole = server.convert(log, source=source, target=tmp_path / "once", form=form, kill=-1)
+    status, whole = convert(
+        fork_server, log, source=source, target=tmp_path / "once", form=form, kill=-1
+    )
     assert status == 0
     calls = whole[-1][1]
     assert calls > 20
@@ -120,7 +77,9 @@ def test_killed_and_continued(server, tmp_path, source, form):
     runs = 0
     while True:
         kill = rng.randrange(2, calls // 2) if runs < 6 else -1
-        status, lines = server.convert(log, source=source, target=target, form=form, kill=kill)
+        status, lines = convert(
+            fork_server, log, source=source, target=target, form=form, kill=kill
+        )
         data = [line for line in reads(lines) if line[1] != "0"]  # not the headers
         assert not done & set(data)
         done |= {line for line in finished_reads(lines) if line[1] != "0"}
@@ -138,9 +97,9 @@ def test_killed_and_continued(server, tmp_path, source, form):
     }
 
 
-def interrupted(server, tmp_path, source):
-    status, _ = server.convert(
-        tmp_path / "log", source=source, target=tmp_path / "target", form="hf", kill=25
+def interrupted(fork_server, tmp_path, source):
+    status, _ = convert(
+        fork_server, tmp_path / "log", source=source, target=tmp_path / "target", form="hf", kill=25
     )
     assert status == -9
     (workspace,) = tmp_path.glob(".*.partial-convert")
@@ -154,9 +113,9 @@ CONTINUED = {
 }
 
 
-def test_other_arguments_and_other_sources_are_refused(server, tmp_path):
+def test_other_arguments_and_other_sources_are_refused(fork_server, tmp_path):
     source = save(tmp_path / "source", WEIGHTS, files=2)
-    workspace = interrupted(server, tmp_path, source)
+    workspace = interrupted(fork_server, tmp_path, source)
     target = tmp_path / "target"
     with pytest.raises(osl.SafetensorsLayoutError, match=r"other arguments.*--restart"):
         osl.convert(source, target, **CONTINUED | {"format": "sharded"})
@@ -174,9 +133,9 @@ def test_other_arguments_and_other_sources_are_refused(server, tmp_path):
 
 
 @pytest.mark.parametrize("budget", [72 << 10, 16 << 20])
-def test_another_memory_budget_continues_the_same_conversion(server, tmp_path, budget):
+def test_another_memory_budget_continues_the_same_conversion(fork_server, tmp_path, budget):
     source = save(tmp_path / "source", WEIGHTS, files=2)
-    workspace = interrupted(server, tmp_path, source)
+    workspace = interrupted(fork_server, tmp_path, source)
     given = CONTINUED | {"options": osl.ConvertOptions(memory_budget_bytes=budget)}
     done = osl.convert(source, tmp_path / "target", **given)
     assert done.resumed_bytes > 0
@@ -207,9 +166,9 @@ def test_chunks_of_orbax_do_not_depend_on_the_memory_of_the_run_that_continues(t
     assert osl.verify(tmp_path / "target", source).ok
 
 
-def test_far_less_memory_than_a_conversion_began_with_is_refused(server, tmp_path):
+def test_far_less_memory_than_a_conversion_began_with_is_refused(fork_server, tmp_path):
     source = save(tmp_path / "source", WEIGHTS, files=2)
-    workspace = interrupted(server, tmp_path, source)
+    workspace = interrupted(fork_server, tmp_path, source)
     less = {"options": osl.ConvertOptions(memory_budget_bytes=32 << 10)}
     with pytest.raises(osl.SafetensorsLayoutError, match=r"at least 65,536.*--restart"):
         osl.convert(source, tmp_path / "target", **CONTINUED | less)
@@ -240,9 +199,9 @@ def test_a_mapping_that_differs_late_in_a_long_list_is_another(tmp_path):
     assert convert(mapping=mapping(10, 11), options=small()).resumed_bytes
 
 
-def test_a_line_that_a_crash_cut_off_is_no_line(server, tmp_path):
+def test_a_line_that_a_crash_cut_off_is_no_line(fork_server, tmp_path):
     source = save(tmp_path / "source", WEIGHTS, files=2)
-    workspace = interrupted(server, tmp_path, source)
+    workspace = interrupted(fork_server, tmp_path, source)
     journal = workspace / "journal-0.jsonl"
     groups = len(journal.read_text().splitlines()) - 1
     assert groups > 1

@@ -8,30 +8,25 @@ import signal
 
 import numpy as np
 import pytest
-from programs import ForkServer
+from checkpoints import layers_of
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl
 
-
-@pytest.fixture(scope="module")
-def server():
-    server = ForkServer("crash_in_place.py")
-    yield server
-    server.close()
+PROGRAM = "crash_in_place.py"
 
 
 class Place:
     """A folder, and calls that write to it.
 
     Args:
-        server: What makes the calls.
+        fork_server: What makes the calls.
         folder: Where all is.
         exchange: Whether the system can exchange two folders.
     """
 
-    def __init__(self, server, folder, exchange):
-        self._server = server
+    def __init__(self, fork_server, folder, exchange):
+        self._server = fork_server
         self._source = folder / "source"
         self.target = folder / "to" / "x"
         self._exchange = exchange
@@ -48,7 +43,7 @@ class Place:
         return ended.status, ended.said[0] if ended.said else ended.errors
 
     def source(self, version):
-        osl.save(self._source, values(version), overwrite=True)
+        osl.save(self._source, layers_of(version), overwrite=True)
 
     def versions(self):
         """Which version a reader finds, if any; every bit of it."""
@@ -57,16 +52,12 @@ class Place:
         found = osl.load(self.target)
         version = int(found["layers.0.w"][0, 0]) // 1000
         assert {name: np.asarray(value).tobytes() for name, value in found.items()} == {
-            name: value.tobytes() for name, value in values(version).items()
+            name: value.tobytes() for name, value in layers_of(version).items()
         }
         return version
 
     def left(self):
         return sorted(os.listdir(self.target.parent))
-
-
-def values(version):
-    return {f"layers.{n}.w": np.full((50, 60), version * 1000 + n, np.float32) for n in range(3)}
 
 
 def kills_in_place(place, points):
@@ -87,7 +78,7 @@ def kills_in_place(place, points):
             wrong.append(f"{point}: the same call again: {said[-300:]}")
             place.run("consolidate", version)
         elif {n: r.data for n, r in raw_tensors(place.target).items()} != {
-            name: value.tobytes() for name, value in values(version).items()
+            name: value.tobytes() for name, value in layers_of(version).items()
         }:
             wrong.append(f"{point}: not consolidated")
         if place.left() != ["x"] or not (place.target / "config.json").exists():
@@ -127,8 +118,8 @@ def problems(place, versions):
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_consolidation_killed_in_its_last_moments(server, tmp_path, exchange):
-    place = Place(server, tmp_path, exchange)
+def test_consolidation_killed_in_its_last_moments(fork_server, tmp_path, exchange):
+    place = Place(fork_server, tmp_path, exchange)
     assert place.run("save in pieces", 9)[0] == 0
     status, calls = place.run("consolidate", 9)
     assert status == 0
@@ -136,8 +127,8 @@ def test_consolidation_killed_in_its_last_moments(server, tmp_path, exchange):
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_conversion_killed_in_its_last_moments(server, tmp_path, exchange):
-    place = Place(server, tmp_path, exchange)
+def test_conversion_killed_in_its_last_moments(fork_server, tmp_path, exchange):
+    place = Place(fork_server, tmp_path, exchange)
     place.source(1)
     assert place.run("convert hf", 1)[0] == 0
     place.source(2)
@@ -147,21 +138,21 @@ def test_conversion_killed_in_its_last_moments(server, tmp_path, exchange):
     assert kills_of_conversions(place, "convert hf", range(calls - 14, calls)) == []
 
 
-def test_the_first_conversion_killed_in_its_last_moments(server, tmp_path):
+def test_the_first_conversion_killed_in_its_last_moments(fork_server, tmp_path):
     """Repeated without `overwrite`, which refuses what a call that has ended made."""
-    probe = Place(server, tmp_path / "probe", True)
+    probe = Place(fork_server, tmp_path / "probe", True)
     probe.source(1)
     calls = probe.run("convert hf", 1)[1]
     for number in range(calls - 10, calls):
-        place = Place(server, tmp_path / f"{number}", True)
+        place = Place(fork_server, tmp_path / f"{number}", True)
         assert kills_of_conversions(place, "convert hf", [number]) == []
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("what", ["consolidate", "convert hf", "convert orbax", "convert sharded"])
-def test_killed_at_every_moment(server, tmp_path, what, exchange):
-    place = Place(server, tmp_path, exchange)
+def test_killed_at_every_moment(fork_server, tmp_path, what, exchange):
+    place = Place(fork_server, tmp_path, exchange)
     if what == "consolidate":
         assert place.run("save in pieces", 9)[0] == 0
         calls = place.run("consolidate", 9)[1]

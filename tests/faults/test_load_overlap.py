@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import safetensors.numpy
+from limits import few_descriptors
 from programs import program_path
 
 import orbax_safetensors_layout as osl
@@ -193,10 +193,6 @@ def test_an_index_of_more_folders_than_files_can_be_open(tmp_path):
         safetensors.numpy.save_file(value, tmp_path / file)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    try:
-        found = osl.load(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert [found[tensor][0] for tensor in names] == [*range(400)]
+    with few_descriptors(256):
+        loaded = osl.load(tmp_path)
+    assert [loaded[tensor][0] for tensor in names] == [*range(400)]

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from http_server import FAULTS, Faults, Request, file_server
 from hub_server import running_hub
-from remote_checks import assert_no_secret, assert_same, descriptors, shown, threads
+from remote_checks import assert_no_secret, assert_same, descriptors, ended, shown, threads
 
 import orbax_safetensors_layout as osl
 
@@ -43,19 +43,7 @@ def seeded_faults(rng: random.Random) -> Faults:
 
 def outcome(load: Callable[[], dict]) -> str:
     """Loads under a watchdog: "equal", or "error"."""
-    ends: list[dict | Exception] = []
-
-    def run() -> None:
-        try:
-            ends.append(load())
-        except Exception as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=run, name="watched", daemon=True)
-    thread.start()
-    thread.join(WATCHDOG_SECONDS)
-    assert not thread.is_alive(), "the load hangs"
-    (end,) = ends
+    end = ended(load, WATCHDOG_SECONDS)
     if isinstance(end, dict):
         assert_same(end, TENSORS)
         return "equal"
@@ -66,14 +54,14 @@ def outcome(load: Callable[[], dict]) -> str:
 
 def check_seeds(run: Callable[[random.Random], str], seeds: range) -> None:
     """Every seed ends as it may, and leaves no thread and no descriptor; some of them well."""
-    ended = set()
+    outcomes = set()
     for seed in seeds:
         huggingface_hub.close_session()
         before, opened = threads(), descriptors()
-        ended.add(run(random.Random(seed)))
+        outcomes.add(run(random.Random(seed)))
         assert threads() <= before, f"seed {seed}"  # those of earlier tests may end
         assert descriptors() <= opened, f"seed {seed}"
-    assert ended == {"equal", "error"}
+    assert outcomes == {"equal", "error"}
 
 
 def hub_run(folder, monkeypatch) -> Callable[[random.Random], str]:

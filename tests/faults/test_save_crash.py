@@ -10,46 +10,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import ForkServer
+from checkpoints import layers_of
 from saved_files import raw_tensors
 
+PROGRAM = "save_crash.py"
 FILES = 5
 
 
-class Server(ForkServer):
-    """Saves in a child."""
+def save(fork_server, folder, version, *, kill=-1, exchange=True, after_seconds=None, rows=50):
+    """Exit status of a save, how many calls it made, and how many seconds it took.
 
-    def save(self, folder, version, *, kill=-1, exchange=True, after_seconds=None, rows=50):
-        """Exit status of a save, how many calls it made, and how many seconds it took.
-
-        Args:
-            folder: Where to.
-            version: What is saved.
-            kill: The system call before which the child kills itself.
-            exchange: Whether the system can exchange two folders.
-            after_seconds: When the child is killed from outside, instead.
-            rows: Rows of each tensor.
-        """
-        child = {
-            "folder": str(folder), "version": version, "files": FILES, "rows": rows,
-            "kill": kill, "exchange": exchange,
-        }  # fmt: skip
-        (ended,) = self.run([child], after_seconds=after_seconds)
-        return ended.status, ended.said[0] if ended.said else None, ended.seconds
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server("save_crash.py")
-    yield server
-    server.close()
+    Args:
+        fork_server: Where the child is forked.
+        folder: Where to.
+        version: What is saved.
+        kill: The system call before which the child kills itself.
+        exchange: Whether the system can exchange two folders.
+        after_seconds: When the child is killed from outside, instead.
+        rows: Rows of each tensor.
+    """
+    child = {
+        "folder": str(folder), "version": version, "files": FILES, "rows": rows,
+        "kill": kill, "exchange": exchange,
+    }  # fmt: skip
+    (ended,) = fork_server.run([child], after_seconds=after_seconds)
+    return ended.status, ended.said[0] if ended.said else None, ended.seconds
 
 
 def expected(version, rows=50):
-    found = {
-        f"layers.{n}.w": np.full((rows, 60), version * 1000 + n, np.float32) for n in range(FILES)
-    }
-    return found | {"odd": np.full(version + 3, version, np.int8)}
+    return layers_of(version, FILES, rows) | {"odd": np.full(version + 3, version, np.int8)}
 
 
 def version_of(folder: Path) -> int:
@@ -72,48 +61,48 @@ def version_of(folder: Path) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path, server):
+def folder(tmp_path, fork_server):
     folder = tmp_path / "x"
-    assert server.save(folder, 1)[0] == 0
+    assert save(fork_server, folder, 1)[0] == 0
     (folder / "config.json").write_text("{}")
     (folder / "sub").mkdir()
     (folder / "sub" / "mine").write_text("mine")
     return folder
 
 
-def test_killed_before_each_system_call(server, folder):
+def test_killed_before_each_system_call(fork_server, folder):
     """Each crash is followed by a save that succeeds, over whatever the crash left."""
-    status, calls, _ = server.save(folder, 2)
+    status, calls, _ = save(fork_server, folder, 2)
     assert status == 0
     assert calls > 40
     version, seen = 2, set()
     for number in range(calls):
-        status, _, _ = server.save(folder, version + 1, kill=number)
+        status, _, _ = save(fork_server, folder, version + 1, kill=number)
         assert status == -signal.SIGKILL
         found = version_of(folder)
         assert found in (version, version + 1)
         seen.add(found - version)
         version = found
         if number % 5 == 0:  # else the next crash stands on the remains of this one
-            assert server.save(folder, version + 1)[0] == 0
+            assert save(fork_server, folder, version + 1)[0] == 0
             version += 1
             assert version_of(folder) == version
             assert os.listdir(folder.parent) == ["x"]
     assert seen == {0, 1}
-    assert server.save(folder, version + 1)[0] == 0
+    assert save(fork_server, folder, version + 1)[0] == 0
     assert version_of(folder) == version + 1
     assert os.listdir(folder.parent) == ["x"]
 
 
-def test_killed_at_any_moment(server, folder):
+def test_killed_at_any_moment(fork_server, folder):
     """From outside, at random times, also while a system call runs."""
     rows = 6000  # 1.4 MB a file, which is also written past the page cache
-    seconds = min(server.save(folder, version, rows=rows)[2] for version in (2, 3, 4))
+    seconds = min(save(fork_server, folder, version, rows=rows)[2] for version in (2, 3, 4))
     rng = random.Random(0)
     version, killed = 4, 0
     for _ in range(25):
-        status, _, _ = server.save(
-            folder, version + 1, rows=rows, after_seconds=rng.uniform(0, 1.1 * seconds)
+        status, _, _ = save(
+            fork_server, folder, version + 1, rows=rows, after_seconds=rng.uniform(0, 1.1 * seconds)
         )
         found = version_of(folder)
         assert found in (version, version + 1)
@@ -123,39 +112,42 @@ def test_killed_at_any_moment(server, folder):
             killed += 1
         version = found
     assert killed > 5
-    assert server.save(folder, version + 1)[0] == 0
+    assert save(fork_server, folder, version + 1)[0] == 0
     assert version_of(folder) == version + 1
     assert os.listdir(folder.parent) == ["x"]
 
 
-def test_a_first_save_that_is_killed_leaves_no_checkpoint(server, tmp_path):
-    status, calls, _ = server.save(tmp_path / "probe", 1)
+def test_a_first_save_that_is_killed_leaves_no_checkpoint(fork_server, tmp_path):
+    status, calls, _ = save(fork_server, tmp_path / "probe", 1)
     assert status == 0
     for number in range(0, calls, 3):
         target = tmp_path / f"{number}" / "x"
-        assert server.save(target, 1, kill=number)[0] == -signal.SIGKILL
+        assert save(fork_server, target, 1, kill=number)[0] == -signal.SIGKILL
         if target.exists():
             assert raw_tensors(target).keys() == expected(1).keys()
-        assert server.save(target, 2)[0] == 0
+        assert save(fork_server, target, 2)[0] == 0
         assert {n: r.data for n, r in raw_tensors(target).items()} == {
             n: v.tobytes() for n, v in expected(2).items()
         }
         assert os.listdir(target.parent) == ["x"]
 
 
-def test_killed_where_two_folders_can_not_be_exchanged(server, folder):
+def test_killed_where_two_folders_can_not_be_exchanged(fork_server, folder):
     """As on NFS: for an instant nothing stands there, with both beside it."""
-    status, calls, _ = server.save(folder, 2, exchange=False)
+    status, calls, _ = save(fork_server, folder, 2, exchange=False)
     assert status == 0
     version = 2
     for number in range(calls // 2, calls):
-        assert server.save(folder, version + 1, kill=number, exchange=False)[0] == -signal.SIGKILL
+        assert (
+            save(fork_server, folder, version + 1, kill=number, exchange=False)[0]
+            == -signal.SIGKILL
+        )
         if folder.exists():
             version = version_of(folder)
         else:
             beside = [p for p in folder.parent.iterdir() if p.is_dir()]
             assert {version_of(p) for p in beside} >= {version}
-        status, _, _ = server.save(folder, version + 1, exchange=False)
+        status, _, _ = save(fork_server, folder, version + 1, exchange=False)
         assert status == 0, f"the save after a crash before call {number} fails"
         version += 1
         assert raw_tensors(folder)["odd"].shape == (version + 3,)

@@ -11,17 +11,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import values_of
-from programs import Ended, ForkServer, free_port
+from programs import Ended, free_port
 from saving import opened, run_alone
 
+PROGRAM = "save_crash_steps.py"
 APIS = ["v0 sync", "v0 async", "v1 sync", "v1 async"]
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = ForkServer("save_crash_steps.py")
-    yield server
-    server.close()
 
 
 class Run:
@@ -100,36 +94,36 @@ def killed(ended: Ended) -> bool:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_killed_while_saving(server, tmp_path, api):
+def test_killed_while_saving(fork_server, tmp_path, api):
     """Each crash is followed by processes that go on from the last step."""
     run = Run(tmp_path, api, "hf", 1)
-    calls = [run.check_saved(server.run(run.children())) for _ in range(3)][-1]
+    calls = [run.check_saved(fork_server.run(run.children())) for _ in range(3)][-1]
     rng = random.Random(api)
     points = sorted(rng.sample(range(calls), 9))
     for number, point in enumerate(points):
-        ended = server.run(run.children({0: point}))
+        ended = fork_server.run(run.children({0: point}))
         assert killed(ended[0])
         run.check(ended)
         if number % 3 == 2:
-            run.check_saved(server.run(run.children()))
+            run.check_saved(fork_server.run(run.children()))
     assert run.outcomes == {"old", "new"}
-    run.check_saved(server.run(run.children()))
+    run.check_saved(fork_server.run(run.children()))
 
 
 @pytest.mark.parametrize("api", ["v0 async", "v1 async"])
-def test_both_processes_are_killed_while_saving(server, tmp_path, api):
+def test_both_processes_are_killed_while_saving(fork_server, tmp_path, api):
     run = Run(tmp_path, api, "hf", 2)
-    calls = [run.check_saved(server.run(run.children())) for _ in range(3)][-1]
+    calls = [run.check_saved(fork_server.run(run.children())) for _ in range(3)][-1]
     rng = random.Random(api)
     for number in range(5):
         point = rng.randrange(calls)
-        ended = server.run(run.children({number % 2: point}), together=True)
+        ended = fork_server.run(run.children({number % 2: point}), together=True)
         assert any(map(killed, ended))
         run.check(ended)
-    run.check_saved(server.run(run.children()))
+    run.check_saved(fork_server.run(run.children()))
 
 
-def test_one_of_two_processes_is_killed_while_saving(server, tmp_path):
+def test_one_of_two_processes_is_killed_while_saving(fork_server, tmp_path):
     """The other ends, too: `jax.distributed` ends it, at once or when heartbeats are missed."""
     runs = []
     for api in APIS[1::2]:
@@ -138,9 +132,11 @@ def test_one_of_two_processes_is_killed_while_saving(server, tmp_path):
     rng = random.Random(0)
     for index, run in runs:
         run.root.mkdir()
-        calls = [run.check_saved(server.run(run.children())) for _ in range(2)][-1]
+        calls = [run.check_saved(fork_server.run(run.children())) for _ in range(2)][-1]
         run.kill = {index: rng.randrange(calls // 2, calls - 5)}
-    ended = server.run([child for _, run in runs for child in run.children(run.kill, heartbeat=10)])
+    ended = fork_server.run(
+        [child for _, run in runs for child in run.children(run.kill, heartbeat=10)]
+    )
     for (index, run), number in zip(runs, range(0, len(ended), 2), strict=True):
         both = ended[number : number + 2]
         assert killed(both[index])
@@ -149,19 +145,19 @@ def test_one_of_two_processes_is_killed_while_saving(server, tmp_path):
             assert "saved" in other.said
         assert other.seconds < 60
         run.check(both)
-        run.check_saved(server.run(run.children()))
+        run.check_saved(fork_server.run(run.children()))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("api", APIS)
-def test_killed_at_hundreds_of_moments(server, tmp_path, api, processes, layout):
+def test_killed_at_hundreds_of_moments(fork_server, tmp_path, api, processes, layout):
     """Before random system calls of random processes, and from outside at random times."""
     run = Run(tmp_path, api, layout, processes)
     rng = random.Random(f"{api} {processes} {layout}")
     for _ in range(3):
-        ended = server.run(run.children())
+        ended = fork_server.run(run.children())
         calls = run.check_saved(ended)
     seconds = ended[0].seconds
     for number in itertools.count():
@@ -169,18 +165,18 @@ def test_killed_at_hundreds_of_moments(server, tmp_path, api, processes, layout)
             break
         if rng.random() < 0.3:
             after_seconds = rng.uniform(0, 1.1 * seconds)
-            run.check(server.run(run.children(), after_seconds=after_seconds))
+            run.check(fork_server.run(run.children(), after_seconds=after_seconds))
         else:
             kill = {rng.randrange(processes): rng.randrange(calls + 10)}
-            run.check(server.run(run.children(kill), together=True))
+            run.check(fork_server.run(run.children(kill), together=True))
         if number % 10 == 9:
-            run.check_saved(server.run(run.children()))
+            run.check_saved(fork_server.run(run.children()))
     assert run.outcomes == {"old", "new"}
     assert number < 100
 
 
 @pytest.mark.soak
-def test_one_of_many_processes_is_killed_at_many_moments(server, tmp_path):
+def test_one_of_many_processes_is_killed_at_many_moments(fork_server, tmp_path):
     """Whoever is left ends, and nothing is lost, with two and with four processes."""
     rng = random.Random(1)
     for processes in (2, 4):
@@ -191,10 +187,10 @@ def test_one_of_many_processes_is_killed_at_many_moments(server, tmp_path):
         ]
         for run in runs:
             run.root.mkdir()
-            run.check_saved(server.run(run.children()))
+            run.check_saved(fork_server.run(run.children()))
         for _ in range(10):
             kills = [{rng.randrange(processes): rng.randrange(200)} for _ in runs]
-            ended = server.run(
+            ended = fork_server.run(
                 [
                     child
                     for run, kill in zip(runs, kills, strict=True)
@@ -208,11 +204,11 @@ def test_one_of_many_processes_is_killed_at_many_moments(server, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("api", APIS)
-def test_a_full_disk(server, tmp_path, api, processes):
+def test_a_full_disk(fork_server, tmp_path, api, processes):
     """It is an error in every process; what stood there stands, and the next save succeeds."""
     run = Run(tmp_path, api, "hf", processes)
-    run.check_saved(server.run(run.children()))
-    ended = server.run(run.children(full=True))
+    run.check_saved(fork_server.run(run.children()))
+    ended = fork_server.run(run.children(full=True))
     for one in ended:
         (error,) = [said for said in one.said if isinstance(said, str) and said != "saved"]
         assert error.startswith(("StorageError", "PeerError"))

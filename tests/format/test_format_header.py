@@ -9,7 +9,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from format_helpers import entry, file_bytes
+from format_helpers import entry, file_bytes, refused
 
 from orbax_safetensors_layout.errors import (
     FormatError,
@@ -45,13 +45,7 @@ def fill(template: str, *values: str) -> str:
 def refusal(
     text: Any, data: bytes = b"\0\0", kind: type[FormatError] = InvalidHeaderError
 ) -> FormatError:
-    """The error for a file; always of exactly `kind` and naming the file."""
-    with pytest.raises(FormatError) as caught:
-        parse(file_bytes(text, data))
-    assert type(caught.value) is kind
-    assert caught.value.file == FILE
-    assert FILE in str(caught.value)
-    return caught.value
+    return refused(lambda: parse(file_bytes(text, data)), kind, FILE)
 
 
 def assert_says(error: FormatError, *, tensor: str | None, expected: str, found: str) -> None:

@@ -4,7 +4,7 @@ import json
 import tracemalloc
 
 import pytest
-from format_helpers import index_bytes
+from format_helpers import index_bytes, refused
 
 from orbax_safetensors_layout.errors import InvalidIndexError
 from orbax_safetensors_layout.format.index import WeightIndex, parse_index
@@ -13,11 +13,8 @@ FILE = "folder/model.safetensors.index.json"
 
 
 def refusal(data: str | bytes) -> InvalidIndexError:
-    with pytest.raises(InvalidIndexError) as caught:
-        parse_index(data.encode() if isinstance(data, str) else data, file=FILE)
-    assert caught.value.file == FILE
-    assert FILE in str(caught.value)
-    return caught.value
+    data = data.encode() if isinstance(data, str) else data
+    return refused(lambda: parse_index(data, file=FILE), InvalidIndexError, FILE)
 
 
 def test_index() -> None:

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import safetensors
+from format_helpers import file_bytes
 from programs import program_path
 
 import orbax_safetensors_layout as osl
@@ -27,8 +28,7 @@ def entry(inside: str, size: int) -> str:
 
 
 def write(path: pathlib.Path, text: str) -> None:
-    data = text.encode()
-    path.write_bytes(len(data).to_bytes(8, "little") + data)
+    path.write_bytes(file_bytes(text))
 
 
 def header(inside: str, size: int, nbytes: int, *, first: str = "") -> str:

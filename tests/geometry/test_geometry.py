@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from boxes import boxes_in
 from hypothesis import given, settings, strategies as st
 
 from orbax_safetensors_layout.geometry.affine import AffineView, StridedRuns, row_major_strides
@@ -14,13 +15,6 @@ from orbax_safetensors_layout.geometry.box import Box, Tile, cover, tile
 from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def boxes_in(draw, shape):
-    start = [draw(st.integers(0, n - 1)) for n in shape]
-    stop = [draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True)]
-    return Box(tuple(start), tuple(stop))
 
 
 @st.composite

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import safetensors
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
+from orbax_calls import load_v1, restore_v0
 
 import orbax_safetensors_layout as osl
 
@@ -74,27 +73,11 @@ def abstract(expected: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, 
     }
 
 
-def load(file: Path, tree: object) -> dict[str, jax.Array]:
-    return osl.load(file, tree)
+def load_by_v0(file: Path, tree: object) -> dict[str, jax.Array]:
+    return restore_v0(file.parent, osl.SafetensorsRestore(tree))
 
 
-def restore_v0(file: Path, tree: object) -> dict[str, jax.Array]:
-    with ocp.Checkpointer(osl.SafetensorsCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(file.parent, args=osl.SafetensorsRestore(tree))
-
-
-def load_v1(file: Path, tree: object) -> dict[str, jax.Array]:
-    context = ocp_v1.Context()
-    context.checkpoint_layout = "safetensors"
-    osl.install()
-    try:
-        with context:
-            return ocp_v1.load(file, tree)
-    finally:
-        osl.uninstall()
-
-
-@pytest.mark.parametrize("route", [load, restore_v0, load_v1])
+@pytest.mark.parametrize("route", [osl.load, load_by_v0, load_v1])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_sharded(tmp_path, file, expected, spec, route):
     # Alone in a folder: v0 takes no files, and the wheels have other models beside these.

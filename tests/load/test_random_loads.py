@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import collections
-import importlib
 import json
 import math
 import random
@@ -18,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jax_versions import enable_x64
 from meshes import mesh_of
 from saved_files import CODES, PACKED_BITS, packed
 
@@ -335,11 +335,6 @@ def holds(dtype: np.dtype) -> bool:
         return jax.device_put(np.zeros(1, dtype)).dtype == dtype
     except (TypeError, RuntimeError):
         return False
-
-
-def enable_x64(on: bool):
-    home = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
-    return home.enable_x64(on)
 
 
 def run(seeds: range, tmp_path: Path, loads: int) -> collections.Counter[str]:

@@ -7,11 +7,11 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from boxes import boxes_in
 from hypothesis import given, settings, strategies as st
 from mapping_expressions import (
     ALL_OPS,
     INDEX_OPS,
-    boxes_in,
     cases,
     evaluate,
     facts_of,

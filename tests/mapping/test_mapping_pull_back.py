@@ -7,17 +7,9 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from boxes import boxes_in
 from hypothesis import given, settings, strategies as st
-from mapping_expressions import (
-    ALL_OPS,
-    boxes_in,
-    cases,
-    evaluate,
-    facts_of,
-    index_only,
-    reader,
-    same,
-)
+from mapping_expressions import ALL_OPS, cases, evaluate, facts_of, index_only, reader, same
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 from orbax_safetensors_layout.geometry.affine import AffineView

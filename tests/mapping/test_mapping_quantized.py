@@ -5,8 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from boxes import boxes_in
 from hypothesis import given, settings, strategies as st
-from mapping_expressions import boxes_in, evaluate, facts_of, index_only, same
+from mapping_expressions import evaluate, facts_of, index_only, same
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box

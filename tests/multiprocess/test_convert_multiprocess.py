@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from checkpoints import random_tensor, save
+from orbax_calls import restore_standard
 from programs import run_processes
 from saved_files import raw_tensors
 
@@ -38,8 +38,7 @@ def test_two_processes_share_a_conversion(tmp_path, form):
     found = {name: raw.data for name, raw in raw_tensors(back).items()}
     assert found == {name: value.tobytes() for name, value in WEIGHTS.items()}
     if form == "orbax":
-        with ocp.StandardCheckpointer() as checkpointer:
-            plain = checkpointer.restore(there)
+        plain = restore_standard(there)
         assert {n: v.tobytes() for n, v in plain.items()} == found
     assert sorted(os.listdir(tmp_path)) == ["back", "source", "there"]
 

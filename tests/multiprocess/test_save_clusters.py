@@ -12,23 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from programs import ForkServer, free_port
+from programs import free_port
 
+PROGRAM = "save_clusters.py"
 CLUSTERS = [*itertools.product((1, 2, 4), (1, 2, 4))]
 SPLITS = ["leading", "inner", "both", "other"]
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = ForkServer("save_clusters.py")
-    yield server
-    server.close()
-
-
-def save(server, target: Path, processes: int, **arguments) -> list[dict[str, Any]]:
+def save(fork_server, target: Path, processes: int, **arguments) -> list[dict[str, Any]]:
     """What each process wrote, and by how much its memory grew."""
     port = free_port() if processes > 1 else 0
-    ended = server.run(
+    ended = fork_server.run(
         [
             {"target": str(target), "index": index, "count": processes, "port": port, **arguments}
             for index in range(processes)
@@ -48,13 +42,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_same_bytes_whoever_writes_them(server, tmp_path, split):
+def test_the_same_bytes_whoever_writes_them(fork_server, tmp_path, split):
     rows, tensors = 48, 9
     seen = []
     for processes, devices in CLUSTERS:
         target = tmp_path / f"{processes}x{devices}"
         results = save(
-            server, target, processes,
+            fork_server, target, processes,
             devices=devices, split=split, layout="hf", rows=rows, tensors=tensors, budget=1 << 20,
         )  # fmt: skip
         written = [result["written"] for result in results]
@@ -76,13 +70,15 @@ def test_the_same_bytes_whoever_writes_them(server, tmp_path, split):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_memory_beyond_the_shards_does_not_grow_with_the_model(server, tmp_path, split, layout):
+def test_memory_beyond_the_shards_does_not_grow_with_the_model(
+    fork_server, tmp_path, split, layout
+):
     """With 128 MB and with 512 MB."""
     budget = 32 << 20
     for processes, devices in CLUSTERS:
         for rows in (4096, 16384):
             results = save(
-                server, tmp_path / "target", processes,
+                fork_server, tmp_path / "target", processes,
                 devices=devices, split=split, layout=layout, rows=rows, tensors=8, budget=budget,
             )  # fmt: skip
             grown = [result["grown"] for result in results]

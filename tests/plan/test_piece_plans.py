@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
+from boxes import grid_boxes
 from checkpoints import assert_same_bits, random_tensor, save
 from plans import read_all
 from recording import RecordingStorage
@@ -28,15 +28,8 @@ LOCAL = osl.ReadOptions().profile("local")
 
 def cells(shape, *grid) -> AddressableShards:
     """All cells of a grid."""
-    parts = [n // g for n, g in zip(shape, grid, strict=True)]
-    boxes = [
-        Box(
-            tuple(c * n for c, n in zip(cell, parts, strict=True)),
-            tuple((c + 1) * n for c, n in zip(cell, parts, strict=True)),
-        )
-        for cell in itertools.product(*map(range, grid))
-    ]
-    return AddressableShards(tuple(boxes), (False,) * len(boxes))
+    boxes = tuple(grid_boxes(shape, grid))
+    return AddressableShards(boxes, (False,) * len(boxes))
 
 
 def stacked(entries, local, shape, strides, name="stack") -> LeafRead:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+from boxes import grid_boxes
 from checkpoints import assert_same_bits, random_tensor, save
 from hypothesis import HealthCheck, given, settings, strategies as st
 from plans import read_all
@@ -82,19 +83,11 @@ def divisors(n: int) -> list[int]:
 def local_boxes(draw, shape):
     """Some cells of a grid, as one process of a mesh holds them."""
     grid = [draw(st.sampled_from(divisors(n))) for n in shape]
-    cells = list(itertools.product(*map(range, grid)))
+    cells = list(grid_boxes(shape, grid))
     chosen = draw(st.lists(st.sampled_from(cells), unique=True, min_size=1, max_size=len(cells)))
     if draw(st.booleans()):
         chosen = cells
-    parts = [n // g for n, g in zip(shape, grid, strict=True)]
-    boxes = [
-        Box(
-            tuple(c * n for c, n in zip(cell, parts, strict=True)),
-            tuple((c + 1) * n for c, n in zip(cell, parts, strict=True)),
-        )
-        for cell in chosen
-    ]
-    return AddressableShards(tuple(boxes), tuple(draw(st.booleans()) for _ in boxes))
+    return AddressableShards(tuple(chosen), tuple(draw(st.booleans()) for _ in chosen))
 
 
 @st.composite

@@ -1,4 +1,5 @@
 import jax
+from monitoring import reported
 
 
 def main(path, mesh, specs, latency_seconds):
@@ -9,10 +10,7 @@ def main(path, mesh, specs, latency_seconds):
 
     names, sizes = zip(*mesh.items(), strict=False)
     devices = Mesh(np.array(jax.devices()).reshape(sizes), names)
-    read, _requests = [], []
-    jax.monitoring.register_scalar_listener(
-        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
-    )
+    read = reported("safetensors/bytes_read")
     tree = {}
     for name, tensor in osl.metadata(path).items():
         spec = PartitionSpec(*(tuple(part) or None for part in specs[name]))

@@ -1,20 +1,11 @@
 import json
 import os
 import signal
-import sys
-import traceback
-import warnings
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.adapters.orbax_format import orbax_reader, orbax_target
 from orbax_safetensors_layout.conversion import journal, pipeline
 from orbax_safetensors_layout.storage import local, local_write
-
-warnings.simplefilter("ignore")
-
-
-def log(*what):
-    os.write(LOG, (json.dumps(what) + "\n").encode())
 
 
 def watched(kind, name, kill, count, before=None, after=None):
@@ -34,14 +25,19 @@ def watched(kind, name, kill, count, before=None, after=None):
     setattr(kind, name, call)
 
 
-def child(source, target, form, kill):
+def main(log, source, target, form, kill):
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+
+    def record(*values):
+        os.write(file, (json.dumps(values) + "\n").encode())
+
     count = [0]
     watched(
         local.LocalStorage,
         "read_into",
         kill,
         count,
-        lambda self, file, offset, buffers: log(
+        lambda self, file, offset, buffers: record(
             "read", file, offset, offset + sum(len(b) for b in buffers)
         ),
     )
@@ -51,34 +47,17 @@ def child(source, target, form, kill):
         kill,
         count,
         lambda self, blocks: [
-            log("read", a.stored, list(b.start), list(b.stop)) for a, b in blocks
+            record("read", a.stored, list(b.start), list(b.stop)) for a, b in blocks
         ],
     )
     watched(local_write.ResumableFile, "write_at", kill, count)
     watched(local_write.ResumableFile, "flush", kill, count)
     watched(orbax_target.OrbaxTarget, "write", kill, count)
-    watched(orbax_target.OrbaxTarget, "commit", kill, count, None, lambda *_: log("committed"))
-    watched(journal.Journal, "_write", kill, count, None, lambda self, line: log("recorded", line))
+    watched(orbax_target.OrbaxTarget, "commit", kill, count, None, lambda *_: record("committed"))
+    watched(
+        journal.Journal, "_write", kill, count, None, lambda self, line: record("recorded", line)
+    )
     watched(pipeline.Conversion, "_publish", kill, count)
     options = osl.ConvertOptions(memory_budget_bytes=128 << 10)  # blocks of 8 KiB
     done = osl.convert(source, target, format=form, mesh={"fsdp": 4}, options=options)
-    log("end", count[0], done.resumed_bytes)
-
-
-print("ready", flush=True)
-for line in sys.stdin:
-    command = json.loads(line)
-    LOG = os.open(command.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            child(**command)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    os.close(LOG)
-    print("done", os.waitstatus_to_exitcode(status), flush=True)
+    record("end", count[0], done.resumed_bytes)

@@ -1,16 +1,12 @@
 import os
 
-import numpy as np
+from checkpoints import layers_of
 from fork_server import kill_at, say
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.conversion.consolidate
 import orbax_safetensors_layout.convert
 from orbax_safetensors_layout.storage import local_commit
-
-
-def tensors(version):
-    return {f"layers.{n}.w": np.full((50, 60), version * 1000 + n, np.float32) for n in range(3)}
 
 
 def main(what, source, target, version, kill, exchange):
@@ -21,10 +17,10 @@ def main(what, source, target, version, kill, exchange):
     say("begin")
     small = osl.WriteOptions(max_file_bytes=12100)
     if what == "save":
-        osl.save(target, tensors(version), options=small, overwrite=True)
+        osl.save(target, layers_of(version), options=small, overwrite=True)
     elif what == "save in pieces":
         osl.save(
-            target, tensors(version), options=osl.WriteOptions(layout="sharded"), overwrite=True
+            target, layers_of(version), options=osl.WriteOptions(layout="sharded"), overwrite=True
         )
     elif what == "consolidate":
         osl.consolidate(target, options=small)

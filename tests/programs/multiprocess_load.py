@@ -1,4 +1,5 @@
 import jax
+from monitoring import reported
 
 
 def main(path, api, options):
@@ -31,10 +32,7 @@ def main(path, api, options):
         with osl.using(read=reader), v1.Context(checkpoint_layout="safetensors"):
             return v1.load(path, tree)
 
-    read = []
-    jax.monitoring.register_scalar_listener(
-        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
-    )
+    read = reported("safetensors/bytes_read")
     results = {}
     for label, spec in {
         "dim0": P(("fsdp", "tensor")),

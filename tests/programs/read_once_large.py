@@ -1,4 +1,5 @@
 import jax
+from monitoring import reported
 
 
 def main(path, sizes, out, every_pair):
@@ -21,10 +22,7 @@ def main(path, sizes, out, every_pair):
     )
     devices = np.array(jax.devices())
     shuffled = np.random.default_rng(0).permutation(devices)
-    read = []
-    jax.monitoring.register_scalar_listener(
-        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
-    )
+    read = reported("safetensors/bytes_read")
     results = {}
     for label, some in {"in order": devices, "shuffled": shuffled}.items():
         mesh = Mesh(some.reshape(sizes), ("a", "b"))

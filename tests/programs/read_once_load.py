@@ -1,4 +1,5 @@
 import jax
+from monitoring import reported
 
 
 def main(path, shape, budgets, out):
@@ -18,10 +19,7 @@ def main(path, shape, budgets, out):
             expected |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     devices = np.array(jax.devices())
     mesh = Mesh(devices.reshape(shape), ("data", "fsdp"))
-    read = []
-    jax.monitoring.register_scalar_listener(
-        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
-    )
+    read = reported("safetensors/bytes_read")
     results = {}
 
     def load(label, tree, options):

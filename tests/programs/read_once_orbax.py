@@ -1,4 +1,5 @@
 import jax
+from monitoring import reported
 
 
 def main(path):
@@ -26,10 +27,7 @@ def main(path):
         + [osl.rule(name, osl.tensor(name)) for name in expected if name != "model.norm.weight"],
     )
     once = osl.ReadOptions(replicated="read_once")
-    read = []
-    jax.monitoring.register_scalar_listener(
-        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
-    )
+    read = reported("safetensors/bytes_read")
     with v0.Checkpointer(osl.SafetensorsCheckpointHandler(read=once)) as checkpointer:
         args = osl.SafetensorsRestore(tree, mapping=mapping)
         loaded = [checkpointer.restore(path, args=args)]

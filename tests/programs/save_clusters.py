@@ -3,8 +3,10 @@ import os
 
 import jax
 import numpy as np
+import peak_memory
 from fork_server import say
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from monitoring import reported
 
 import orbax_safetensors_layout as osl
 
@@ -35,20 +37,12 @@ def tree_of(split, rows, tensors):
     }
 
 
-def peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-
-
 def main(target, index, count, port, devices, split, layout, rows, tensors, budget):
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     say("begin")
     if count > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", count, index, initialization_timeout=60)
-    written = []
-    jax.monitoring.register_scalar_listener(
-        lambda name, value, **_: written.append(value) if name.endswith("bytes_written") else None
-    )
+    written = reported("bytes_written")
     options = osl.WriteOptions(
         layout=layout, max_file_bytes=4096 * rows, memory_budget_bytes=budget, fsync=False
     )
@@ -56,14 +50,13 @@ def main(target, index, count, port, devices, split, layout, rows, tensors, budg
     tree = tree_of(split, rows, tensors)
     jax.block_until_ready(tree)
     gc.collect()
-    with open("/proc/self/clear_refs", "w") as peaks:
-        peaks.write("5")
-    before = peak()
+    peak_memory.reset()
+    before = peak_memory.peak_bytes()
     osl.save(target, tree, options=options)
     say(
         {
             "written": written[-1],
-            "grown": peak() - before,
+            "grown": peak_memory.peak_bytes() - before,
             "planned": osl.plan_save(tree, options=options).cost().written_bytes,
         }
     )

@@ -1,6 +1,7 @@
 import os
 
 import numpy as np
+from checkpoints import layers_of
 from fork_server import kill_at, say
 
 import orbax_safetensors_layout as osl
@@ -9,9 +10,7 @@ from orbax_safetensors_layout.storage import local_commit
 
 
 def tensors(version, files, rows):
-    return {
-        f"layers.{n}.w": np.full((rows, 60), version * 1000 + n, np.float32) for n in range(files)
-    } | {"odd": np.full(version + 3, version, np.int8)}
+    return layers_of(version, files, rows) | {"odd": np.full(version + 3, version, np.int8)}
 
 
 def main(folder, version, files, rows, kill, exchange):

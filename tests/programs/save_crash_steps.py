@@ -1,6 +1,5 @@
 import contextlib
 import functools
-import resource
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ from checkpoints import values_of
 from cluster_trees import is_same
 from fork_server import kill_at, say
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from limits import full_disk
 
 import orbax_safetensors_layout as osl
 
@@ -104,12 +104,10 @@ def main(root, api, layout, kill, step, index=0, count=1, port=0, full=False, he
 
 
 def fill_disk(manager, step):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
-        manager.save(step, tree_of(step))
-    except Exception as error:
-        say(f"{type(error).__name__}: {error}")
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with full_disk(1000):
+        try:
+            manager.save(step, tree_of(step))
+        except Exception as error:
+            say(f"{type(error).__name__}: {error}")
     with contextlib.suppress(osl.SafetensorsLayoutError):  # v1 raises it once more
         manager.close()

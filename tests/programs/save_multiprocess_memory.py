@@ -1,14 +1,9 @@
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from peak_memory import peak_bytes
 
 import orbax_safetensors_layout as osl
-
-
-def peak_bytes():
-    with open("/proc/self/status") as status:
-        lines = [line.split() for line in status]
-    return next(int(fields[1]) << 10 for fields in lines if fields[0] == "VmHWM:")
 
 
 def main(target, layout, megabytes, budget):

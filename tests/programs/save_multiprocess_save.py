@@ -2,19 +2,14 @@ import os
 
 import jax
 from cluster_trees import make_tree, same_shards
+from monitoring import reported
 
 import orbax_safetensors_layout as osl
 
 
 def main(path, target, split, layout, max_file_bytes):
     tree = make_tree(path, split)
-    written = []
-
-    def listen(name, value, **_):
-        if name.endswith("bytes_written"):
-            written.append(value)
-
-    jax.monitoring.register_scalar_listener(listen)
+    written = reported("bytes_written")
     options = osl.WriteOptions(layout=layout, max_file_bytes=max_file_bytes)
     osl.save(target, tree, options=options)
     loaded = osl.load(target, dict(tree))

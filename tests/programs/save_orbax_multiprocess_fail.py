@@ -1,10 +1,11 @@
+import contextlib
 import os
-import resource
 import time
 
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 from cluster_trees import args_v0, manager_v0, tree_of
+from limits import full_disk
 
 import orbax_safetensors_layout as osl
 
@@ -20,17 +21,14 @@ def main(root, api, guilty):
 
     manager = manager_v0(root) if api == "v0" else None
     save(0)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if jax.process_index() == guilty:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     begin = time.monotonic()
-    try:
-        save(1)
-        error = None
-    except Exception as problem:
-        error = f"{type(problem).__name__}: {problem}"
+    with full_disk() if jax.process_index() == guilty else contextlib.nullcontext():
+        try:
+            save(1)
+            error = None
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
     seconds = time.monotonic() - begin
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     if manager is not None:
         manager.reload()
     steps = sorted(int(name) for name in os.listdir(root) if name.isdigit())

@@ -5,6 +5,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
+from orbax_calls import layout_context
 from safetensors.numpy import save_file
 
 import orbax_safetensors_layout as osl
@@ -20,9 +21,7 @@ def check_refused(folder, error, text):
     # Orbax makes a warning of a handler's ValueError.
     assert ocp.Checkpointer(osl.SafetensorsLayout()).metadata(folder).item_metadata is None
     assert not osl.verify(folder).ok
-    context = ocp_v1.Context()
-    context.checkpoint_layout = osl.SafetensorsLayout
-    with context, pytest.raises(error, match=text):
+    with layout_context(osl.SafetensorsLayout), pytest.raises(error, match=text):
         ocp_v1.metadata(folder)
 
 

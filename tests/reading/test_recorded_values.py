@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import jax
@@ -12,6 +11,7 @@ import orbax.checkpoint as ocp0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax_versions import enable_x64
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
@@ -89,11 +89,6 @@ def numpy_value(value: float, dtype: np.dtype, must_survive: bool) -> np.ndarray
         return None if must_survive and not same(made.item(), value) else made
     except (OverflowError, TypeError, ValueError):
         return None
-
-
-def enable_x64(on: bool):
-    home = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
-    return home.enable_x64(on)
 
 
 def test_a_float_that_jax_would_make_infinite_is_refused(saved):

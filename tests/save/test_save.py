@@ -24,6 +24,7 @@ import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, random_tensor
 from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.sharding import PartitionSpec, SingleDeviceSharding
+from limits import few_descriptors, full_disk
 from meshes import mesh_of, place
 from random_trees import random_bits, trees
 from saved_files import assert_saved, header, raw_file, raw_tensors
@@ -784,15 +785,12 @@ def test_a_save_that_fails_leaves_no_descriptors(old, call_count, monkeypatch):
 
 
 def test_a_disk_that_is_full(old):
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with nothing_leaks():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-        try:
-            with pytest.raises(osl.StorageError, match="cannot make room for") as caught:
-                save_new(old)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        nothing_leaks(),
+        full_disk(10_000),
+        pytest.raises(osl.StorageError, match="cannot make room for") as caught,
+    ):
+        save_new(old)
     assert caught.value.file.startswith(str(old.parent))
     check_untouched(old)
 
@@ -934,14 +932,9 @@ def test_progress_reaches_the_whole(tmp_path):
 
 
 def test_many_files_take_few_descriptors(tmp_path):
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, hard))
     tree = {f"t{number}": np.full(3, number) for number in range(200)}
-    try:
+    with few_descriptors(len(os.listdir("/proc/self/fd")) + 60):
         osl.save(tmp_path, tree, options=osl.WriteOptions(max_file_bytes=1, concurrency=8))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert_saved(tmp_path, tree)
 
 

@@ -18,9 +18,11 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from checkpoints import assert_same_bits, random_tensor
 from jax.sharding import PartitionSpec as P
+from limits import full_disk
 from meshes import place
+from orbax_calls import installed_context
 from saved_files import assert_saved
-from saving import full_disk, opened, run_alone
+from saving import opened, run_alone
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.writing import host
@@ -71,14 +73,8 @@ def begin_v1(root, write):
 
 def begin_layout(root, write):
     def begin(step, item):
-        osl.install()
-        context = ocp.Context()
-        context.checkpoint_layout = "safetensors"
-        try:
-            with context, osl.using(write=write):
-                return ocp.save_async(root / str(step), item).result
-        finally:
-            osl.uninstall()
+        with installed_context(), osl.using(write=write):
+            return ocp.save_async(root / str(step), item).result
 
     return begin
 

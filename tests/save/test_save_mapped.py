@@ -6,7 +6,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
 from checkpoints import assert_same_bits, save
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -15,6 +14,7 @@ from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
 from meshes import any_sharding, mesh_of
 from programs import run_processes
 from saved_files import CODES, PACKED_BITS, write_packed
+from saving import opened
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS, ONE_A_BYTE
@@ -23,20 +23,13 @@ from orbax_safetensors_layout.runtime.process_group import ProcessGroup
 __all__ = ["path", "tensors"]  # fixtures
 
 
-def read_all(folder):
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        found |= safetensors.numpy.load_file(file)
-    return found
-
-
 @pytest.mark.parametrize("split", SPECS)
 def test_there_and_back(tmp_path, path, tensors, split):
     tree = osl.load(path, abstract(path, split), mapping=mapping())
     osl.save(
         tmp_path / "out", tree, mapping=mapping(), options=osl.WriteOptions(max_file_bytes=40_000)
     )
-    found = read_all(tmp_path / "out")
+    found = opened(tmp_path / "out")
     assert set(found) == set(tensors)
     for name, value in tensors.items():
         if "layers" in name and name.endswith(".norm.weight"):
@@ -82,7 +75,7 @@ def test_other_values_than_were_loaded(tmp_path_factory, data):
         return  # a part of a tensor only, or shapes that the leaf does not tell
     folder = tmp_path_factory.mktemp("trained") / "out"
     osl.save(folder, {"leaf": jax.device_put(value, any_sharding(data, shape))}, mapping=mapping)
-    found = read_all(folder)
+    found = opened(folder)
     for name, expression in made.items():
         assert_same_bits(found[name], evaluate(expression, {"leaf": value}))
 
@@ -95,7 +88,7 @@ def test_of_repeated_elements_the_first_is_saved(tmp_path, spec):
     leaf = jax.device_put(value, NamedSharding(mesh, spec))
     rules = [osl.rule("kv", osl.tensor("kv").repeat(0, 4).repeat(1, 2))]
     osl.save(tmp_path / "out", {"kv": leaf}, mapping=osl.Mapping(rules))
-    assert_same_bits(read_all(tmp_path / "out")["kv"], value[::4, ::2])
+    assert_same_bits(opened(tmp_path / "out")["kv"], value[::4, ::2])
 
 
 @pytest.mark.parametrize("factor", [128**-0.5, 50.5])
@@ -139,7 +132,7 @@ def test_like_a_checkpoint(tmp_path):
     assert "2 problems" in str(caught.value)
     for number, known in enumerate((folder, {n: (t.shape, t.dtype) for n, t in tensors.items()})):
         osl.save(tmp_path / f"{number}", model, mapping=rules.like(known))
-        found = read_all(tmp_path / f"{number}")
+        found = opened(tmp_path / f"{number}")
         assert set(found) == set(tensors)
         for name, value in tensors.items():
             assert_same_bits(found[name], value)
@@ -301,7 +294,7 @@ def test_in_another_dtype(tmp_path, path, tensors):
         target=str(tmp_path / "two"),
     )
     for name in ("one", "two"):
-        found = read_all(tmp_path / name)
+        found = opened(tmp_path / name)
         assert set(found) == set(tensors)
         for tensor, value in tensors.items():
             if tensor != "model.norm.weight":
@@ -326,7 +319,7 @@ def test_progress_reaches_the_whole(tmp_path, path):
     seen = []
     options = osl.WriteOptions(progress=seen.append, concurrency=1)
     osl.save(tmp_path / "out", tree, mapping=mapping(), options=options)
-    sizes = {name: value.nbytes for name, value in read_all(tmp_path / "out").items()}
+    sizes = {name: value.nbytes for name, value in opened(tmp_path / "out").items()}
     assert {told.tensor for told in seen} == set(sizes)
     done = np.cumsum([sizes[told.tensor] for told in seen])
     assert [told.done_bytes for told in seen] == done.tolist()

@@ -11,19 +11,14 @@ import numpy as np
 import obstore
 import pytest
 from faults import Fault
+from versions import NEW, OLD, trees_equal
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage import cloud, cloud_commit
 from orbax_safetensors_layout.storage.schemes import open_storage
 
-OLD = {"a": np.arange(10.0), "b": np.ones(7), "c": np.zeros(3), "step": 1}
-NEW = {"a": np.arange(10.0) + 1, "b": np.ones(7) + 1, "c": np.zeros(3) + 1, "step": 2}
 OTHER = {**OLD, "a": np.arange(10.0) + 5}
 OPTIONS = osl.WriteOptions(max_file_bytes=1, concurrency=1)
-
-
-def trees_equal(tree, other):
-    return set(tree) == set(other) and all(np.array_equal(tree[key], other[key]) for key in tree)
 
 
 def save_cut_off(monkeypatch, target, calls, nth, *, jump):

@@ -17,6 +17,7 @@ from remote_checks import (
     assert_no_secret,
     assert_same,
     descriptors,
+    ended,
     hub_in_use,
     shown,
     threads,
@@ -45,23 +46,6 @@ def path_of(server) -> str:
     return server.url.replace("//", "//me:pass%20word@") + "/files?sig=s3cr3t"
 
 
-def ended(load) -> dict | Exception:
-    """What a load ends with, under a watchdog."""
-    ends: list[dict | Exception] = []
-
-    def run() -> None:
-        try:
-            ends.append(load())
-        except Exception as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=run, name="watched", daemon=True)
-    thread.start()
-    thread.join(MOST_SECONDS)
-    assert not thread.is_alive(), "the load hangs"
-    return ends[0]
-
-
 def check(end: dict | Exception, expected=TENSORS) -> str:
     if isinstance(end, dict):
         assert_same(end, expected)
@@ -82,7 +66,7 @@ def check_lies(server, first_seed: int, least: int) -> None:
         if sum(told.values()) >= least:
             break
         server.lies = Lies(seed, rate=0.3 if seed % 2 else 0.05)
-        end = ended(lambda: osl.load(path_of(server), options=OPTIONS))
+        end = ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS)
         assert threads() == before[0], f"seed {seed}"
         ends[check(end)] += 1
         told.update(server.lies.told)
@@ -142,7 +126,7 @@ def test_an_answer_that_never_ends(server, part, pause):
     """However often its bytes come, and whatever part of it they are."""
     server.lies = Script(DRIPS[part], pause)
     begun = time.monotonic()
-    end = ended(lambda: osl.load(f"{path_of(server)}", options=OPTIONS))
+    end = ended(lambda: osl.load(f"{path_of(server)}", options=OPTIONS), MOST_SECONDS)
     assert check(end) in ("StorageError", "CheckpointNotFoundError")
     # Both attempts of each request, one after the other; some redirects of each.
     assert time.monotonic() - begun < MOST_SECONDS / 2
@@ -159,7 +143,7 @@ def test_what_a_server_repeats_is_not_shown(server, status, needle):
         yield b"\r\n".join([status + b" " + told, *(n + b": " + told for n in lines), b"", b""])
 
     server.lies = Script(parts, needle=needle)
-    assert check(ended(lambda: osl.load(path_of(server), options=OPTIONS))) != "equal"
+    assert check(ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS)) != "equal"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +156,7 @@ def test_a_redirect_to_a_host_that_can_be_none(server, location):
     server.lies = Script(
         lambda *_: [b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\n" + line + b"\r\n\r\n"]
     )
-    assert check(ended(lambda: osl.load(path_of(server), options=OPTIONS))) != "equal"
+    assert check(ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS)) != "equal"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +179,7 @@ def test_a_header_with_an_absurd_value(server, header, status):
         yield b"\r\n".join([b"HTTP/1.1 " + status, *kept, header, b"", b""]) + body
 
     server.lies = Script(parts, needle=b"00002")
-    check(ended(lambda: osl.load(path_of(server), options=OPTIONS)))
+    check(ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS))
 
 
 def test_a_server_that_closes_kept_connections_without_a_word(server):
@@ -211,7 +195,7 @@ def test_a_server_that_closes_kept_connections_without_a_word(server):
 
     server.lies = Closes()
     options = osl.ReadOptions(retries=osl.RetryPolicy(attempts=1), request_bytes=16_000)
-    assert check(ended(lambda: osl.load(path_of(server), options=options))) == "equal"
+    assert check(ended(lambda: osl.load(path_of(server), options=options), MOST_SECONDS)) == "equal"
 
 
 def test_a_chunked_body_with_more_bytes_than_its_range(server):
@@ -224,7 +208,10 @@ def test_a_chunked_body_with_more_bytes_than_its_range(server):
         yield b"7fffffff\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (body[:half], half, body[half:])
 
     server.lies = Script(parts, needle=b"00002")
-    assert check(ended(lambda: osl.load(path_of(server), options=OPTIONS))) == "StorageError"
+    assert (
+        check(ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS))
+        == "StorageError"
+    )
 
 
 def test_a_hub_that_drips_and_repeats_its_token(tmp_path, monkeypatch):
@@ -237,7 +224,7 @@ def test_a_hub_that_drips_and_repeats_its_token(tmp_path, monkeypatch):
             lambda *_: [echo],
         ):
             server.lies = Script(parts, 0.1)
-            end = ended(lambda: osl.load("hf://org/model", options=OPTIONS))
+            end = ended(lambda: osl.load("hf://org/model", options=OPTIONS), MOST_SECONDS)
             assert isinstance(end, osl.StorageError), end
             assert_no_secret(shown(end))
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import itertools
 import os
-import resource
 import signal
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from limits import full_disk
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage import local_write
@@ -280,23 +279,13 @@ def test_no_folder_no_file(tmp_path):
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
-@contextlib.contextmanager
-def file_size_limit(nbytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.usefixtures("fd_count")
 @pytest.mark.parametrize("preallocates", [True, False])
 def test_no_room_is_an_error_before_anything_is_written(tmp_path, monkeypatch, preallocates):
     if not preallocates:
         monkeypatch.setattr(local_write, "_libc_fallocate", lambda: None)
     with (
-        file_size_limit(5_000),
+        full_disk(5_000),
         pytest.raises(osl.StorageError, match="cannot make room for 10000 bytes") as caught,
     ):
         LocalFileWriter(str(tmp_path / "f"), 10_000, durable=False)

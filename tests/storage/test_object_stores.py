@@ -23,6 +23,7 @@ from meshes import mesh_of
 from object_server import BUCKET
 from programs import run_processes
 from remote_checks import shown
+from versions import NEW, OLD, trees_equal
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.schemes import open_storage
@@ -245,12 +246,6 @@ def crash_after(changes):
         yield
 
 
-def trees_equal(one, other):
-    return set(one) == set(other) and all(np.array_equal(one[name], other[name]) for name in one)
-
-
-OLD = {"a": np.arange(10.0), "b": np.ones(7), "c": np.zeros(3), "step": 1}
-NEW = {"a": np.arange(10.0) + 1, "b": np.ones(7) + 1, "c": np.zeros(3) + 1, "step": 2}
 OTHER = {"a": np.arange(9.0) + 5, "d": np.ones(2), "step": 3}
 
 

@@ -30,14 +30,6 @@ def server(request):
 
 
 @pytest.fixture
-def place(server, tmp_path):
-    folder = tmp_path / "place"
-    folder.mkdir()
-    with backends.place(server, folder) as found:
-        yield found
-
-
-@pytest.fixture
 def remote(place):
     """A place of `on_servers`."""
     return place

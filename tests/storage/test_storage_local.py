@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from limits import few_descriptors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.local import LocalStorage
@@ -145,16 +145,11 @@ def test_descriptors_are_bounded_and_released(tmp_path, monkeypatch):
 def test_a_program_with_few_descriptors_left(tmp_path):
     for number in range(20):
         (tmp_path / str(number)).write_bytes(b"%d" % number)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = os.open(os.devnull, os.O_RDONLY)  # the number of the next one
     os.close(spare)
-    with LocalStorage() as storage:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 3, limits[1]))
-        try:
-            found = [read(storage, tmp_path / str(n), 0, [len(str(n))]) for n in range(20)]
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert found == [b"%d" % number for number in range(20)]
+    with LocalStorage() as storage, few_descriptors(spare + 3):
+        data = [read(storage, tmp_path / str(n), 0, [len(str(n))]) for n in range(20)]
+    assert data == [b"%d" % number for number in range(20)]
 
 
 def test_a_missing_file(tmp_path):

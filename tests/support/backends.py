@@ -171,9 +171,10 @@ def place(server: Running, folder: Path) -> Iterator[Place]:
 
     Args:
         server: As `running` gave it.
-        folder: An empty local folder.
+        folder: Where a local folder may be made.
     """
     if server is None:
+        folder.mkdir()
         yield LocalPlace(folder)
         shutil.rmtree(folder)
         return

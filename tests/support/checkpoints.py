@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -65,6 +66,25 @@ def llama_like(layers: int = 2, hidden: int = 64, seed: int = 0) -> dict[str, np
     return {
         name: random_tensor(shape, bf16, seed + number)
         for number, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of dicts that dotted names describe."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def layers_of(version: int, layers: int = 3, rows: int = 50) -> dict[str, np.ndarray]:
+    """Layers whose every value tells the version and the layer."""
+    return {
+        f"layers.{n}.w": np.full((rows, 60), version * 1000 + n, np.float32) for n in range(layers)
     }
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, TruncatedFileError
+import pytest
+
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    SafetensorsLayoutError,
+    TruncatedFileError,
+)
+
+Error = TypeVar("Error", bound=SafetensorsLayoutError)
 
 
 def entry(dtype: str, shape: Sequence[Any], begin: Any, end: Any) -> dict[str, Any]:
@@ -34,6 +42,16 @@ def model_file(
         header[name] = entry("U8", [size], position, position + size)
         position += size
     return file_bytes(json.dumps(header) + " " * pad, bytes(position))
+
+
+def refused(parse: Callable[[], object], kind: type[Error], file: str) -> Error:
+    """Return the error of a call: of exactly this kind, and with the name of the file."""
+    with pytest.raises(kind) as caught:
+        parse()
+    assert type(caught.value) is kind
+    assert caught.value.file == file
+    assert file in str(caught.value)
+    return caught.value
 
 
 def index_bytes(weight_map: Mapping[str, str]) -> bytes:

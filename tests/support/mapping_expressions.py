@@ -59,13 +59,6 @@ def same(one: np.ndarray, two: np.ndarray) -> None:
     )
 
 
-@st.composite
-def boxes_in(draw, shape):
-    start = [draw(st.integers(0, n - 1)) for n in shape]
-    stop = [draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True)]
-    return Box(tuple(start), tuple(stop))
-
-
 def _fresh(draw, name, shape=None):
     """A tensor whose elements are all different, from one test case to the next as well."""
     if shape is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from boxes import grid_boxes
 from hypothesis import strategies as st
 
 from orbax_safetensors_layout.format.dtypes import DTYPES
@@ -19,14 +19,6 @@ from orbax_safetensors_layout.reading.read import PlanReader
 from orbax_safetensors_layout.sharding.holders import GlobalShards
 
 DATA_ALIGNMENT = 4096
-
-
-def grid_boxes(shape: Sequence[int], grid: Sequence[int]) -> Iterator[Box]:
-    """The equal cells that divide a shape, in C order."""
-    parts = [n // g for n, g in zip(shape, grid, strict=True)]
-    for cell in itertools.product(*map(range, grid)):
-        start = tuple(i * n for i, n in zip(cell, parts, strict=True))
-        yield Box(start, tuple(a + n for a, n in zip(start, parts, strict=True)))
 
 
 @st.composite

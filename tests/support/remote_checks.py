@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import huggingface_hub.constants
 import numpy as np
 import pytest
+from checkpoints import assert_same_bits
 from hub_server import Hub, running_hub
 
 TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz"
@@ -42,10 +43,24 @@ def assert_same(found: dict, expected: dict[str, np.ndarray]) -> None:
     """Equal names, shapes, dtypes and bits."""
     assert set(found) == set(expected)
     for name, values in expected.items():
-        got = np.asarray(found[name])
-        assert got.dtype == values.dtype, name
-        assert got.shape == values.shape, name
-        assert got.tobytes() == values.tobytes(), name
+        assert_same_bits(found[name], values)
+
+
+def ended(load: Callable[[], dict], seconds: float) -> dict | Exception:
+    """What a load ends with, if it ends in time."""
+    ends: list[dict | Exception] = []
+
+    def run() -> None:
+        try:
+            ends.append(load())
+        except Exception as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=run, name="watched", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "the load hangs"
+    return ends[0]
 
 
 def shown(error: BaseException) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -53,17 +51,6 @@ class Gate:
 
     def open(self) -> None:
         self._opened.set()
-
-
-@contextlib.contextmanager
-def full_disk(nbytes: int = 4096) -> Iterator[None]:
-    """Files of this process can not grow beyond a size, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def run_alone(
