@@ -3,13 +3,12 @@
 import ast
 import importlib
 import inspect
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import run_alone
 
 import orbax_safetensors_layout as osl
 
@@ -87,14 +86,7 @@ def test_unknown_name_is_an_attribute_error():
 
 
 def test_submodule_import_does_not_replace_the_function_of_that_name():
-    code = (
-        "import orbax_safetensors_layout.load, sys\n"
-        "import orbax_safetensors_layout as osl\n"
-        "assert callable(osl.load), osl.load\n"
-        "assert osl.load is sys.modules['orbax_safetensors_layout.load'].load\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_alone("import_submodule.py")
 
 
 def test_version_is_pyprojects():

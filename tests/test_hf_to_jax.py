@@ -17,8 +17,6 @@ from programs import program_path
 REPOSITORY = Path(__file__).parent.parent
 EXAMPLE = REPOSITORY / "examples" / "hf_to_jax.py"
 
-# As where neither is installed.
-
 
 def run(*arguments, devices=1):
     kept = {k: v for k, v in os.environ.items() if k != "JAX_NUMPY_DTYPE_PROMOTION"}
@@ -32,7 +30,8 @@ def run(*arguments, devices=1):
             sys.executable,
             "-W",
             "error",
-            program_path("without_torch.py"),
+            program_path("without_modules.py"),
+            "torch,transformers",
             str(EXAMPLE),
             *map(str, arguments),
         ],
@@ -62,10 +61,13 @@ def test_it_makes_a_checkpoint_and_runs_without_torch():
     ],
 )
 def test_examples_say_what_they_need(example, missing):
-    code = f"import sys\nsys.modules[{missing!r}] = None\nimport {example}"
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=EXAMPLE.parent,
+        [
+            sys.executable,
+            program_path("without_modules.py"),
+            missing,
+            EXAMPLE.with_name(f"{example}.py"),
+        ],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

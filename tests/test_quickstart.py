@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors
 from checkpoints import llama_like, random_tensor, save
+from programs import program_path
 
 from orbax_safetensors_layout.format.dtypes import DTYPES
 
@@ -122,25 +123,8 @@ def test_every_dtype_of_the_format(tmp_path, as_file):
 def test_a_difference_fails(tmp_path):
     """One bit changed between what is restored and what `safetensors` reads."""
     folder = save(tmp_path / "hf", llama_like())
-    code = f"""
-import runpy, sys
-import numpy as np
-sys.argv = ["quickstart.py", {str(folder)!r}]
-example = runpy.run_path({str(EXAMPLE)!r})
-read = example["read_with_safetensors"]
-
-def changed(folder):
-    for name, tensor in read(folder):
-        if name == "model.norm.weight":
-            tensor = tensor.copy()
-            tensor.view(np.uint8)[-1] ^= 1
-        yield name, tensor
-
-example["main"].__globals__["read_with_safetensors"] = changed
-sys.exit(example["main"]())
-"""
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, program_path("quickstart_changed.py"), EXAMPLE, folder],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

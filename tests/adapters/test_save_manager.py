@@ -15,7 +15,8 @@ from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from limits import full_disk
 from meshes import place
-from saving import Gate, opened, run_alone
+from programs import run_alone
+from saving import Gate, opened
 from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl

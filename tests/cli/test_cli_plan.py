@@ -12,7 +12,7 @@ import pytest
 from checkpoints import llama_like, save
 from command_line import run
 from hypothesis import given, strategies as st
-from programs import run_processes
+from programs import run_alone, run_processes
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.cluster_estimate import estimate
@@ -120,14 +120,7 @@ def test_plan_agrees_with_plan_load(path):
 
 
 def test_runs_without_jax_and_orbax(path):
-    code = (
-        "import sys\n"
-        "sys.modules['jax'] = sys.modules['jaxlib'] = sys.modules['orbax'] = None\n"
-        "from orbax_safetensors_layout.cli.main import main\n"
-        f"assert main(['plan', {str(path)!r}, '--mesh', 'a=4']) == 0\n"
-        f"assert main(['inspect', {str(path)!r}]) == 0\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    run_alone("cli_without_jax.py", path)
 
 
 def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):

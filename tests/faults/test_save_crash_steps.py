@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import values_of
-from programs import Ended, free_port
-from saving import opened, run_alone
+from programs import Ended, free_port, run_alone
+from saving import opened
 
 PROGRAM = "save_crash_steps.py"
 APIS = ["v0 sync", "v0 async", "v1 sync", "v1 async"]

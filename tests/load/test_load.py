@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 from checkpoints import assert_same_bits, llama_like, random_tensor, save
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import SingleDeviceSharding
+from programs import run_alone
 from random_trees import PLAIN_DTYPES, sharded_tensors
 
 import orbax_safetensors_layout as osl
@@ -68,25 +66,4 @@ def test_single_device(tmp_path, dtype):
 def test_without_a_cpu_backend(tmp_path):
     """As with JAX_PLATFORMS=tpu: nothing may ask for the CPU backend by name."""
     path = save(tmp_path, {"t": np.arange(8, dtype=np.float32)})
-    code = f"""
-import jax
-from jax._src import xla_bridge
-xla_bridge.register_backend_factory(
-    "other", xla_bridge.make_cpu_client, priority=500, fail_quietly=False
-)
-jax.config.update("jax_platforms", "other")
-import numpy as np, orbax_safetensors_layout as osl
-loaded = osl.load({str(path)!r}, {{"t": jax.ShapeDtypeStruct((8,), np.float32)}})
-assert np.asarray(loaded["t"]).sum() == 28
-try:
-    jax.devices("cpu")
-except RuntimeError:
-    print("no cpu backend")
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("JAX_PLATFORMS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "no cpu backend" in done.stdout
+    assert run_alone("load_on_other_backend.py", path) == "no cpu backend\n"

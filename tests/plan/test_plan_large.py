@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_alone
 from recording import RecordingStorage
-from saving import run_alone
 
 from orbax_safetensors_layout.analysis.cluster_estimate import estimate
 from orbax_safetensors_layout.catalog.catalog import Catalog

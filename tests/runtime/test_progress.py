@@ -7,6 +7,8 @@ import subprocess
 import sys
 import termios
 
+from programs import program_path
+
 from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.runtime.progress import ProgressLines
 
@@ -55,15 +57,8 @@ def test_nothing_to_do_writes_nothing():
 def test_a_terminal_gets_a_bar():
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    code = (
-        "from orbax_safetensors_layout.options import Progress\n"
-        "from orbax_safetensors_layout.runtime.progress import progress_callback\n"
-        "with progress_callback(True) as report:\n"
-        "    report(Progress(5, 10, 'some.weight'))\n"
-        "    report(Progress(10, 10, 'some.weight'))\n"
-        "    report(Progress(7, 7, 'next.phase'))\n"
-    )
-    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, timeout=120)
+    command = [sys.executable, program_path("progress_bar.py")]
+    subprocess.run(command, stderr=theirs, check=True, timeout=120)
     os.close(theirs)
     shown = b""
     try:

@@ -26,9 +26,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 from limits import few_descriptors, full_disk
 from meshes import mesh_of, place
+from programs import run_alone
 from random_trees import random_bits, trees
 from saved_files import assert_saved, header, raw_file, raw_tensors
-from saving import run_alone
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.dtypes import DTYPES

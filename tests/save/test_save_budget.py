@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 from limits import full_disk
 from meshes import place
 from orbax_calls import installed_context
+from programs import run_alone
 from saved_files import assert_saved
-from saving import opened, run_alone
+from saving import opened
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.writing import host

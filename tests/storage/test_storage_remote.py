@@ -26,7 +26,7 @@ import urllib3.connection
 from http_server import Reply, Server, file_server, serve_range
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import abstract_of, mesh_of
-from programs import program_path, run_processes
+from programs import run_alone, run_processes
 from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, shown
 
 import orbax_safetensors_layout as osl
@@ -281,17 +281,9 @@ def test_an_endpoint_that_is_none_is_told_at_once(monkeypatch):
 
 def test_offline_mode_is_respected(hub, folder):
     hub.add("org/model", folder)
-    code = (
-        "import orbax_safetensors_layout as osl\n"
-        "try:\n    osl.load('hf://org/model')\n"
-        "except osl.StorageError as error:\n    print(error)\n"
-    )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert "offline mode is set" in done.stdout
-    assert "Unset HF_HUB_OFFLINE" in done.stdout
+    told = run_alone("hub_offline.py", environment={"HF_HUB_OFFLINE": "1"})
+    assert "offline mode is set" in told
+    assert "Unset HF_HUB_OFFLINE" in told
     assert not hub.hub.log
 
 
@@ -638,15 +630,8 @@ def test_nothing_is_cached_on_disk(hub, folder, tmp_path, monkeypatch):
 def test_orbax_reaches_the_hub_through_its_own_path_layer(hub, folder):
     """`etils.epath` has `hf://` from fsspec, in which huggingface_hub registers itself."""
     hub.add("org/model", folder)
-    done = subprocess.run(
-        [sys.executable, program_path("hub_orbax.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [sorted(TENSORS)] * 5
+    printed = run_alone("hub_orbax.py")
+    assert json.loads(printed.splitlines()[-1]) == [sorted(TENSORS)] * 5
 
 
 def test_a_models_configuration_is_read_from_the_hub(hub, folder, tmp_path):

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 _SUPPORT = Path(__file__).parent
 _PROGRAMS = _SUPPORT.with_name("programs")
@@ -212,3 +215,30 @@ def run_processes(
         assert index == lost or one.said, f"exit {one.status}\n{one.errors}"
         results.append(None if index == lost else one.said[-1])
     return results
+
+
+def run_alone(
+    program: str,
+    *arguments: object,
+    mount: tuple[str, Path] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Return what a program of `tests/programs` prints, perhaps with a file system of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
+    command = [sys.executable, program_path(program), *map(str, arguments)]
+    if mount is not None:
+        size, folder = mount
+        mounting = f"mount -t tmpfs -o size={size} tmpfs {folder}"
+        if (
+            not shutil.which("unshare")
+            or subprocess.run(
+                ["unshare", "-m", "sh", "-c", mounting], capture_output=True, check=False
+            ).returncode
+        ):
+            pytest.skip("may not mount")
+        command = ["unshare", "-m", "sh", "-c", f'{mounting} && exec "$@"', "sh", *command]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import pytest
 import safetensors.numpy
-from programs import program_path
 
 import orbax_safetensors_layout as osl
 
@@ -51,30 +44,3 @@ class Gate:
 
     def open(self) -> None:
         self._opened.set()
-
-
-def run_alone(
-    program: str,
-    *arguments: object,
-    mount: tuple[str, Path] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> str:
-    """Return what a program of `tests/programs` prints, perhaps with a file system of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
-    command = [sys.executable, program_path(program), *map(str, arguments)]
-    if mount is not None:
-        size, folder = mount
-        mounting = f"mount -t tmpfs -o size={size} tmpfs {folder}"
-        if (
-            not shutil.which("unshare")
-            or subprocess.run(
-                ["unshare", "-m", "sh", "-c", mounting], capture_output=True, check=False
-            ).returncode
-        ):
-            pytest.skip("may not mount")
-        command = ["unshare", "-m", "sh", "-c", f'{mounting} && exec "$@"', "sh", *command]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

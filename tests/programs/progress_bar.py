@@ -1,0 +1,7 @@
+from orbax_safetensors_layout.options import Progress
+from orbax_safetensors_layout.runtime.progress import progress_callback
+
+with progress_callback(True) as report:
+    report(Progress(5, 10, "some.weight"))
+    report(Progress(10, 10, "some.weight"))
+    report(Progress(7, 7, "next.phase"))
