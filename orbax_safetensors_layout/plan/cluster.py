@@ -1,6 +1,6 @@
 """Plans the reads and the writes of every process of a cluster at once, and their costs.
 
-Nothing is sampled; `test_fleet.py` holds it equal to the `ReadPlan` of each process.
+Nothing is sampled; `tests/plan/test_cluster.py` holds it equal to the `ReadPlan` of each process.
 
 1. Tensors of one shape, dtype and spec are a `TensorClass`.
 2. Processes whose shards are at equal places in all classes are one.
