@@ -124,7 +124,7 @@ def estimate(
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
 ) -> ClusterEstimate:
-    """Estimates the cost to each process of all tensors, or of a tree to some processes.
+    """Estimates the cost of all tensors to each process, or of a tree to some of them.
 
     `rules` shard tensors, and leaves without a sharding; for `host_bandwidth` see `HostRate.of`.
     """
@@ -157,7 +157,7 @@ def estimate(
 def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:
     """Estimates the cost of saving the tensors of a load again, from where they then are."""
     if load.cluster is None:
-        raise ValueError("a save is planned of tensors as stored: without mapping, tree or pieces")
+        raise ValueError("a save is planned for whole tensors, without a mapping or abstract tree")
     costs = plan_cluster_writes(load.cluster.leaves, load.mesh, options)
     return dataclasses.replace(load, costs=costs, leaf_costs=(), cluster=None, saves=options.layout)
 

@@ -207,6 +207,8 @@ def test_pieces_families_and_abstract_trees(tmp_path, capsys, monkeypatch):
     found = planned(capsys, tmp_path / "pieces", "--mesh", "x=4", "--hosts", "4")
     assert found["total"]["needed_bytes"] == sum(t.nbytes for t in tensors.values())
     assert found["total"]["read_bytes"] >= found["total"]["needed_bytes"]
+    assert main(["plan", str(tmp_path / "pieces"), "--mesh", "x=4", "--save"]) == 2
+    assert "planned for whole tensors, without a mapping" in capsys.readouterr().err
     osl.save(tmp_path / "whole", tensors)
     (tmp_path / "a_model.py").write_text(
         textwrap.dedent(
