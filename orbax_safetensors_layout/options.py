@@ -130,7 +130,7 @@ class _CheckedOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy(_CheckedOptions):
-    """How long a request to a remote storage is retried when it fails temporarily.
+    """Limits on retries of a request to a remote storage that fails temporarily.
 
     Temporary failures are: time-out, connection reset, HTTP status 408, 429 or 5xx, a body that
     ends too soon. Pauses grow from `base_seconds`, doubling, up to `max_seconds`, and are longer
@@ -154,7 +154,7 @@ class RetryPolicy(_CheckedOptions):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions(_CheckedOptions):
-    """How a checkpoint is read.
+    """Options of reading a checkpoint.
 
     Attributes:
         memory_budget_bytes: Host bytes that reads may hold beyond the arrays that are returned:
@@ -222,7 +222,7 @@ class ReadOptions(_CheckedOptions):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions(_CheckedOptions):
-    """How a checkpoint is written.
+    """Options of writing a checkpoint.
 
     Attributes:
         layout: `"hf"`: whole tensors in files that `safetensors` and `transformers` open.
@@ -266,7 +266,7 @@ class WriteOptions(_CheckedOptions):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions(_CheckedOptions):
-    """How a checkpoint is converted.
+    """Options of converting a checkpoint.
 
     Attributes:
         memory_budget_bytes: Host bytes that a conversion may hold, whatever the checkpoint's size.

@@ -54,7 +54,7 @@ _ORBAX_FILES = ("checkpoint", "manifest.ocdbt")
 
 
 class _Turn:
-    """Lets only the newest save write to a folder: one that Orbax gave up may still run."""
+    """Admits only the newest save to a folder: one that Orbax gave up may still run."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

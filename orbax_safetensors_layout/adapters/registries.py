@@ -1,4 +1,4 @@
-"""Gives items of a checkpoint to the safetensors handlers: a v0 registry, and a v1 context."""
+"""Assigns items of a checkpoint to the safetensors handlers: a v0 registry, and a v1 context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each element of an array is in a flat sequence of elements, and the byte runs they are."""
+"""Affine views: the place of each element of an array in a flat sequence, and its byte runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where bytes live: one small protocol, one module per kind of place."""
+"""Storages of bytes: one small protocol, one module per kind of place."""
 
 from .base import (
     FIRST_READ_BYTES,

@@ -20,7 +20,7 @@ FIRST_READ_BYTES = 256 * KIB
 100 MB/s costs less than one more request."""
 
 Rank: TypeAlias = "Callable[[str], int | None]"
-"""When the file of a name appears, among those of a checkpoint; None for others."""
+"""Rank in which a checkpoint's file of a name appears; None for other files."""
 
 
 class FileWriter(Protocol):
@@ -37,7 +37,7 @@ class FileWriter(Protocol):
 
 
 class Publication(Protocol):
-    """How the files of a save, written to `folder`, appear at `target`: together if they can.
+    """Makes the files of a save, written to `folder`, appear at `target`: together if it can.
 
     The methods are for one process; the others only write.
     """

@@ -1,4 +1,4 @@
-"""How a save appears in a folder of an object store, which cannot rename anything.
+"""Commits saves to folders of an object store, which cannot rename anything.
 
 Every object appears complete or not at all, but several do not appear together: their order makes
 sure that no part of a save passes for a checkpoint. docs/storage.md tells what a crash leaves.
@@ -71,7 +71,7 @@ class InPlace(Publication):
 
 
 class _Claim:
-    """Says in the store that a save to `target` is running, for as long as its process lives.
+    """Shows in the store that a save to `target` is running, as long as its process lives.
 
     Each save puts an object of its own into `folder` and looks for others: of two, one or both see
     the other, whatever the order. The object is renewed, so that a dead process's shows its age.
@@ -200,7 +200,7 @@ class StagedCopy(Publication):
             raise not_alone(folder)
 
     def _describe_copy(self, names: Sequence[str]) -> str:
-        """Tells where the finished checkpoint is, from what is there."""
+        """Describe where the finished checkpoint is, by what is there."""
         try:
             self._check_alone(self.folder, names)
         except SafetensorsLayoutError:

@@ -41,7 +41,7 @@ _AS_IT_COMES: dict[str, Any] = dict.fromkeys(
     ("redirect", "assert_same_host", "preload_content"), False
 )
 _STALE = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError)
-"""How a kept connection fails that the server has closed meanwhile."""
+"""Errors of a kept connection that the server has closed meanwhile."""
 
 
 class Origin(NamedTuple):

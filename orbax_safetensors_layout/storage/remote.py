@@ -42,7 +42,7 @@ class AccessDenied(StorageError):
 
 
 class Place(NamedTuple):
-    """Where a file is asked for, at first or after redirects, and what is known of it before."""
+    """Address of a file, at first or after redirects, and what is known of it before a request."""
 
     url: str
     headers: Mapping[str, str]  # credentials, sent to this URL's origin alone

@@ -29,7 +29,7 @@ _strides = functools.lru_cache(4096)(row_major_strides)
 
 
 class Sink(NamedTuple):
-    """Where a walk down an expression leaves its pieces; flags as of `BoundExpr.pull_back`."""
+    """Collects the pieces of a walk down an expression; flags as of `BoundExpr.pull_back`."""
 
     pieces: list[Piece]
     refined: bool

@@ -11,7 +11,7 @@ from ..expr.expression import Expr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorStep:
-    """How one tensor becomes a leaf, or one layer's and expert's part of a leaf."""
+    """Steps from one tensor to a leaf, or to one layer's and expert's part of a leaf."""
 
     pattern: str  # axes before and after, in the notation of einops
     sizes: tuple[tuple[str, int], ...] = ()  # extents of the factors that the pattern names

@@ -31,7 +31,7 @@ _HINT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How weights are stored: FP8 with block scales, MXFP4, int4 of compressed-tensors."""
+    """Formats of stored weights: FP8 with block scales, MXFP4, int4 of compressed-tensors."""
 
     method: Literal["fp8", "mxfp4", "int4"]
     block: tuple[int, int] = (0, 0)  # rows and columns that share a scale in FP8
