@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,12 +111,11 @@ def load(
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
     options = given_or_default(options, ReadOptions)
-    opening = functools.partial(Catalog.open, path, retries=options.retries)
-    return load_catalog(opening, path, abstract, mapping=mapping, only=only, options=options)
+    return load_catalog(None, path, abstract, mapping=mapping, only=only, options=options)
 
 
 def load_catalog(
-    opening: Callable[[], Catalog],
+    catalog: Catalog | None,
     path: PathLike,
     abstract: Any,
     *,
@@ -124,10 +123,10 @@ def load_catalog(
     only: str | Sequence[str] | None = None,
     options: ReadOptions,
 ) -> Any:
-    """Loads as `load` does, from the catalog that `opening` gives; it is closed in the end."""
+    """Loads as `load` does, from a catalog that is open already, if any; closes it in the end."""
     with (
         load_group(path, options) as group,
-        opening() as catalog,
+        catalog or Catalog.open(path, retries=options.retries) as catalog,
         frozen_heap(),
         _explicit_transfer(),
     ):
@@ -275,22 +274,21 @@ def _read(
     tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves)
     exchange = ReplicaExchange(leaves, values, group)
-    takers = [exchange.taker(step) for step in steps]
     group.barrier(PLANNING, agree=fingerprint_of(steps, leaves))
     check = functools.partial(group.check, LOADING)
-    of_steps = []
+    done = []
     with progress_callback(options.progress) as progress:
         report = ProgressReport(progress, sum(plan.needed_bytes for plan in plans))
-        for step, plan, take in zip(steps, plans, takers, strict=True):
+        for step, plan in zip(steps, plans, strict=True):
             with group.together(LOADING):
-                exchange.launch()  # what all have read in the step before
-                of_steps.append(reader.run(step.reads, plan, take, report=report, check=check))
+                exchange.begin(step)
+                done.append(reader.run(step.reads, plan, exchange.take, report=report, check=check))
         with group.together(LOADING):
             exchange.finish()
     built = values.values()
     given = zip(tree.leaves, tree.parsed, strict=True)
     leaf_values = [leaf if abstract is None else next(built) for leaf, abstract in given]
-    return tree.build(leaf_values), ReadStats(*map(sum, zip(*of_steps, strict=True)))
+    return tree.build(leaf_values), ReadStats(*map(sum, zip(*done, strict=True)))
 
 
 def _explicit_transfer() -> contextlib.AbstractContextManager[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import json
 import os
 import threading
@@ -146,11 +145,11 @@ def begin_load(
 ) -> Callable[[], Any]:
     """Checks the headers of the tensors asked for; returns what loads it, as `osl.load` does."""
     check_remains(path)
-    opening = _open_checked(path, abstract, mapping, options)
+    catalog = _open_checked(path, abstract, mapping, options)
 
     def load() -> Any:
         try:
-            return load_catalog(opening, path, abstract, mapping=mapping, options=options)
+            return load_catalog(catalog, path, abstract, mapping=mapping, options=options)
         except UnexpectedTensorError as error:
             if switch is not None:
                 error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
@@ -161,19 +160,18 @@ def begin_load(
 
 def _open_checked(
     path: _PathLike, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
-) -> Callable[[], Catalog]:
-    opening = functools.partial(Catalog.open, path, retries=options.retries)
+) -> Catalog | None:
     if options.replicated == "read_once" and jax.process_count() > 1:
-        return opening  # all processes have to learn together that one has failed
+        return None  # all processes have to learn together that one has failed
     with contextlib.ExitStack() as on_error:
-        catalog = on_error.enter_context(opening())
+        catalog = on_error.enter_context(Catalog.open(path, retries=options.retries))
         names: Iterable[str] = catalog.names
         if abstract is not None and mapping is None:
             paths = jax.tree_util.tree_flatten_with_path(abstract)[0]
             names = {dotted_name(path) for path, _ in paths}.intersection(names)
         catalog.entries(names)
         on_error.pop_all()
-    return lambda: catalog
+    return catalog
 
 
 def is_orbax_item(directory: _PathLike) -> bool:

@@ -23,8 +23,8 @@ import numpy as np
 from orbax_safetensors_layout.format import DType, TensorEntry
 from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cut
 from orbax_safetensors_layout.plan import StoredSource
-from orbax_safetensors_layout.runtime import Bytes, allocate, batches
-from orbax_safetensors_layout.storage import Buffer, FileWriter, LocalStorage, new_file
+from orbax_safetensors_layout.runtime import allocate, batches
+from orbax_safetensors_layout.storage import FileWriter, LocalStorage, MemoryReader, new_file
 
 from .checkpoint_reader import CheckpointReader, ReadableArrays, SourceArray
 from .groups import LeafGroup
@@ -98,7 +98,7 @@ def _staged(
             bits = f"u{array.dtype.itemsize}"  # numpy knows no fast copy of bfloat16 and its like
             memory[array.name].view(bits).reshape(array.shape)[box.slices] = values.view(bits)
         sources = {array.name: _source(array, array.name, 0) for array in arrays}
-        yield ReadableArrays(sources, _Memory(memory))
+        yield ReadableArrays(sources, MemoryReader(memory))
         return
     sources = {
         array.name: _source(array, spool, start)
@@ -121,30 +121,6 @@ def _array_blocks(
     for batch in batches(blocks, lambda block: block[1].size * block[0].dtype.itemsize, most_bytes):
         for (array, box), values in zip(batch, source.read(batch), strict=True):
             yield array, box, values
-
-
-class _Memory:
-    """Arrays in memory, read as if each were a file."""
-
-    kind = "local"
-
-    def __init__(self, arrays: Mapping[str, Bytes]) -> None:
-        self._arrays = arrays
-
-    def read_into(
-        self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
-    ) -> None:
-        data = self._arrays[file]
-        for buffer in buffers:
-            # numpy's copy lets other threads run; a memoryview's does not.
-            np.frombuffer(buffer, np.uint8)[...] = data[offset : offset + len(buffer)]
-            offset += len(buffer)
-
-    def check_unchanged(self, file: str) -> None:
-        pass
-
-    def interrupt(self) -> None:
-        pass
 
 
 def _source(array: SourceArray, file: str, start: int) -> StoredSource:

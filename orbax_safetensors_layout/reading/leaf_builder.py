@@ -22,7 +22,7 @@ from .resolve import ResolvedLeaf
 
 
 class _Recipe(NamedTuple):
-    """What arrays of one shape, dtype and sharding have in common."""
+    """The construction of arrays of one shape, dtype and sharding."""
 
     aval: Any  # JAX's abstract value
     devices: list[Any]  # the devices of this process, in JAX's order

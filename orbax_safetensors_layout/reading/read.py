@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -45,11 +46,20 @@ Convert = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 class ReadStats(NamedTuple):
-    """What a load did on this process."""
+    """The reads of a load on this process."""
 
     bytes_read: int  # bytes requested from storage for tensors
     num_reads: int  # planned ranges: groups of neighbouring regions
     storage_reads: int  # ranged reads issued
+
+
+@dataclasses.dataclass(slots=True)
+class _PendingGroup:
+    """A group that is being read, and where its regions go."""
+
+    group: RequestGroup
+    slices: list[BufferSlice]
+    jobs_left: int = 1  # the first counts until all are submitted
 
 
 class PlanReader:
@@ -90,7 +100,7 @@ class PlanReader:
         # Boxes whose values are computed, by leaf and number, from their first part to the last.
         self._boxes: dict[tuple[int, int], np.ndarray] = {}
         self._parts_left: collections.Counter[tuple[int, int]] = collections.Counter()
-        self._reserved: set[tuple[int, int]] = set()  # those whose memory has room in the budget
+        self._reserved: set[tuple[int, int]] = set()  # those whose memory is reserved
         self._units = collections.Counter(leaf.unit for leaf in plan.leaves)  # reads to come
         self._unit_bytes: collections.Counter[int | None] = collections.Counter()
         self._bytes_read = self._num_reads = self._storage_reads = 0
@@ -142,39 +152,38 @@ class PlanReader:
         return values
 
     def _schedule(self, group: RequestGroup) -> None:
-        destinations = self._destinations(group)
-        outstanding = 1  # the group itself, until all its jobs are submitted
-
-        def done(nbytes: int, requests: int) -> None:
-            nonlocal outstanding
-            self._bytes_read += nbytes
-            self._storage_reads += requests
-            outstanding -= 1
-            if not outstanding:
-                for destination in destinations:
-                    self._region_done(destination)
-
-        def run(job: Job) -> Then:
-            return functools.partial(done, *job(self._storage, self._scratch))
-
-        for job in jobs_of(group, destinations, self._plan.profile):
-            outstanding += 1
-            self._submit(functools.partial(run, job), group.file, group.regions, wait=True)
-        done(0, 0)
+        pending = _PendingGroup(group, self._buffer_slices(group))
+        for job in jobs_of(group, pending.slices, self._plan.profile):
+            pending.jobs_left += 1
+            self._workers.submit(self._run_job, job, pending)
+        self._job_done(pending, 0, 0)
         self._workers.progress_finished()
 
-    def _destinations(self, group: RequestGroup) -> list[BufferSlice]:
-        """The memory of a group's regions; waits until there is room for tiles that are new."""
+    def _run_job(self, job: Job, pending: _PendingGroup) -> Then:
+        with self._explained(pending.group.regions, pending.group.file):
+            nbytes, requests = job.run(self._storage, self._scratch)
+        return functools.partial(self._job_done, pending, nbytes, requests)
+
+    def _job_done(self, pending: _PendingGroup, nbytes: int, requests: int) -> None:
+        self._bytes_read += nbytes
+        self._storage_reads += requests
+        pending.jobs_left -= 1
+        if not pending.jobs_left:
+            for buffer_slice in pending.slices:
+                self._region_done(buffer_slice)
+
+    def _buffer_slices(self, group: RequestGroup) -> list[BufferSlice]:
+        """Return the memory of a group's regions; waits until tiles that are new fit the budget."""
         self._reserve(group.regions)
         with self._explained(group.regions, group.file):
-            destinations = buffer_slices(group, self._tiles, self._staging)
-        for region, room in destinations:
+            slices = buffer_slices(group, self._tiles, self._staging)
+        for region, buffer in slices:
             if region.parts > 1:
-                self._tiles[region.tile] = room
-        return destinations
+                self._tiles[region.tile] = buffer
+        return slices
 
     def _reserve(self, regions: Sequence[ByteRegion]) -> None:
-        """Waits until there is room for what is not in the memory of arrays that adopt it."""
+        """Waits until the budget has room for what arrays do not adopt."""
         fresh = {r.tile: r for r in regions if r.tile not in self._tiles}
         held = 0
         for region in fresh.values():
@@ -198,15 +207,6 @@ class PlanReader:
             return 0
         return leaf.local.boxes[box].size * leaf.dtype.itemsize
 
-    def _submit(
-        self, work: Callable[[], Then], file: str | None, regions: Sequence[ByteRegion], wait: bool
-    ) -> None:
-        def run() -> Then:
-            with self._explained(regions, file):
-                return work()
-
-        self._workers.submit(run, wait=wait)
-
     def _explained(
         self, regions: Sequence[ByteRegion], file: str | None
     ) -> contextlib.AbstractContextManager[None]:
@@ -228,8 +228,8 @@ class PlanReader:
             self._region_done(BufferSlice(region, TileBuffer(mapped, region.start)))
         return True
 
-    def _region_done(self, destination: BufferSlice) -> None:
-        region = destination.region
+    def _region_done(self, buffer_slice: BufferSlice) -> None:
+        region = buffer_slice.region
         leaf = self._plan.leaves[region.leaf]
         if self._report is not None:
             self._report.add(region.read.runs.total_bytes, leaf.name)
@@ -238,7 +238,7 @@ class PlanReader:
             if self._regions_done[region.tile] < region.parts:
                 return
             del self._tiles[region.tile]
-        values = destination.members(leaf.stored)
+        values = buffer_slice.members(leaf.stored)
         if not leaf.is_converted:
             wait = self._deliver(region.leaf, region.layout.tile.members, values)
             self._hold(region.leaf, wait, self._read_bytes(region))
@@ -249,12 +249,15 @@ class PlanReader:
             for member, part in zip(layout.tile.members, layout.regions, strict=True)
         ]
 
-        def work() -> Callable[[], None]:
-            for box, value, out in zip(layout.regions, values, outs, strict=True):
-                self._compute(region.leaf, box, value, out)
-            return lambda: self._computed(region)
+        self._workers.submit(self._compute_region, region, values, outs, wait=False)
 
-        self._submit(work, leaf.file, [region], wait=False)
+    def _compute_region(
+        self, region: ByteRegion, values: Sequence[np.ndarray], outs: Sequence[np.ndarray]
+    ) -> Then:
+        with self._explained([region], self._plan.leaves[region.leaf].file):
+            for box, value, out in zip(region.layout.regions, values, outs, strict=True):
+                self._compute(region.leaf, box, value, out)
+        return functools.partial(self._computed, region)
 
     def _open(self, number: int, member: int, part: Box) -> np.ndarray:
         """Where a part of a box goes, in the memory of the array."""
@@ -298,7 +301,7 @@ class PlanReader:
             self._hold(number, self._deliver(number, whole, parts), held)
 
     def _hold(self, number: int, wait: Wait | None, nbytes: int) -> None:
-        """Frees the room of a read once its values are on their way, and those of its unit."""
+        """Releases the bytes of a read once its values, and those of its unit, are on their way."""
         unit = self._plan.leaves[number].unit
         if unit is not None:
             self._units[unit] -= 1

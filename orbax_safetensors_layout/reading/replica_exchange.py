@@ -41,7 +41,7 @@ from orbax_safetensors_layout.sharding import (
 
 from ._jax import DistributedStore
 from .all_gather import SendBuffer, on_host, stays_on_devices
-from .array_reader import TakeBoxes, Wait
+from .array_reader import Wait
 from .leaf_builder import LeafBuilder
 from .resolve import ResolvedLeaf
 
@@ -67,7 +67,7 @@ def load_group(path: str | os.PathLike[str], options: ReadOptions) -> ProcessGro
 
 
 class ExchangeStep(NamedTuple):
-    """What a process reads before something is exchanged."""
+    """The reads of a process before an exchange."""
 
     leaves: list[ResolvedLeaf]  # the leaves of which it reads some boxes
     reads: RegionReads  # the reads of these boxes
@@ -149,7 +149,7 @@ def _is_default_memory(sharding: Sharding) -> bool:
 
 
 def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]) -> Fingerprint:
-    """What all processes must have alike before anything is spread."""
+    """Return what must be the same on all processes before anything is exchanged."""
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
 
@@ -179,7 +179,7 @@ def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]
 class ReplicaExchange:
     """Values of replicas on their way from the process that read them to all that need them.
 
-    Gathers run on the calling thread, in the order of the plan.
+    A step takes what this process reads; the next gathers it, on the calling thread, as planned.
     """
 
     def __init__(
@@ -189,40 +189,39 @@ class ReplicaExchange:
         self._values = values
         self._group = group
         self._process = group.process_index
-        # Of each step, and none before the first.
-        self._stages: deque[list[tuple[Round, SendBuffer]]] = deque([[]])
+        # Of the step that has begun: its leaves, rounds, and by leaf what is sent to others.
+        self._step_leaves: Sequence[ResolvedLeaf] = ()
+        self._rounds: list[tuple[Round, SendBuffer]] = []
+        self._fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}
         self._in_flight: deque[tuple[Round, tuple[jax.Array, ...]]] = deque()
 
-    def taker(self, step: ExchangeStep) -> TakeBoxes:
-        """What takes the values that this process reads in a step; asked for in their order."""
-        rounds = [(r, SendBuffer(r)) for r in step.stage if r.grid.slots(self._process)]
-        self._stages.append(rounds)
-        fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}
-        for round_, buffer in rounds:
-            for fragment in round_.fragments(self._process):
-                fragments.setdefault(fragment.leaf, (buffer, []))[1].append(fragment)
-
-        def keep(
-            numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]
-        ) -> Wait | None:
-            return self._values.take([step.leaves[n] for n in numbers], boxes, parts)
-
-        def send(numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]) -> None:
-            for number in numbers:
-                buffer, of_leaf = fragments[step.leaves[number].number]
-                for box, values in zip(boxes, parts, strict=True):
-                    _, _, row, column, offset = of_leaf[box]
-                    buffer.put(row, column, offset, values)
-
-        return send if step.stage else keep
-
-    def launch(self) -> None:
-        """Spreads what was taken in the step before, once all processes have read theirs."""
-        for round_, buffer in self._stages.popleft():
+    def begin(self, step: ExchangeStep) -> None:
+        """Begins a step: spreads what was taken in the one before, which all have read."""
+        for round_, buffer in self._rounds:
             while len(self._in_flight) >= _MOST_IN_FLIGHT:
                 self._land()
             with _gathering():
                 self._in_flight.append((round_, buffer.gather(self._process)))
+        self._step_leaves = step.leaves
+        self._rounds = [(r, SendBuffer(r)) for r in step.stage if r.grid.slots(self._process)]
+        self._fragments = {}
+        for round_, buffer in self._rounds:
+            for fragment in round_.fragments(self._process):
+                self._fragments.setdefault(fragment.leaf, (buffer, []))[1].append(fragment)
+
+    def take(
+        self, numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]
+    ) -> Wait | None:
+        """Takes values that this process reads in the step: to keep, or to send to others."""
+        leaves = [self._step_leaves[number] for number in numbers]
+        if not self._fragments:
+            return self._values.take(leaves, boxes, parts)
+        for leaf in leaves:
+            buffer, fragments = self._fragments[leaf.number]
+            for box, values in zip(boxes, parts, strict=True):
+                _, _, row, column, offset = fragments[box]
+                buffer.put(row, column, offset, values)
+        return None
 
     def finish(self) -> None:
         while self._in_flight:

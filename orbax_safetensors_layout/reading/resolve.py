@@ -164,7 +164,7 @@ def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:
 
 
 def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
-    """What JAX makes of a dtype: the same, or 32 bits of 64 where x64 is off."""
+    """Return the dtype that JAX makes of one: the same, or 32 bits of 64 where x64 is off."""
     canonical: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
     sharding = sharding_of(placement)
     devices: Iterable[Any] = () if is_abstract(sharding) else sharding.addressable_devices

@@ -1,4 +1,4 @@
-"""What a checkpoint of this package recorded about its leaves, for those who restore it."""
+"""Applies what a checkpoint of this package recorded about its leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HOST_KINDS = ("numpy", "numpy_scalar")
 
 
 class SavedMetadata:
-    """What the manifest of a checkpoint says, if it has one."""
+    """The records of a checkpoint's manifest, if it has one."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -131,7 +131,7 @@ class SavedMetadata:
 
 
 def _as_abstract(value: SavedValue, abstract: AbstractLeaf) -> Any:
-    """A recorded number or string in place of the leaf that is wanted."""
+    """Return a recorded number or string in place of an abstract leaf."""
     if abstract.scalar is not None and abstract.scalar is not np.generic:
         return _as_python(value, abstract.scalar)
     if abstract.as_saved:

@@ -131,7 +131,7 @@ def _as_slice(indices: npt.NDArray[np.int64]) -> Indices:
 
 
 class Cut(NamedTuple):
-    """What blocks of the same shape have in common."""
+    """The requests and copies of blocks of one shape."""
 
     requests: StridedRuns  # the block's requests, from the block's first byte in the file
     rows: StagedRows  # how each lies in the staging buffer; one after the other
@@ -179,7 +179,7 @@ class Block(NamedTuple):
 
     cut: Cut  # its shape
     start: int  # its first byte in the file
-    destinations: Sequence[BufferSlice]  # its regions
+    slices: Sequence[BufferSlice]  # its regions
     moved: int = 0  # bytes of memory from the begin of a region to that of the block
 
     def buffers(self, staging: Bytes, scratch: Scratch) -> Iterator[tuple[int, list[Buffer]]]:
@@ -193,18 +193,18 @@ class Block(NamedTuple):
 
     def copy(self, staging: Buffer) -> None:
         """Puts the block, which begins at the first byte of `staging`, in its places."""
-        start = self.destinations[0].region.start
-        for region, room in self.destinations:
-            at = room.begin + region.at + self.moved
+        start = self.slices[0].region.start
+        for region, buffer in self.slices:
+            at = buffer.begin + region.at + self.moved
             for copy in self.cut.copies:
-                copy.run(staging, region.start - start, room.memory.data, at)
+                copy.run(staging, region.start - start, buffer.memory.data, at)
 
 
-def blocks_of(request: Request, destinations: Sequence[BufferSlice]) -> Iterator[Block]:
+def blocks_of(request: Request, slices: Sequence[BufferSlice]) -> Iterator[Block]:
     """The blocks of regions that are staged, in the order of the file."""
     read = request.read
     ranges = [[*a.ranges(n)] for a, n in zip(read.axes, read.blocking.lengths, strict=True)]
-    cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # all alike but those at the ends
+    cuts: dict[tuple[tuple[int, int], ...], Cut] = {}  # equal but for those at the ends
     steps = [
         [_step(read, number, low, high) for low, high in cut] for number, cut in enumerate(ranges)
     ]
@@ -214,11 +214,11 @@ def blocks_of(request: Request, destinations: Sequence[BufferSlice]) -> Iterator
             cuts[kind] = Cut.of(read, block, request.added_bytes)
         start = request.start + sum(source for _, source, _ in step)
         moved = sum(target for _, _, target in step)
-        yield Block(cuts[kind], start, destinations, moved)
+        yield Block(cuts[kind], start, slices, moved)
 
 
 def _step(read: RegionPlan, number: int, low: int, high: int) -> tuple[tuple[int, int], int, int]:
-    """What makes a range like others, and where it begins in the file and in memory."""
+    """Return the key of ranges with equal copies, and where one begins in file and memory."""
     axis = read.axes[number]
     if read.gather is not None and number == read.gather.number:
         return (low, high), low * axis.source, 0
@@ -230,10 +230,10 @@ def _copies(
     read: RegionPlan, ranges: Sequence[tuple[int, int]], staged: Sequence[int]
 ) -> Iterator[Copy]:
     """The copies of a block, whose axes have the strides `staged` in the staging buffer."""
-    sides = [*zip(read.axes, ranges, staged, strict=True)]
-    sides += [(axis, (0, axis.extent), 0) for axis in read.repeats]
+    dimensions = [*zip(read.axes, ranges, staged, strict=True)]
+    dimensions += [(axis, (0, axis.extent), 0) for axis in read.repeats]
     if read.gather is not None:
-        _, between, stride = sides.pop(read.gather.number)
+        _, between, stride = dimensions.pop(read.gather.number)
     whole = [
         [
             (
@@ -243,7 +243,7 @@ def _copies(
             )
             for first, cells, count in axis.segments(low, high)
         ]
-        for axis, (low, high), stride in sides
+        for axis, (low, high), stride in dimensions
     ]
     for part in itertools.product(*whole):
         segments = [segment for _, _, both in reversed(part) for segment in both]

@@ -1,4 +1,4 @@
-"""Destinations: the memory of tiles, and where in it a region's bytes go."""
+"""Buffers: the memory of tiles, and where in it a region's bytes go."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class BufferSlice(NamedTuple):
     """A region, and the memory of the tile that it belongs to."""
 
     region: ByteRegion
-    room: TileBuffer
+    buffer: TileBuffer
 
     def members(self, dtype: DType) -> list[np.ndarray]:
         """Each member as an array over the memory; packed ones as their bytes."""
-        layout, begin, data = self.region.layout, self.room.begin, self.room.memory.data
+        layout, begin, data = self.region.layout, self.buffer.begin, self.buffer.memory.data
         stored = np.dtype(np.uint8) if dtype.packed else dtype.numpy
         slots = range(begin, begin + layout.memory_bytes, layout.slot_bytes)
         return [np.ndarray(layout.member_shape, stored, data, slot) for slot in slots]
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where bytes `start` to `stop` of a direct region are in the memory, half-open."""
-        at, spans = self.room.begin + self.region.at, self.region.read.spans
+        at, spans = self.buffer.begin + self.region.at, self.region.read.spans
         assert spans is not None
         if not spans.levels:
             return [(at + start, at + stop)]
@@ -51,35 +51,35 @@ class BufferSlice(NamedTuple):
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
         """Bytes `start` to `stop` of a direct region in memory."""
-        view = self.room.memory.data
+        view = self.buffer.memory.data
         return [view[low:high] for low, high in self.spans(start, stop)]
 
     def copy_from(self, twin: BufferSlice, start: int, stop: int) -> None:
         """Copies bytes `start` to `stop` of a direct region from one of the same bytes."""
         for low, high in zip(twin.spans(start, stop), self.spans(start, stop), strict=True):
-            self.room.memory[slice(*high)] = twin.room.memory[slice(*low)]
+            self.buffer.memory[slice(*high)] = twin.buffer.memory[slice(*low)]
 
 
 def buffer_slices(
     group: RequestGroup, opened: Mapping[TileKey, TileBuffer], staging: Staging
 ) -> list[BufferSlice]:
-    """Makes room for the tiles of a group's regions, but for those that are `opened`.
+    """Allocates the tiles of a group's regions, but for those that are `opened`.
 
     Small tiles share memory with their like: an array that is kept then does not keep much larger
     ones from being freed. Tiles whose values are computed on are in the `staging` memory.
     """
     regions = group.regions
-    rooms: dict[TileKey | int, TileBuffer] = {
+    buffers: dict[TileKey | int, TileBuffer] = {
         r.tile: opened[r.tile] for r in regions if r.parts > 1 and r.tile in opened
     }
     # A tile of one region has a key of its own.
     keys = [r.tile if r.parts > 1 else number for number, r in enumerate(regions)]
-    fresh = {key: r for key, r in zip(keys, regions, strict=True) if key not in rooms}
-    rooms.update(zip(fresh, _rooms([*fresh.values()], staging), strict=True))
-    return [BufferSlice(region, rooms[key]) for key, region in zip(keys, regions, strict=True)]
+    fresh = {key: r for key, r in zip(keys, regions, strict=True) if key not in buffers}
+    buffers.update(zip(fresh, _allocated([*fresh.values()], staging), strict=True))
+    return [BufferSlice(region, buffers[key]) for key, region in zip(keys, regions, strict=True)]
 
 
-def _rooms(regions: Sequence[ByteRegion], staging: Staging) -> list[TileBuffer]:
+def _allocated(regions: Sequence[ByteRegion], staging: Staging) -> list[TileBuffer]:
     """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other."""
     totals: dict[tuple[bool, int], int] = {}
     places = []

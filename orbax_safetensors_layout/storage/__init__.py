@@ -13,6 +13,7 @@ from .base import (
     read_range,
     write_file,
 )
+from .buffers import MemoryReader
 from .local import LocalStorage
 from .local_commit import Claim, check_replaceable, claimed, finish_interrupted, link_tree
 from .local_write import FULL, ResumableFile, flush_folder, storage_errors

@@ -1,17 +1,35 @@
-"""Caller's buffers, filled or emptied one after the other."""
+"""Caller's buffers, filled or emptied one after the other; arrays that are read as files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import StorageError, TruncatedFileError
+from orbax_safetensors_layout.runtime import Bytes
 
-from .base import Buffer
+from .base import Buffer, RangeReader
 
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX"))
+
+
+class MemoryReader(RangeReader):
+    """Reads arrays of bytes as if each were a file of its name."""
+
+    kind = "local"
+
+    def __init__(self, arrays: Mapping[str, Bytes]) -> None:
+        self._arrays = arrays
+
+    def read_into(
+        self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
+    ) -> None:
+        scatter(self._arrays[file].data[offset:], buffers)
+
+    def check_unchanged(self, file: str) -> None:
+        return
 
 
 def skip(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:

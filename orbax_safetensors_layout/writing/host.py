@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,10 +17,15 @@ from orbax_safetensors_layout.options import KIB
 from orbax_safetensors_layout.plan import FilePart, LeafWrite
 from orbax_safetensors_layout.sharding import box_of
 
-from .parts import FetchShards
-
 _SLABS = 4  # that fit the budget together: some are written while the next come
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
+
+
+class PendingShards(NamedTuple):
+    """Shards on their way to the host."""
+
+    arrays: Sequence[Any]  # numpy's, and JAX's, which numpy waits for
+    is_captured: bool
 
 
 class HostValues:
@@ -82,29 +87,26 @@ class HostValues:
         boxes = self._leaves[part.leaf].held.boxes
         return all(value[boxes[n].slices].flags.c_contiguous for n in part.tile.members)
 
-    def begin(self, part: FilePart) -> FetchShards:
-        """Begins to copy a part's members to the host; the result waits for them."""
+    def begin(self, part: FilePart) -> PendingShards:
+        """Begins to copy a part's members to the host; `wait` waits for them."""
         captured = self._captured.pop((part.leaf, part.tile.members), None)
-        if captured is not None:
-            return lambda: captured
-        wait = self._begin(part)
+        arrays = self._begin(part) if captured is None else captured
+        return PendingShards(arrays, is_captured=captured is not None)
 
-        def fetch() -> Sequence[np.ndarray]:
-            members = wait()
+    def wait(self, pending: PendingShards) -> list[np.ndarray]:
+        members = [np.asarray(array) for array in pending.arrays]
+        if not pending.is_captured:
             with self._lock:
                 self._left -= 1
                 if not self._left:
                     self._all_captured.set()
-            return members
+        return members
 
-        return fetch
-
-    def _begin(self, part: FilePart) -> FetchShards:
+    def _begin(self, part: FilePart) -> Sequence[Any]:
         value, held = self._values[part.leaf], self._leaves[part.leaf].held
         if not isinstance(value, jax.Array):  # of which each process has the whole
             region = value[part.tile.box.slices]
-            members = [region.copy() if self._copies else region]
-            return lambda: members
+            return [region.copy() if self._copies else region]
         boxes = [held.boxes[number] for number in part.tile.members]
         numbers = self._shard_numbers(value)
         shards = [value.addressable_data(numbers[box]) for box in boxes]
@@ -114,8 +116,8 @@ class HostValues:
                 shard if shape == shard.shape else _region(shard, box, part.tile.box)
                 for shard, box in zip(shards, boxes, strict=True)
             ]
-            shards = _to_host(regions)
-        return lambda: [np.asarray(shard) for shard in shards]
+            return _to_host(regions)
+        return shards
 
     def _shard_numbers(self, array: jax.Array) -> dict[Box, int]:
         """Return which addressable shard holds each box, equal shardings and shapes once."""
@@ -137,7 +139,7 @@ class HostValues:
         members = self._captured.get((leaf, (held,)))
         if members is None:
             part = self.box_part(leaf, held)
-            members = self._begin(part)()
+            members = [np.asarray(array) for array in self._begin(part)]
             is_contiguous = members[0].flags.c_contiguous
             members = members if is_contiguous else [members[0].copy()]
             if self.held_bytes(part) or not is_contiguous:  # it is asked for again and again
@@ -160,8 +162,8 @@ class HostValues:
                 continue
             held += nbytes
             begun.append((part, self._begin(part)))
-        for part, fetch in begun:
-            self._captured[part.leaf, part.tile.members] = fetch()
+        for part, arrays in begun:
+            self._captured[part.leaf, part.tile.members] = [*map(np.asarray, arrays)]
         self._left = left
         if not left:
             self.release()

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +23,10 @@ from orbax_safetensors_layout.plan import FilePart, LeafWrite
 from orbax_safetensors_layout.runtime import Bytes
 from orbax_safetensors_layout.storage import ByteBuffer
 
+from .host import HostValues, PendingShards
+
 _STAGING_BYTES = 1 << 20  # a block of staged rows: what a core's cache holds
 _LONGEST_ROW_BYTES = 8 * _STAGING_BYTES  # longer ones are cut, and copied element by element
-
-FetchShards = Callable[[], Sequence[np.ndarray]]
 
 
 class TileRows(NamedTuple):
@@ -54,27 +54,22 @@ class TileRows(NamedTuple):
 
 
 class PartBytes:
-    """One part's bytes, from the members of its tile. Safe to use from many threads.
+    """One part's bytes, from the members of its tile. Safe to use from many threads."""
 
-    `fetch` waits for the members; `in_order` says whether each is contiguous, `held_bytes` how much
-    host memory all take.
-    """
-
-    def __init__(
-        self, part: FilePart, leaf: LeafWrite, fetch: FetchShards, in_order: bool, held_bytes: int
-    ) -> None:
+    def __init__(self, part: FilePart, leaf: LeafWrite, values: HostValues, held: int) -> None:
         self.part = part
-        self.held_bytes = held_bytes
+        self.held_bytes = held  # of host memory
         self.unwritten_bytes = part.stop - part.start
         self._leaf = leaf
-        self._fetch: FetchShards | None = fetch
+        in_order = values.in_order(part) and _members_in_order(part)
+        self._values = values
+        self._pending: PendingShards | None = values.begin(part)
         self._members: list[np.ndarray] = []
         self._lock = threading.Lock()
         # Sub-byte elements that another file than the final one holds are stored one a byte.
         self._packed = part.dtype.packed
         raw = self._packed or (part.dtype.code == "U8" and leaf.values in PACKED)
         self._cast = None if raw or leaf.values == part.dtype.numpy else part.dtype.numpy
-        in_order = in_order and _members_in_order(part)
         self.staged = self._packed or self._cast is not None or not in_order
 
     @functools.cached_property
@@ -98,12 +93,12 @@ class PartBytes:
 
     def _wait(self) -> list[np.ndarray]:
         with self._lock:
-            if self._fetch is not None:
-                members = self._fetch()
+            if self._pending is not None:
+                members = self._values.wait(self._pending)
                 if not self.staged:  # a device may have laid it out in another way
                     members = [np.ascontiguousarray(member) for member in members]
-                self._members = list(members)
-                self._fetch = None
+                self._members = members
+                self._pending = None
             return self._members
 
     def _stage(

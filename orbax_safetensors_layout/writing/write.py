@@ -114,9 +114,7 @@ class _PartWriter:
             while not has_room(held):
                 yield []
             self._budget.reserve(held)
-            in_order = self._values.in_order(part)
-            fetch = self._values.begin(part)
-            source = PartBytes(part, self._leaves[part.leaf], fetch, in_order, held)
+            source = PartBytes(part, self._leaves[part.leaf], self._values, held)
             if size < _JOB_BYTES:
                 first = first if pending else part.start
                 pending.append(_Segment(source, 0, size))

@@ -294,7 +294,7 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
 
     def remember(group, opened, staging):
         made = tile_buffers.buffer_slices(group, opened, staging)
-        alive.extend(weakref.ref(destination.room.memory.base) for destination in made)
+        alive.extend(weakref.ref(destination.buffer.memory.base) for destination in made)
         return made
 
     gc.collect()

@@ -978,8 +978,10 @@ class HeldValues:
             self.live += value.nbytes
             self.most = max(self.most, self.live)
         weakref.finalize(value, self._gone, value.nbytes)
-        box = [value]
-        return lambda: [box.pop()]
+        return [value]
+
+    def wait(self, pending):
+        return [*pending]
 
     def _gone(self, nbytes):
         with self._lock:

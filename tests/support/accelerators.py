@@ -19,6 +19,6 @@ class Accelerator:
 
     def buffer_slices(self, group, opened, staging):
         made = tile_buffers.buffer_slices(group, opened, staging)
-        memories = {id(made_for.room.memory): made_for.room.memory for made_for in made}
+        memories = {id(made_for.buffer.memory): made_for.buffer.memory for made_for in made}
         self.sizes.append(sum(memory.size for memory in memories.values()))
         return made
