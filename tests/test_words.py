@@ -15,13 +15,16 @@ PACKAGE = Path(__file__).parents[1] / "orbax_safetensors_layout"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 RETIRED_NAMES = """
-agreement alike brief companions design division fleet forecast holdings lease made mine origins
-pulse sharing silent some survey tell telling want wanted wants
+agreement alike band bands brief companions design destination destinations division fetches firsts
+fleet forecast holdings lease made mine one origins pulse room rooms sharing sides silent some
+survey tell telling want wanted wants
 """
 RETIRED_PHRASES = (
+    r"\balike\b",
     r"\bcan not\b",
     r"(?<![Tt]here )\b(is|are) no (?!longer|more)",
 )
+RETIRED_OPENINGS = r"(What|Who|Of)\b"
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -34,6 +37,13 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 yield node.lineno, name
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        match getattr(node, "body", None):
+            case [ast.Expr(ast.Constant(str(text))) as first, *_]:
+                yield first.lineno, text
 
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -66,4 +76,13 @@ def test_docstrings_and_errors_are_free_of_retired_phrases(trees):
         for module, tree in trees.items()
         for line, text in texts(tree)
         for match in re.finditer("|".join(RETIRED_PHRASES), text)
+    ] == []
+
+
+def test_docstrings_lead_with_a_verb_or_a_noun(trees):
+    assert [
+        f"{module}:{line}: {text.splitlines()[0]}"
+        for module, tree in trees.items()
+        for line, text in docstrings(tree)
+        if re.match(RETIRED_OPENINGS, text)
     ] == []
